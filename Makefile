@@ -1,0 +1,44 @@
+# Two commands for everyone: `make demo` and `make test`. Each installs what it needs into .venv, pinned, and runs.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+export PYTHONUNBUFFERED = 1
+
+.PHONY: demo test check test-slow bench docs clean
+
+demo: $(VENV)/.runtime
+	$(BIN)/smupar train
+
+test: $(VENV)/.dev check
+	$(BIN)/python -m pytest -n 2
+
+check: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test-slow: $(VENV)/.dev
+	$(BIN)/python -m pytest -m slow
+
+bench: $(VENV)/.runtime
+	$(BIN)/smupar bench parameterize
+
+# Pages that are generated from code; the tests fail when they are stale.
+docs: $(VENV)/.runtime
+	$(BIN)/smupar rules --markdown > docs/rules.md
+
+$(VENV)/.runtime: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --constraint constraints.txt --editable .
+	touch $@
+
+# mup is here to be compared with; its own requirements would bring a torchvision that does not fit a CPU torch.
+$(VENV)/.dev: $(VENV)/.runtime
+	$(PIP) --constraint constraints.txt --editable '.[dev]'
+	$(PIP) --no-deps mup==1.0.0
+	touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

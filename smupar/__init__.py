@@ -1,0 +1,61 @@
+"""smupar: tune a small dense model, then train wide sparse ones with the same hyperparameters.
+
+The public names, found on first use so that ``smupar --help`` does not have to wait for torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from smupar.apply import attach, parameterize
+    from smupar.auditing import AuditError, audit
+    from smupar.masks import er, erk, uniform
+    from smupar.optim import LRRatioWarning, guard, param_groups
+    from smupar.plan import Plan
+    from smupar.planner import PlanWarning, make_plan
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "parameterize": "apply",
+    "attach": "apply",
+    "make_plan": "planner",
+    "Plan": "plan",
+    "PlanWarning": "planner",
+    "uniform": "masks",
+    "er": "masks",
+    "erk": "masks",
+    "param_groups": "optim",
+    "guard": "optim",
+    "LRRatioWarning": "optim",
+    "audit": "auditing",
+    "AuditError": "auditing",
+}
+
+__all__ = [
+    "AuditError",
+    "LRRatioWarning",
+    "Plan",
+    "PlanWarning",
+    "attach",
+    "audit",
+    "er",
+    "erk",
+    "guard",
+    "make_plan",
+    "param_groups",
+    "parameterize",
+    "uniform",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'smupar' has no attribute {name!r}")
+    return getattr(import_module(f"smupar.{_WHERE[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,311 @@
+"""Carrying a plan out: the only file that changes a model.
+
+What is added to a model, all of it keyed by name and put back by ``attach`` from the plan:
+
+- a bool buffer ``<param>_mask`` beside every sparse parameter; the weight is exactly 0 where it is False;
+- a hook on that parameter that masks its gradient as soon as it is accumulated, so that optimizers, clipping and reducers
+  never see off-mask gradients. Hooks on tensors get lost (deepcopy, to_empty, sharding): hence ``attach``;
+- a non-persistent buffer ``smupar_factor`` and a hook on every module whose output Table 1 multiplies.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from smupar.masks import generator
+from smupar.plan import Plan, PlanRow
+from smupar.planner import PlanWarning, Settings, make_plan
+from smupar.roles import parent_path
+
+FACTOR = "smupar_factor"
+_MARK = "_smupar_attached"
+
+
+@dataclass(frozen=True)
+class _Attached:
+    """Left on the root module: tells that it is parameterized, and which parameters are masked."""
+
+    masked: tuple[str, ...]
+
+
+def parameterize(model: nn.Module, *, base: nn.Module, **settings: Unpack[Settings]) -> Plan:
+    """Makes ``model`` follow a rule, in place: masks, init, forward factors. Returns the plan.
+
+    Settings are those of ``make_plan``. Weight matrices are initialised anew; norms, biases and parameters that do not
+    scale keep their values (those whose memory was never written, after ``to_empty``, get their module's own init). On bad
+    input the model is left untouched.
+    """
+    _refuse(model)
+    plan = make_plan(model, base=base, **settings)
+    given = {name.removesuffix("_mask"): mask for name, mask in (settings.get("masks") or {}).items()}
+    masks = _masks(plan, given)  # before anything changes: a mask that cannot be drawn must leave the model as it is
+    with torch.no_grad():
+        _reset_unwritten(model, plan)
+        parameters = dict(model.named_parameters())
+        for row in plan:
+            _initialise(parameters[row.name], row, masks.get(row.name), plan.seed)
+    _attach(model, plan, masks)
+    return plan
+
+
+def attach(model: nn.Module, plan: Plan, optimizer: Any = None) -> None:
+    """Puts masks, gradient hooks and forward factors back from the plan; does nothing where they are in place.
+
+    Call it after deepcopy, ``to_empty`` with a loaded checkpoint, ``load_state_dict(assign=True)`` or sharding. With an
+    optimizer (or several) also masks the weights after each of its steps: needed where updates mix entries, as Muon's do.
+    """
+    unknown = [row.name for row in plan if row.name not in dict(model.named_parameters())]
+    if unknown:
+        raise ValueError(f"the plan is of another model: this one has no {', '.join(unknown[:4])}")
+    missing = [row.name for row in plan if row.masked and mask_of(model, row.name) is None]
+    masks = {}
+    for name in missing:
+        mask = plan.draw_mask(name)
+        assert mask is not None
+        masks[name] = mask
+    _attach(model, plan, masks)
+    for one in optimizers(optimizer):
+        if not masks_updates(one):
+            one.register_step_post_hook(_MaskWeights(model, plan))
+
+
+def optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """One optimizer, several or none, as a list."""
+    if optimizer is None:
+        return []
+    return list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """A DTensor, asked without importing torch.distributed."""
+    return hasattr(tensor, "placements")
+
+
+def mask_of(model: nn.Module, name: str) -> Tensor | None:
+    """The mask buffer of a parameter, if it has one."""
+    mask = getattr(model.get_submodule(parent_path(name)), _mask_leaf(name), None)
+    return mask if isinstance(mask, Tensor) else None
+
+
+def masks_gradient(parameter: nn.Parameter) -> bool:
+    """Whether the gradient hook is in place."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return any(isinstance(hook, _MaskGradient) for hook in hooks.values())
+
+
+def masks_updates(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether weights are masked after each step."""
+    return any(isinstance(hook, _MaskWeights) for hook in optimizer._optimizer_step_post_hooks.values())
+
+
+def scales_output(module: nn.Module) -> bool:
+    """Whether the hook that applies the forward factor is in place."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return _scale_input in hooks or _scale_output in hooks
+
+
+# Before anything changes
+
+
+def _refuse(model: nn.Module) -> None:
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        raise ValueError("this model is compiled already and would ignore new hooks: parameterize first, then torch.compile")
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise ValueError(f"parameterize the model before wrapping it in {type(model).__name__}")
+    for path, module in model.named_modules():
+        if hasattr(module, _MARK) or hasattr(module, FACTOR):
+            raise ValueError(
+                f"{'this model' if not path else repr(path)} is parameterized already. Build a fresh model to parameterize it "
+                "again; to restore hooks after a copy use smupar.attach(model, plan)."
+            )
+    on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if on_meta:
+        raise ValueError(
+            f"{on_meta[0]!r} and {len(on_meta) - 1} more are on the meta device: call model.to_empty(device=...) first "
+            "(after fully_shard under FSDP2), or use smupar.make_plan for a dry run"
+        )
+
+
+def _masks(plan: Plan, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    masks = {}
+    for row in plan:
+        if row.masked:
+            mask = given[row.name].bool().cpu() if row.pattern == "given" else plan.draw_mask(row.name)
+            assert mask is not None
+            masks[row.name] = mask
+    return masks
+
+
+# Values
+
+
+def _reset_unwritten(model: nn.Module, plan: Plan) -> None:
+    """Values for norms and biases that ``to_empty`` left as raw memory: those never written since they were allocated.
+
+    A layer's biases become 0; a norm gets its own ``reset_parameters``. Modules without one keep what they have.
+    """
+    for path, module in model.named_modules():
+        names = [f"{path}.{leaf}" if path else leaf for leaf, _ in module.named_parameters(recurse=False)]
+        rows = [plan[name] for name in names if name in plan]
+        kept = [module.get_parameter(row.name.rpartition(".")[2]) for row in rows if row.init_std is None]
+        reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+        if not kept or not callable(reset) or any(parameter._version for parameter in kept):
+            continue
+        if len(kept) == len(rows):
+            reset()
+        else:
+            for parameter in kept:
+                parameter.zero_()
+
+
+def _initialise(parameter: nn.Parameter, row: PlanRow, mask: Tensor | None, seed: int) -> None:
+    """Fills a parameter from (seed, name): the same values on every device, rank and number of ranks."""
+    if row.init_std is None:
+        if mask is not None:
+            parameter.mul_(_like(mask, parameter))
+        return
+    rng = generator(seed, "init", row.name)
+    in_place = parameter.device.type == "cpu" and type(parameter) is nn.Parameter and parameter.is_contiguous()
+    values = parameter if in_place else torch.empty(row.shape, dtype=parameter.dtype)
+    if mask is None:
+        values.normal_(0, row.init_std, generator=rng)
+    else:  # only the kept weights are drawn: at low density most of the cost of an init goes away
+        kept = torch.empty(int(torch.count_nonzero(mask)), dtype=values.dtype).normal_(0, row.init_std, generator=rng)
+        values.zero_().masked_scatter_(mask, kept)
+    if not in_place:
+        parameter.copy_(_like(values, parameter))
+
+
+def _like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """``tensor`` on the device of ``parameter``; under FSDP2 its own shard of it, as every rank has drawn the whole."""
+    if not is_sharded(parameter):
+        return tensor.to(parameter.device)
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    assert isinstance(parameter, DTensor)
+    mesh = parameter.device_mesh
+    return distribute_tensor(tensor.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)
+
+
+# Hooks
+
+
+class _MaskGradient:
+    """Post-accumulate hook: reads the mask at call time, so that masks may move."""
+
+    def __init__(self, module: nn.Module, mask_leaf: str) -> None:
+        self.module, self.mask_leaf = module, mask_leaf
+
+    def __call__(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            parameter.grad.mul_(getattr(self.module, self.mask_leaf))
+
+
+class _MaskWeights:
+    """Optimizer post-step hook: off-mask weights were 0 before the step, so masking them masks the update."""
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        self.model, self.names = model, [row.name for row in plan if row.masked]
+
+    @torch.no_grad()
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        parameters = dict(self.model.named_parameters())
+        for name in self.names:
+            if id(parameters[name]) in updated:
+                mask = mask_of(self.model, name)
+                assert mask is not None
+                parameters[name].mul_(mask)
+
+
+def _scale_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """x -> factor * x, so that a bias is not scaled."""
+    factor = getattr(module, FACTOR)
+    if args:
+        return (args[0] * factor, *args[1:]), kwargs
+    first = next(iter(kwargs))
+    return args, {**kwargs, first: kwargs[first] * factor}
+
+
+def _scale_output(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    """For lookups, whose input is an index."""
+    return output * getattr(module, FACTOR)
+
+
+def _mask_leaf(name: str) -> str:
+    return name.rpartition(".")[2] + "_mask"
+
+
+def _attach(model: nn.Module, plan: Plan, masks: Mapping[str, Tensor]) -> None:
+    """Everything of ``attach``, with the masks that are not in the model yet."""
+    parameters = dict(model.named_parameters())
+    silent = []  # buffers that DDP need not broadcast at every forward: the same on all ranks by construction
+    for row in plan:
+        module, leaf = model.get_submodule(parent_path(row.name)), _mask_leaf(row.name)
+        if row.name in masks:
+            module.register_buffer(leaf, _like(masks[row.name], parameters[row.name]))
+        if row.masked:
+            _watch(parameters[row.name], module, leaf)
+            silent.append(f"{row.name}_mask")
+        for path, factor in row.forward:
+            _set_factor(model.get_submodule(path), factor, parameters[row.name].device)
+            silent.append(f"{path}.{FACTOR}")
+    ignored = list(getattr(model, "_ddp_params_and_buffers_to_ignore", []))
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        model, list(dict.fromkeys(ignored + silent))
+    )
+    if not hasattr(model, _MARK):
+        model.register_load_state_dict_pre_hook(_before_load)
+        model.register_load_state_dict_post_hook(_after_load)
+    setattr(model, _MARK, _Attached(tuple(row.name for row in plan if row.masked)))
+
+
+def _watch(parameter: nn.Parameter, module: nn.Module, mask_leaf: str) -> None:
+    if parameter.requires_grad and not masks_gradient(parameter):
+        parameter.register_post_accumulate_grad_hook(_MaskGradient(module, mask_leaf))
+
+
+def _set_factor(module: nn.Module, factor: float, device: torch.device) -> None:
+    # Rebuilt each time: .bfloat16() rounds a buffer and to_empty leaves it without a value.
+    module.register_buffer(FACTOR, torch.tensor(factor, dtype=torch.float32, device=device), persistent=False)
+    if scales_output(module):
+        return
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        module.register_forward_hook(_scale_output)
+    else:
+        module.register_forward_pre_hook(_scale_input, with_kwargs=True)
+
+
+# Checkpoints
+
+
+def _before_load(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A checkpoint without masks loads: the model's own masks stay."""
+    masked: tuple[str, ...] = getattr(model, _MARK).masked
+    absent = [name for name in masked if f"{prefix}{name}" in state and f"{prefix}{name}_mask" not in state]
+    for name in absent:
+        state[f"{prefix}{name}_mask"] = mask_of(model, name)
+    if absent:
+        warnings.warn(
+            f"the checkpoint holds no mask for {len(absent)} sparse parameters ({absent[0]!r}, ...): "
+            "the model's own masks stay and weights off them become 0",
+            PlanWarning,
+            stacklevel=4,
+        )
+
+
+@torch.no_grad()
+def _after_load(model: nn.Module, _: Any) -> None:
+    """Weights off the mask are 0 whatever was loaded, and tensors replaced by ``assign=True`` get their hooks back."""
+    for name in getattr(model, _MARK).masked:
+        module = model.get_submodule(parent_path(name))
+        parameter, mask = module.get_parameter(name.rpartition(".")[2]), mask_of(model, name)
+        if mask is not None and not parameter.is_meta and not mask.is_meta:
+            parameter.mul_(mask)
+        _watch(parameter, module, _mask_leaf(name))

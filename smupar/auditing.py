@@ -1,0 +1,217 @@
+"""The audit before step 0: compares a model and its optimizer with the plan, and names what differs and what to do.
+
+Nothing is taken on trust: init and density are measured on the weights, forward factors by running the layer, learning
+rates on the optimizer's groups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smupar.apply import FACTOR, is_sharded, mask_of, masks_gradient, masks_updates, optimizers, scales_output
+from smupar.optim import guard, ratio_problem
+from smupar.plan import Plan, PlanRow
+from smupar.rules import family_of
+
+# A sample std of n weights scatters by 1 / sqrt(2 n); six of those are never reached by chance.
+_SIGMAS = 6.0
+
+
+class AuditError(ValueError):
+    """The model or its optimizer is not what the plan says; ``findings`` has one line for each difference."""
+
+    def __init__(self, findings: list[str]) -> None:
+        self.findings = findings
+        shown = "\n".join(f"  - {line}" for line in findings[:20])
+        more = f"\n  ... and {len(findings) - 20} more" if len(findings) > 20 else ""
+        super().__init__(f"{len(findings)} differences from the plan:\n{shown}{more}")
+
+
+def audit(model: nn.Module, plan: Plan, optimizer: Any = None, *, lr: float | None = None) -> list[str]:
+    """Raises AuditError with every difference between model, optimizer and plan; returns what is left to the user.
+
+    Call it before the first step: after training has begun, the std of the weights is no longer checked (seen from the
+    optimizer's state). ``lr`` also checks the base learning rate itself; without it only ratios between parameters are.
+    ``optimizer`` may be a list. Leaves ``guard`` on the optimizers, for schedulers that come later.
+    """
+    findings = []
+    parameters = dict(model.named_parameters())
+    findings += [f"{row.name!r} is not in the model: the plan is of another one" for row in plan if row.name not in parameters]
+    findings += [f"{name!r} is not in the plan: it was added after parameterize" for name in parameters if name not in plan]
+    rows = [row for row in plan if row.name in parameters]
+    trained = any(one.state for one in optimizers(optimizer))
+    for row in rows:
+        findings += _weights(model, parameters[row.name], row, check_std=not trained)
+    for row in rows:
+        for path, factor in row.forward:
+            findings += _forward_factor(model.get_submodule(path), path, factor, row)
+    findings += _optimizers(plan, parameters, optimizers(optimizer), lr)
+    if findings:
+        raise AuditError(findings)
+    guard(optimizer)
+    return [f"{name}: {text}" for name, text in plan.pending.items()]
+
+
+# The weights
+
+
+def _weights(model: nn.Module, parameter: nn.Parameter, row: PlanRow, *, check_std: bool) -> list[str]:
+    if tuple(parameter.shape) != row.shape:
+        return [f"{row.name!r} has shape {tuple(parameter.shape)}, the plan {row.shape}: the plan is of another model"]
+    weight, mask = _full(parameter.detach()), mask_of(model, row.name)
+    findings = []
+    if row.masked:
+        if mask is None:
+            return [f"{row.name!r} has no mask: call smupar.attach(model, plan)"]
+        findings += _mask(weight, _full(mask), row)
+        if parameter.requires_grad and not masks_gradient(parameter):
+            findings.append(f"{row.name!r}: its gradient is not masked, the hook is lost; call smupar.attach(model, plan)")
+    if check_std and row.init_std is not None:
+        kept = weight[_full(mask)] if row.masked and mask is not None else weight.flatten()
+        findings += _std(kept, row)
+    return findings
+
+
+def _mask(weight: Tensor, mask: Tensor, row: PlanRow) -> list[str]:
+    num_kept, size = int(torch.count_nonzero(mask)), mask.numel()
+    expected = float(row.density)
+    slack = 0.0 if row.num_kept is not None else _SIGMAS * math.sqrt(expected * (1 - expected) / size)
+    findings = []
+    if abs(num_kept / size - expected) > slack + 1e-12:
+        findings.append(
+            f"{row.name!r}: its mask keeps {num_kept / size:.6g} of the weights, the plan says {expected:.6g}; "
+            "parameterize with that density, or draw the masks again"
+        )
+    stray = int(torch.count_nonzero(weight * ~mask))
+    if stray:
+        findings.append(
+            f"{row.name!r}: {stray} weights off the mask are not 0; something wrote to them after parameterize, or an optimizer "
+            "mixes entries: call smupar.attach(model, plan, optimizer) and multiply the weight by its mask"
+        )
+    return findings
+
+
+def _std(kept: Tensor, row: PlanRow) -> list[str]:
+    assert row.init_std is not None
+    measured = float(torch.linalg.vector_norm(kept.double() if kept.numel() < 2**22 else kept.float())) / math.sqrt(
+        kept.numel()
+    )
+    rounding = torch.finfo(kept.dtype).eps
+    tolerance = row.init_std * (_SIGMAS / math.sqrt(2 * kept.numel()) + rounding)
+    if abs(measured - row.init_std) <= tolerance:
+        return []
+    return [
+        f"{row.name!r}: init std is {measured:.4g}, the plan says {row.init_std:.4g}; "
+        "initialise before parameterize, not after, or load weights made with this plan"
+    ]
+
+
+def _full(tensor: Tensor) -> Tensor:
+    """The whole of a sharded tensor."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+# The forward pass
+
+
+def _forward_factor(module: nn.Module, path: str, factor: float, row: PlanRow) -> list[str]:
+    remedy = "call smupar.attach(model, plan)"
+    if not scales_output(module) or not hasattr(module, FACTOR):
+        return [f"{path!r} ({row.name!r}) does not apply its forward factor {factor:.6g}: {remedy}"]
+    measured = _measured_factor(module, row)
+    if measured is None:
+        measured = float(getattr(module, FACTOR))
+    if math.isclose(measured, factor, rel_tol=1e-3):
+        return []
+    return [f"{path!r} ({row.name!r}) multiplies its output by {measured:.6g}, the plan says {factor:.6g}: {remedy}"]
+
+
+@torch.no_grad()
+def _measured_factor(module: nn.Module, row: PlanRow) -> float | None:
+    """Output with hooks over output without, bias taken off; None where a layer cannot be run on its own."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or is_sharded(weight) or not torch.count_nonzero(weight):
+        return None
+    if isinstance(module, nn.Embedding):
+        used = torch.linalg.vector_norm(weight, dim=1).argmax()[None]
+        zero, probe = None, used
+    elif isinstance(module, nn.Linear):
+        probe = torch.ones(1, module.in_features, dtype=weight.dtype, device=weight.device) * weight[:1].sign()
+        zero = torch.zeros_like(probe)
+    else:
+        return None
+    plain, hooked = module.forward(probe), module(probe)
+    bias = torch.zeros_like(plain) if zero is None else module.forward(zero)
+    plain, hooked = (plain - bias).double().flatten(), (hooked - bias).double().flatten()
+    return float(plain @ hooked / (plain @ plain)) if plain.any() else None
+
+
+# The optimizer
+
+
+def _optimizers(
+    plan: Plan, parameters: dict[str, nn.Parameter], all_: list[torch.optim.Optimizer], lr: float | None
+) -> list[str]:
+    if not all_:
+        return []
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    findings: list[str] = []
+    owners: Counter[str] = Counter()
+    for optimizer in all_:
+        groups = optimizer.param_groups
+        owners.update(names[id(p)] for group in groups for p in group["params"] if id(p) in names)
+        try:
+            family = family_of(type(optimizer).__name__)
+        except ValueError as error:
+            labels = {str(group["family"]) for group in groups if "family" in group}
+            if len(labels) != 1 or type(optimizer).__name__ == "Adafactor":
+                findings.append(str(error))
+                continue
+            family = labels.pop()  # an optimizer of the user's own, whose family they named in param_groups
+        findings += _group_lrs(plan, optimizer, family, names, lr)
+        masked = any(plan[names[id(p)]].masked for g in groups for p in g["params"] if id(p) in names and names[id(p)] in plan)
+        if family == "muon" and masked and not masks_updates(optimizer):
+            findings.append(
+                "Muon mixes entries, so its updates must be masked as well: call smupar.attach(model, plan, optimizer)"
+            )
+    findings += [
+        f"{name!r} is trained but in no optimizer group"
+        for name, parameter in parameters.items()
+        if parameter.requires_grad and not owners[name]
+    ]
+    return findings
+
+
+def _group_lrs(plan: Plan, optimizer: torch.optim.Optimizer, family: str, names: dict[int, str], lr: float | None) -> list[str]:
+    kind = type(optimizer).__name__
+    planned: list[tuple[PlanRow, dict[str, Any]]] = []
+    for group in optimizer.param_groups:
+        made_for = group.get("family", family)
+        if made_for != family:
+            return [
+                f"the groups were made for the {made_for} family but given to {kind}: pass optimizer={kind.lower()!r} to param_groups"
+            ]
+        planned += [(plan[names[id(p)]], group) for p in group["params"] if names.get(id(p)) in plan]
+    if family == "muon" and any(row.role != "hidden" for row, _ in planned):
+        return ["Muon was given parameters that are not hidden weights: use param_groups(..., optimizer='muon', only='hidden')"]
+    problem = ratio_problem(optimizer)
+    if problem:
+        return [problem]
+    # A scheduler keeps the rate it started from as initial_lr, also while a warm-up holds lr at 0.
+    rates = [(row, float(group.get("initial_lr", group["lr"]))) for row, group in planned]
+    bases = Counter(float(f"{rate / row.lr_factor(family):.5g}") for row, rate in rates if rate)
+    if not bases:
+        return []
+    flat = [rate for row, rate in rates if row.lr_factor(family) == 1 and rate]
+    base = lr if lr is not None else flat[0] if flat else bases.most_common(1)[0][0]
+    return [
+        f"{row.name!r}: learning rate is {rate:.4g}, the plan says {base * row.lr_factor(family):.4g} (base {base:.4g} x "
+        f"{row.lr_factor(family):.6g}, {family} family); build the optimizer from smupar.param_groups(model, plan, lr=...)"
+        for row, rate in rates
+        if not math.isclose(rate, base * row.lr_factor(family), rel_tol=1e-3)
+    ]

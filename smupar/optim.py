@@ -1,0 +1,178 @@
+"""Optimizer groups from a plan, for any torch optimizer, and a guard against schedulers that undo them.
+
+The factor is inside each group's ``lr``, so any training loop uses it without knowing. Groups carry ``name``,
+``lr_factor`` and ``family`` for the audit, the guard and the reader.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smupar.apply import attach, optimizers
+from smupar.globs import match_globs
+from smupar.plan import Plan, PlanRow
+from smupar.rules import family_of
+
+NoDecay = Iterable[str] | Callable[[str, nn.Parameter], bool]
+# Ratios of learning rates may differ this much by rounding.
+_SAME = 1e-4
+
+
+class LRRatioWarning(UserWarning):
+    """The learning rates of two groups no longer have the ratio the plan gave them."""
+
+
+def param_groups(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    lr: float | Tensor,
+    weight_decay: float = 0.0,
+    optimizer: str | type[torch.optim.Optimizer] = "adamw",
+    decay: str = "independent",
+    eps: str = "constant",
+    eps_value: float = 1e-8,
+    only: str | None = None,
+    no_decay: NoDecay = (),
+    extra: Iterable[Mapping[str, Any]] = (),
+) -> list[dict[str, Any]]:
+    """Groups with each parameter's own learning rate; pass them to the optimizer in place of ``model.parameters()``.
+
+    lr            base learning rate, a number or a tensor; never changed
+    optimizer     name or class of the optimizer that will get the groups: decides the family's row of Table 1
+    decay         "independent": decay divided by the LR factor, so that LR times decay stays what was tuned;
+                  "coupled": the same decay everywhere, as in the paper's reference code
+    eps           "constant", or "width": eps_value shrinks like the gradients, with the width
+    only          "hidden" | "rest": two optimizers on one model, such as Muon on the hidden weights and AdamW on the rest
+    no_decay      globs, or a function (name, parameter) -> bool, of the parameters without weight decay
+    extra         groups of your own, appended as copies; parameters in them are left out of the plan's groups
+    """
+    family = family_of(optimizer if isinstance(optimizer, str) else optimizer.__name__)
+    _choice("decay", decay, ("independent", "coupled"))
+    _choice("eps", eps, ("constant", "width"))
+    _choice("only", only, (None, "hidden", "rest"))
+    if family == "muon" and only != "hidden":
+        raise ValueError(
+            "Muon is for hidden matrices: use param_groups(..., optimizer='muon', only='hidden') for it and "
+            "param_groups(..., optimizer='adamw', only='rest') for the rest of the model"
+        )
+    attach(model, plan)
+    own = [dict(group) for group in extra]
+    for group in own:
+        group["params"] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+    taken = {id(parameter) for group in own for parameter in group["params"]}
+    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) not in taken}
+    unplanned = [name for name in parameters if name not in plan]
+    if unplanned:
+        raise ValueError(f"the plan does not know {', '.join(unplanned[:4])}: give them a group of their own with extra=[...]")
+    undecayed = _undecayed(no_decay, parameters)
+    groups: dict[tuple[float, ...], dict[str, Any]] = {}
+    for name, parameter in parameters.items():
+        row = plan[name]
+        if only is not None and (row.role == "hidden") != (only == "hidden"):
+            continue
+        if family == "muon" and parameter.ndim != 2:
+            raise ValueError(f"torch's Muon takes matrices only, {name!r} has shape {tuple(parameter.shape)}: use AdamW or SGD")
+        factor = row.lr_factor(family)
+        wd = 0.0 if name in undecayed else weight_decay * (row.decay_factor(family) if decay == "independent" else 1)
+        key = (factor, wd, row.eps_factor if eps == "width" else 1.0)
+        if key not in groups:
+            groups[key] = {"params": [], "lr": lr * factor, "weight_decay": wd, "lr_factor": factor, "family": family}
+            if eps == "width":
+                groups[key]["eps"] = eps_value * row.eps_factor
+            groups[key]["rows"] = []
+        groups[key]["params"].append(parameter)
+        groups[key]["rows"].append(row)
+    named = [{"name": _group_name(group.pop("rows"), group, weight_decay), **group} for group in groups.values()]
+    return _distinct(named) + own
+
+
+def _choice(what: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{what} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def _undecayed(no_decay: NoDecay, parameters: Mapping[str, nn.Parameter]) -> set[str]:
+    if callable(no_decay):
+        return {name for name, parameter in parameters.items() if no_decay(name, parameter)}
+    globs = [no_decay] if isinstance(no_decay, str) else list(no_decay)
+    return set(match_globs(dict.fromkeys(globs, True), parameters, what="no_decay", among="trained parameters"))
+
+
+def _group_name(rows: list[PlanRow], group: Mapping[str, Any], weight_decay: float) -> str:
+    """Who is in the group and what is special about it: ``hidden, LR x 4, width 4, density 0.0625``."""
+    roles = "+".join(dict.fromkeys(row.role for row in rows))
+    parts = [roles]
+    if group["lr_factor"] != 1:
+        parts.append(f"LR x {group['lr_factor']:.6g}")
+    widths = {row.width_in if row.role in ("hidden", "unembedding") else row.width_out for row in rows}
+    if len(widths) == 1 and widths != {1}:
+        parts.append(f"width {float(widths.pop()):g}")
+    densities = {row.density for row in rows}
+    if len(densities) == 1 and densities != {1}:
+        parts.append(f"density {float(densities.pop()):.4g}")
+    if weight_decay and not group["weight_decay"]:
+        parts.append("no decay")
+    return ", ".join(parts)
+
+
+def _distinct(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    seen: dict[str, int] = {}
+    for group in groups:
+        seen[group["name"]] = count = seen.get(group["name"], 0) + 1
+        if count > 1:
+            group["name"] += f" ({count})"
+    return groups
+
+
+# Schedulers
+
+
+def guard(optimizer: Any) -> None:
+    """Watches the ratios between groups: warns at the first step whose learning rates the plan did not mean.
+
+    Schedulers that set absolute values (OneCycleLR with one max_lr, CosineAnnealingLR with eta_min) erase the factors.
+    ``audit`` calls it; it costs a comparison of a few numbers at each step. Groups not made by ``param_groups`` are ignored.
+    """
+    for one in optimizers(optimizer):
+        if not any(isinstance(hook, _Guard) for hook in one._optimizer_step_pre_hooks.values()):
+            one.register_step_pre_hook(_Guard())
+
+
+class _Guard:
+    def __init__(self) -> None:
+        self.spoken = False
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not self.spoken:
+            problem = ratio_problem(optimizer)
+            if problem:
+                self.spoken = True
+                warnings.warn(problem, LRRatioWarning, stacklevel=2)
+
+
+def ratio_problem(optimizer: torch.optim.Optimizer) -> str | None:
+    """What is wrong with the ratios between the groups of ``param_groups``, if anything."""
+    groups = [group for group in optimizer.param_groups if "lr_factor" in group]
+    on_gpu = any(isinstance(group["lr"], Tensor) and group["lr"].device.type != "cpu" for group in groups)
+    if len(groups) < 2 or on_gpu:  # reading a GPU tensor at each step would stall it
+        return None
+    bases = [float(group["lr"]) / group["lr_factor"] for group in groups]
+    if all(math.isclose(base, bases[0], rel_tol=_SAME, abs_tol=1e-30) for base in bases):
+        return None
+    shown = "; ".join(
+        f"{group['name']!r}: lr {float(group['lr']):.4g} where base {bases[0]:.4g} x {group['lr_factor']:.4g} was planned"
+        for group, base in zip(groups, bases, strict=True)
+        if not math.isclose(base, bases[0], rel_tol=_SAME, abs_tol=1e-30)
+    )
+    return (
+        f"the learning rates of the optimizer's groups lost their ratios ({shown}). A scheduler that sets absolute values does "
+        "this: give OneCycleLR max_lr=[g['lr'] for g in optimizer.param_groups] made before it, use CosineAnnealingLR with "
+        "eta_min=0, or LambdaLR, which multiplies."
+    )

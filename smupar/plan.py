@@ -1,0 +1,222 @@
+"""The Plan: one row for each parameter with every number that parameterization will use. Prints, saves, compares.
+
+``planner.make_plan`` makes one, ``apply.parameterize`` carries it out; optimizer groups, audits and reports read it.
+Multipliers and densities are exact fractions, so that identities of Table 1 hold bit for bit at any width.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smupar.masks import Neuron, generator, parse_pattern
+from smupar.roles import layer_glob
+from smupar.rules import get_rule
+
+FORMAT = "smupar-plan/1"
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """Everything the plan says about one parameter."""
+
+    name: str
+    role: str
+    shape: tuple[int, ...]
+    in_dims: tuple[int, ...]
+    scaling: tuple[int, ...]
+    width_in: Fraction
+    width_out: Fraction
+    pattern: str | None  # None: dense, "given": the user's own mask
+    density: Fraction  # share of kept weights: realised for exact counts, nominal for Bernoulli
+    num_kept: int | None  # None where the pattern leaves it to chance
+    density_mult: Fraction
+    init_std: float | None  # of the kept weights; None: the model's own values stay
+    lr_factors: dict[str, float]  # optimizer family -> factor on the base learning rate
+    eps_factor: float
+    forward: tuple[tuple[str, float], ...]  # (module path, factor on its output)
+    note: str = ""
+
+    def lr_factor(self, family: str) -> float:
+        if family not in self.lr_factors:
+            raise ValueError(f"{self.name!r} is {self.role}: the {family} family has no learning-rate rule for it")
+        return self.lr_factors[family]
+
+    def decay_factor(self, family: str) -> float:
+        """On weight decay, so that LR times decay stays what the user tuned."""
+        return 1 / self.lr_factor(family)
+
+    @property
+    def masked(self) -> bool:
+        return self.pattern is not None
+
+
+@dataclass
+class Plan:
+    """All rows, and what made them. Prints as a table; ``pending`` holds what only the user can set."""
+
+    rule: str
+    rows: tuple[PlanRow, ...]
+    pattern: str
+    seed: int
+    base_density: Fraction
+    alpha_input: float
+    alpha_output: float
+    output_factor: float  # on the logits
+    live_neurons: tuple[int, int] = (1, 1)  # pattern "neuron": how many live in each period
+    notes: list[str] = field(default_factory=list)
+    pending: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._by_name = {row.name: row for row in self.rows}
+
+    def __getitem__(self, name: str) -> PlanRow:
+        return self._by_name[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._by_name
+
+    def __iter__(self) -> Iterator[PlanRow]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def attention_scale(self, head_dim: int) -> float:
+        """What q.k must be multiplied with (Table 1). Asking for it settles the plan's reminder: put it into your model."""
+        if head_dim < 1:
+            raise ValueError(f"head_dim must be a positive whole number, got {head_dim!r}")
+        self.pending.pop("attention_scale", None)
+        return get_rule(self.rule).attention_scale(head_dim)
+
+    def waive(self, item: str) -> None:
+        """Settles a pending item without setting it."""
+        if item not in self.pending:
+            raise ValueError(f"nothing called {item!r} is pending; pending: {', '.join(self.pending) or 'nothing'}")
+        del self.pending[item]
+
+    def draw_mask(self, name: str) -> Tensor | None:
+        """The mask of a parameter on the CPU, from (seed, name) alone; None if it is dense."""
+        row = self[name]
+        if row.pattern is None:
+            return None
+        if row.pattern == "given":
+            raise ValueError(f"the mask of {name!r} was given by the user and cannot be drawn again; pass it as masks={{...}}")
+        pattern = parse_pattern(row.pattern)
+        if isinstance(pattern, Neuron):
+            return self._draw_neurons(row, pattern)
+        mask = pattern.draw(row.shape, row.in_dims, row.density, generator(self.seed, "mask", name))
+        if not mask.any():
+            raise ValueError(f"the {row.pattern} mask of {name!r} keeps no weight at density {float(row.density):g}; raise it")
+        return mask
+
+    def _draw_neurons(self, row: PlanRow, pattern: Neuron) -> Tensor:
+        live = pattern.draw_live(*self.live_neurons, self.seed)
+        mask = torch.ones((), dtype=torch.bool)
+        for dim, size in enumerate(row.shape):
+            kept = live.repeat(size // len(live)) if dim in row.scaling else torch.ones(size, dtype=torch.bool)
+            mask = mask[..., None] & kept
+        return mask
+
+    # Reading and writing
+
+    def to_json(self) -> str:
+        plan = asdict(self)
+        return json.dumps({"format": FORMAT, **plan}, default=str, indent=1)  # Fractions become "17/4"
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        data = json.loads(text)
+        if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
+            raise ValueError(f"this is not a plan in format {FORMAT!r}; write one with plan.to_json()")
+        data["rows"] = tuple(_row_from_json(row) for row in data["rows"])
+        data["base_density"] = Fraction(data["base_density"])
+        data["live_neurons"] = tuple(data["live_neurons"])
+        return cls(**data)
+
+    def diff(self, other: Plan) -> list[str]:
+        """One line for each thing that differs, empty if the plans are equal."""
+        lines = [
+            f"{name}: {getattr(self, name)} -> {getattr(other, name)}"
+            for name in ("rule", "pattern", "seed", "base_density", "alpha_input", "alpha_output", "output_factor")
+            if getattr(self, name) != getattr(other, name)
+        ]
+        lines += [f"{row.name}: only in the first" for row in self if row.name not in other]
+        lines += [f"{row.name}: only in the second" for row in other if row.name not in self]
+        for row in self:
+            if row.name in other:
+                pairs = ((item.name, getattr(row, item.name), getattr(other[row.name], item.name)) for item in fields(row))
+                lines += [f"{row.name}: {what} {_shown(a)} -> {_shown(b)}" for what, a, b in pairs if a != b]
+        return lines
+
+    def __str__(self) -> str:
+        return _table(self)
+
+
+def _row_from_json(row: dict[str, Any]) -> PlanRow:
+    for name in ("width_in", "width_out", "density", "density_mult"):
+        row[name] = Fraction(row[name])
+    for name in ("shape", "in_dims", "scaling"):
+        row[name] = tuple(row[name])
+    row["forward"] = tuple((path, factor) for path, factor in row["forward"])
+    return PlanRow(**row)
+
+
+# Printing
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (Fraction, float)):
+        return f"{float(value):.6g}"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_shown(item)}" for key, item in value.items())
+    return str(value)
+
+
+def _table(plan: Plan) -> str:
+    header = [
+        "parameter",
+        "role",
+        "shape",
+        "density",
+        "m_in",
+        "m_out",
+        "m_rho",
+        "init std",
+        "LR Adam",
+        "LR SGD",
+        "forward",
+    ]
+    # Blocks with equal numbers share a line: their layer numbers become a star, with their number behind it.
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for row in plan:
+        numbers = (
+            row.role,
+            "x".join(map(str, row.shape)) or "1",
+            *map(_shown, (row.density, row.width_in, row.width_out, row.density_mult)),
+            "kept" if row.init_std is None else _shown(row.init_std),
+            _shown(row.lr_factors["adam"]),
+            _shown(row.lr_factors["sgd"]),
+            " ".join(_shown(factor) for _, factor in row.forward),
+        )
+        alike.setdefault((layer_glob(row.name), *numbers), []).append(row.name)
+    lines = [header]
+    for (glob, *cells), names in alike.items():
+        lines.append([f"{glob} ({len(names)}x)" if len(names) > 1 else names[0], *cells])
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    body = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    total = sum(math.prod(row.shape) for row in plan)
+    kept = sum(math.prod(row.shape) * row.density for row in plan)
+    settings = (
+        f"rule {get_rule(plan.rule).title}, pattern {plan.pattern}, base density {_shown(plan.base_density)}, seed {plan.seed}"
+    )
+    summary = f"{total:,} parameters, {round(kept):,} kept"
+    extra = [f"TO DO {name}: {text}" for name, text in plan.pending.items()] + [f"note: {text}" for text in plan.notes]
+    return "\n".join([f"{settings}; {summary}", *body, *extra])

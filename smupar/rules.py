@@ -1,0 +1,230 @@
+"""Table 1 of the paper as data. Everything else in the package executes this object; no factor is written anywhere else.
+
+A *rule* is a column of Table 1 (SP, muP, SmuPar and the two ablations of App. C), a *role* is the kind of tensor a row
+speaks of. Each entry is a product of powers of the tensor's own multipliers:
+
+    m_in, m_out   width of its fan-in and fan-out, divided by the base model's (the paper's m_d where both are equal)
+    m_rho         density divided by the base density
+
+so an entry such as ``over(m_in=1, m_rho=1)`` reads 1 / (m_in m_rho).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+ROLES = ("embedding", "hidden", "unembedding", "vector", "fixed")
+
+
+@dataclass(frozen=True)
+class Power:
+    """m_in^a m_out^b m_rho^c, with whole exponents, so that it is exact on fractions."""
+
+    m_in: int = 0
+    m_out: int = 0
+    m_rho: int = 0
+
+    def of(self, m_in: Any, m_out: Any, m_rho: Any) -> Any:
+        """The value for one tensor's multipliers, in the type they come in (exact on fractions)."""
+        return m_in**self.m_in * m_out**self.m_out * m_rho**self.m_rho
+
+    def times(self, symbol: str) -> str:
+        """``symbol`` times this power, as a reader would write it: ``eta m_out / (m_in m_rho)``."""
+        powers = [("m_in", self.m_in), ("m_out", self.m_out), ("m_rho", self.m_rho)]
+        above = [symbol] + [_written(name, exponent) for name, exponent in powers if exponent > 0]
+        below = [_written(name, -exponent) for name, exponent in powers if exponent < 0]
+        top = " ".join(above)
+        if not below:
+            return top
+        return f"{top} / {below[0]}" if len(below) == 1 else f"{top} / ({' '.join(below)})"
+
+
+def _written(name: str, exponent: int) -> str:
+    return name if exponent == 1 else f"{name}^{exponent}"
+
+
+ONE = Power()
+
+
+def over(*, m_in: int = 0, m_rho: int = 0) -> Power:
+    return Power(m_in=-m_in, m_rho=-m_rho)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One column of Table 1: a factor for each role."""
+
+    name: str
+    title: str
+    # role -> factor on sigma_base^2, the variance of the kept weights. Vectors and fixed tensors keep the model's own init.
+    init_var: dict[str, Power]
+    # optimizer family -> role -> factor on eta_base
+    lr: dict[str, dict[str, Power]]
+    # role -> factor on the output of the layer, next to alpha_input and alpha_output
+    forward: dict[str, Power]
+    has_alphas: bool
+    # attention logits are q.k * d_head ** attention_exponent
+    attention_exponent: float
+    # role -> factor on Adam's epsilon when it is asked to follow the width of the gradients
+    eps: dict[str, Power] = field(default_factory=dict)
+
+    def attention_scale(self, head_dim: int) -> float:
+        return float(head_dim**self.attention_exponent)
+
+
+_FLAT = dict.fromkeys(ROLES, ONE)
+# Muon makes its own update size (torch scales it by the shape of the matrix); it takes hidden matrices only.
+_MUON = {"hidden": ONE}
+
+SP = Rule(
+    name="sp",
+    title="SP",
+    init_var={"embedding": ONE, "hidden": ONE, "unembedding": ONE},
+    lr={"adam": _FLAT, "sgd": _FLAT, "muon": _MUON},
+    forward={"embedding": ONE, "unembedding": ONE},
+    has_alphas=False,
+    attention_exponent=-0.5,
+    eps=_FLAT,
+)
+
+MUP = Rule(
+    name="mup",
+    title="muP",
+    init_var={"embedding": ONE, "hidden": over(m_in=1), "unembedding": ONE},
+    lr={
+        "adam": {**_FLAT, "hidden": over(m_in=1)},
+        "sgd": {
+            "embedding": Power(m_out=1),
+            "hidden": Power(m_out=1, m_in=-1),
+            "unembedding": Power(m_in=1),
+            "vector": Power(m_out=1),
+            "fixed": ONE,
+        },
+        "muon": _MUON,
+    },
+    forward={"embedding": ONE, "unembedding": over(m_in=1)},
+    has_alphas=True,
+    attention_exponent=-1,
+    # The unembedding's 1 / m_d reaches the gradient of every tensor before it.
+    eps={
+        "embedding": Power(m_out=-1),
+        "hidden": over(m_in=1),
+        "unembedding": over(m_in=1),
+        "vector": Power(m_out=-1),
+        "fixed": ONE,
+    },
+)
+
+
+def _corrected(power: Power) -> Power:
+    """SmuPar's addition to muP: hidden weights also divide by m_rho."""
+    return replace(power, m_rho=-1)
+
+
+_SMUPAR_INIT = {**MUP.init_var, "hidden": _corrected(MUP.init_var["hidden"])}
+_SMUPAR_LR = {
+    **MUP.lr,
+    "adam": {**MUP.lr["adam"], "hidden": _corrected(MUP.lr["adam"]["hidden"])},
+    "sgd": {**MUP.lr["sgd"], "hidden": _corrected(MUP.lr["sgd"]["hidden"])},
+}
+
+SMUPAR = replace(MUP, name="smupar", title="SmuPar", init_var=_SMUPAR_INIT, lr=_SMUPAR_LR)
+SMUPAR_INIT_ONLY = replace(MUP, name="smupar-init-only", title="muP + SmuPar init only", init_var=_SMUPAR_INIT)
+SMUPAR_LR_ONLY = replace(MUP, name="smupar-lr-only", title="muP + SmuPar LR only", lr=_SMUPAR_LR)
+
+RULES = {rule.name: rule for rule in (SP, MUP, SMUPAR, SMUPAR_INIT_ONLY, SMUPAR_LR_ONLY)}
+
+# Which LR row of the table an optimizer reads, by its lower-case class name.
+FAMILIES = {
+    **dict.fromkeys(("adam", "adamw", "adamax", "nadam", "radam", "lion", "rmsprop", "adagrad"), "adam"),
+    "sgd": "sgd",
+    "muon": "muon",
+}
+
+
+def get_rule(name: str) -> Rule:
+    if name not in RULES:
+        raise ValueError(f"unknown rule {name!r}: choose one of {', '.join(RULES)}")
+    return RULES[name]
+
+
+def family_of(optimizer: str) -> str:
+    """The LR family of an optimizer's name; what has no rule is refused with the remedy."""
+    name = optimizer.lower()
+    if name == "adafactor":
+        raise ValueError(
+            "Adafactor scales its step by the size of the parameter and caps the learning rate, so no factor of Table 1 "
+            "fits it. Use AdamW or SGD, or set the learning rate of each layer from measured updates."
+        )
+    if name not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        raise ValueError(
+            f"no learning-rate rule is known for optimizer {optimizer!r} (known: {known}). If its update has a fixed size "
+            "per weight whatever the gradient's size, pass optimizer='adamw'; if it is proportional to the gradient, 'sgd'."
+        )
+    return FAMILIES[name]
+
+
+def table() -> list[list[str]]:
+    """Table 1 in words, header first: what, one column for each rule, source."""
+    rules = list(RULES.values())
+    rows = [["what", *(rule.title for rule in rules), "source"]]
+
+    def row(what: str, source: str, entry: Callable[[Rule], str]) -> None:
+        rows.append([what, *(entry(rule) for rule in rules), source])
+
+    def init(role: str) -> Callable[[Rule], str]:
+        return lambda rule: rule.init_var[role].times("s^2")
+
+    def lr(family: str, role: str) -> Callable[[Rule], str]:
+        return lambda rule: rule.lr[family][role].times("eta")
+
+    def forward(role: str, alpha: str, product: str) -> Callable[[Rule], str]:
+        return lambda rule: rule.forward[role].times(f"{alpha} {product}" if rule.has_alphas else product)
+
+    muon = "ours: Muon sizes its own update"
+    sgd_vector = "muP; not printed in the paper"
+    row("embedding init variance", "Table 1", init("embedding"))
+    row("embedding LR (Adam family)", "Table 1", lr("adam", "embedding"))
+    row("embedding LR (SGD family)", sgd_vector, lr("sgd", "embedding"))
+    row("embedding forward", "Table 1", forward("embedding", "alpha_in", "x W"))
+    row("hidden init variance", "Table 1", init("hidden"))
+    row("hidden LR (Adam family)", "Table 1", lr("adam", "hidden"))
+    row("hidden LR (SGD family)", "App. D, and muP where m_out differs from m_in", lr("sgd", "hidden"))
+    row("hidden LR (Muon)", muon, lr("muon", "hidden"))
+    row("unembedding init variance", "as the tied one", init("unembedding"))
+    row("unembedding LR (Adam family)", "as the tied one", lr("adam", "unembedding"))
+    row("unembedding LR (SGD family)", sgd_vector, lr("sgd", "unembedding"))
+    row("unembedding forward", "Table 1", forward("unembedding", "alpha_out", "x W^T"))
+    row("norms, biases LR (Adam family)", "matches muP", lr("adam", "vector"))
+    row("norms, biases LR (SGD family)", sgd_vector, lr("sgd", "vector"))
+    row("tensors that do not scale, LR", "muP", lr("adam", "fixed"))
+    row(
+        "attention logits",
+        "Table 1",
+        lambda rule: "q.k / d_head" if rule.attention_exponent == -1 else "q.k / sqrt(d_head)",
+    )
+    return rows
+
+
+def markdown() -> str:
+    """The page docs/rules.md, generated so that it cannot drift from the code."""
+    header, *rows = table()
+    lines = [
+        "# The rules",
+        "",
+        "Generated from `smupar/rules.py` by `smupar rules --markdown`; a test keeps both equal.",
+        "",
+        "`s` is the base init std, `eta` the base learning rate, `m_in` and `m_out` the width multipliers of a tensor's",
+        "own fan-in and fan-out (the paper's `m_d` where both are equal), `m_rho` its density divided by the base density.",
+        "Init variances are those of the kept weights. For an embedding or a vector `m_out` is the multiplier of its one",
+        "scaling dimension, for the unembedding `m_in` is. Norms, biases and tensors that do not scale keep the model's",
+        "own init.",
+        "",
+        "| " + " | ".join(header) + " |",
+        "|" + "---|" * len(header),
+        *("| " + " | ".join(row) + " |" for row in rows),
+    ]
+    return "\n".join(lines) + "\n"
