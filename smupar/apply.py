@@ -60,7 +60,8 @@ def attach(model: nn.Module, plan: Plan, optimizer: Any = None) -> None:
     Call it after deepcopy, ``to_empty`` with a loaded checkpoint, ``load_state_dict(assign=True)`` or sharding. With an
     optimizer (or several) also masks the weights after each of its steps: needed where updates mix entries, as Muon's do.
     """
-    unknown = [row.name for row in plan if row.name not in dict(model.named_parameters())]
+    names = {name for name, _ in model.named_parameters()}
+    unknown = [row.name for row in plan if row.name not in names]
     if unknown:
         raise ValueError(f"the plan is of another model: this one has no {', '.join(unknown[:4])}")
     missing = [row.name for row in plan if row.masked and mask_of(model, row.name) is None]

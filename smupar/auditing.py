@@ -90,8 +90,8 @@ def _mask(weight: Tensor, mask: Tensor, row: PlanRow) -> list[str]:
     stray = int(torch.count_nonzero(weight * ~mask))
     if stray:
         findings.append(
-            f"{row.name!r}: {stray} weights off the mask are not 0; something wrote to them after parameterize, or an optimizer "
-            "mixes entries: call smupar.attach(model, plan, optimizer) and multiply the weight by its mask"
+            f"{row.name!r}: {stray} weights off the mask are not 0; something wrote to them after parameterize, "
+            "or an optimizer mixes entries: call smupar.attach(model, plan, optimizer) and multiply the weight by its mask"
         )
     return findings
 
@@ -194,7 +194,8 @@ def _group_lrs(plan: Plan, optimizer: torch.optim.Optimizer, family: str, names:
         made_for = group.get("family", family)
         if made_for != family:
             return [
-                f"the groups were made for the {made_for} family but given to {kind}: pass optimizer={kind.lower()!r} to param_groups"
+                f"the groups were made for the {made_for} family but given to {kind}: "
+                f"pass optimizer={kind.lower()!r} to param_groups"
             ]
         planned += [(plan[names[id(p)]], group) for p in group["params"] if names.get(id(p)) in plan]
     if family == "muon" and any(row.role != "hidden" for row, _ in planned):

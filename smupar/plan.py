@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from fractions import Fraction
@@ -180,6 +181,24 @@ def _shown(value: Any) -> str:
     return str(value)
 
 
+def _forward_cell(row: PlanRow) -> str:
+    if len(row.forward) < 2:
+        return "".join(_shown(factor) for _, factor in row.forward)
+    return ", ".join(f"{path.rpartition('.')[2]} {_shown(factor)}" for path, factor in row.forward)
+
+
+def _cells(row: PlanRow) -> tuple[str, ...]:
+    return (
+        row.role,
+        "x".join(map(str, row.shape)) or "1",
+        *map(_shown, (row.density, row.width_in, row.width_out, row.density_mult)),
+        "kept" if row.init_std is None else _shown(row.init_std),
+        _shown(row.lr_factors["adam"]),
+        _shown(row.lr_factors["sgd"]),
+        _forward_cell(row),
+    )
+
+
 def _table(plan: Plan) -> str:
     header = [
         "parameter",
@@ -194,22 +213,18 @@ def _table(plan: Plan) -> str:
         "LR SGD",
         "forward",
     ]
-    # Blocks with equal numbers share a line: their layer numbers become a star, with their number behind it.
-    alike: dict[tuple[str, ...], list[str]] = {}
+    # Blocks with equal numbers share a line: layer numbers become a star, with the number of parameters behind it.
+    blocks: dict[str, set[tuple[str, ...]]] = {}
     for row in plan:
-        numbers = (
-            row.role,
-            "x".join(map(str, row.shape)) or "1",
-            *map(_shown, (row.density, row.width_in, row.width_out, row.density_mult)),
-            "kept" if row.init_std is None else _shown(row.init_std),
-            _shown(row.lr_factors["adam"]),
-            _shown(row.lr_factors["sgd"]),
-            " ".join(_shown(factor) for _, factor in row.forward),
-        )
-        alike.setdefault((layer_glob(row.name), *numbers), []).append(row.name)
+        blocks.setdefault(layer_glob(row.name), set()).add(_cells(row))
+    folded = Counter(layer_glob(row.name) for row in plan if len(blocks[layer_glob(row.name)]) == 1)
     lines = [header]
-    for (glob, *cells), names in alike.items():
-        lines.append([f"{glob} ({len(names)}x)" if len(names) > 1 else names[0], *cells])
+    for row in plan:
+        times = folded.get(layer_glob(row.name), 1)
+        if times > 0:
+            lines.append([f"{layer_glob(row.name)} ({times}x)" if times > 1 else row.name, *_cells(row)])
+        if times > 1:
+            folded[layer_glob(row.name)] = 0
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     body = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
     total = sum(math.prod(row.shape) for row in plan)

@@ -39,7 +39,7 @@ class ParamRole:
     note: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Tensor:
     """A parameter as the models show it."""
 
@@ -198,6 +198,8 @@ class _Inference:
         self.matrices = [t for t in tensors if t.kind == "matrix"]
         self.output_weight = _embeddings(model, "get_output_embeddings")
         self.input_weight = _embeddings(model, "get_input_embeddings")
+        self.has_lookup = self.input_weight is not None or any(t.is_lookup for t in self.matrices)
+        self.has_output = self.output_weight is not None or any(t.makes_logits for t in self.matrices)
         self.readouts = [t for t in self.matrices if self._may_be_readout(t)]
         self.leading = self._leading_inputs()
         self.unresolved: list[tuple[_Tensor, str, RoleSetting]] = []  # tensor, what is unclear, suggested role
@@ -234,13 +236,11 @@ class _Inference:
 
     def _structural_role(self, tensor: _Tensor) -> str | None:
         """Roles where model and base have equal widths: inputs come first, the readout last, hidden weights between."""
-        has_lookup = any(t.is_lookup for t in self.matrices) or self.input_weight is not None
-        has_output = self.output_weight is not None or any(t.makes_logits for t in self.matrices)
-        if not has_lookup and tensor is self.matrices[0]:
+        if not self.has_lookup and tensor is self.matrices[0]:
             if len(self.matrices) > 1:
                 return "embedding"
             return self._ask(tensor, "is the only matrix of a model as wide as its base", "unembedding")
-        if has_output or tensor is not self.matrices[-1]:
+        if self.has_output or tensor is not self.matrices[-1]:
             return "hidden"
         read_sizes = {t.shape[t.in_dims[0]] for t in self.matrices if not t.is_lookup}
         if tensor.shape[tensor.out_dim] in read_sizes:
@@ -317,8 +317,9 @@ class _Inference:
             return self._param_role(tensor, role)
         if role == "hidden":
             raise ValueError(
-                f"roles: {tensor.name!r} of shape {tensor.shape} belongs to a {type(tensor.module).__name__}, which does not tell "
-                f"its inputs; write roles={{{tensor.name!r}: ('hidden', IN_DIM)}} with the dimension that is summed over"
+                f"roles: {tensor.name!r} of shape {tensor.shape} belongs to a {type(tensor.module).__name__}, "
+                f"which does not tell its inputs; write roles={{{tensor.name!r}: ('hidden', IN_DIM)}} "
+                "with the dimension that is summed over"
             )
         dims = tensor.scaling or (len(tensor.shape) - 1,)
         ins, out = ((), dims[-1]) if role == "embedding" else (dims, -1)

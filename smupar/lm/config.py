@@ -49,7 +49,7 @@ class TrainConfig:
     alpha_input: float = 9.17
     alpha_output: float = 1.095
     weight_decay: float = 0.0
-    steps: int = 200
+    steps: int = 400
     batch_size: int = 8
     seq_len: int = 64
     seed: int = 0

@@ -40,7 +40,7 @@ def train(config: TrainConfig) -> Summary:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_share(step, config.steps))
     audit(model, plan, optimizer)
     losses: list[float] = []
-    steps = tqdm(range(config.steps), desc="training", unit="step", file=sys.stdout, dynamic_ncols=True)
+    steps = tqdm(range(config.steps), desc="training", unit="step", file=sys.stdout, mininterval=0.5)
     for step in steps:
         inputs, targets = data.batch(
             train_text, seed=config.seed, step=step, batch_size=config.batch_size, seq_len=config.seq_len

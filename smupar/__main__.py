@@ -1,0 +1,5 @@
+"""``python -m smupar``."""
+
+from smupar.cli import main
+
+main()

@@ -1,0 +1,64 @@
+"""The command line, run as a user would: in a process of its own."""
+
+import json
+import subprocess
+import sys
+
+import smupar
+
+
+def _smupar(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "smupar", *args], capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_help_does_not_import_torch():
+    code = (
+        "import sys, smupar.cli\ntry: smupar.cli.main(['--help'])\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "train" in done.stdout
+
+
+def test_import_smupar_loads_nothing_above_the_core():
+    code = "import sys, smupar; smupar.parameterize, smupar.audit; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "smupar.auditing" in loaded
+    assert not [name for name in loaded if name.startswith(("smupar.lm", "smupar.cli", "smupar.bench", "tyro"))]
+
+
+def test_rules_prints_the_smupar_column():
+    lines = _smupar("rules").stdout.splitlines()
+    hidden = next(line for line in lines if line.startswith("hidden LR (Adam family)"))
+    assert "eta / (m_in m_rho)" in hidden
+    assert next(line for line in lines if line.startswith("unembedding forward")).count("alpha_out x W^T / m_in") == 4
+
+
+def test_plan_prints_json_that_reads_back():
+    done = _smupar("plan", "--width", "128", "--sparsity", "0.75", "--json")
+    plan = smupar.Plan.from_json(done.stdout)
+    row = plan["blocks.0.attention.qkv.weight"]
+    assert (row.width_in, row.density_mult, row.lr_factor("adam")) == (2, 0.25, 2.0)
+    assert json.loads(done.stdout)["format"] == "smupar-plan/1"
+
+
+def test_train_reports_the_loss_after_the_plan():
+    done = _smupar("train", "--width", "64", "--depth", "1", "--steps", "3", "--seq-len", "16", "--sparsity", "0.5")
+    assert done.returncode == 0, done.stderr
+    assert "blocks.0.mlp.down.weight" in done.stdout
+    assert "validation loss" in done.stdout.splitlines()[-1]
+
+
+def test_bad_input_exits_with_2_and_one_line():
+    done = _smupar("train", "--sparsity", "1.0")
+    assert done.returncode == 2
+    assert "sparsity must lie in [0, 1)" in done.stderr
+    done = _smupar("train", "--pattern", "3:7", "--steps", "1")
+    assert done.returncode == 2
+    assert done.stderr.startswith("smupar: ")
+    assert "Traceback" not in done.stderr
+    assert "divisible by 7" in done.stderr
+
+
+def test_version_is_printed():
+    assert _smupar("--version").stdout.startswith(f"smupar {smupar.__version__}")
