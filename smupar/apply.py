@@ -43,7 +43,7 @@ def parameterize(model: nn.Module, *, base: nn.Module, **settings: Unpack[Settin
     """
     _refuse(model)
     plan = make_plan(model, base=base, **settings)
-    given = {name.removesuffix("_mask"): mask for name, mask in (settings.get("masks") or {}).items()}
+    given = {key if key in plan else key.removesuffix("_mask"): mask for key, mask in (settings.get("masks") or {}).items()}
     masks = _masks(plan, given)  # before anything changes: a mask that cannot be drawn must leave the model as it is
     with torch.no_grad():
         _reset_unwritten(model, plan)
@@ -60,6 +60,7 @@ def attach(model: nn.Module, plan: Plan, optimizer: Any = None) -> None:
     Call it after deepcopy, ``to_empty`` with a loaded checkpoint, ``load_state_dict(assign=True)`` or sharding. With an
     optimizer (or several) also masks the weights after each of its steps: needed where updates mix entries, as Muon's do.
     """
+    model = unwrapped(model)
     names = {name for name, _ in model.named_parameters()}
     unknown = [row.name for row in plan if row.name not in names]
     if unknown:
@@ -74,6 +75,17 @@ def attach(model: nn.Module, plan: Plan, optimizer: Any = None) -> None:
     for one in optimizers(optimizer):
         if not masks_updates(one):
             one.register_step_post_hook(_MaskWeights(model, plan))
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's own module under torch.compile, DDP or DataParallel, whose prefixes would change every name."""
+    while True:
+        if isinstance(getattr(model, "_orig_mod", None), nn.Module):  # asked so, torch._dynamo need not be imported
+            model = model._orig_mod  # type: ignore[assignment]
+        elif isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            model = model.module
+        else:
+            return model
 
 
 def optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
@@ -115,16 +127,20 @@ def scales_output(module: nn.Module) -> bool:
 
 
 def _refuse(model: nn.Module) -> None:
-    if isinstance(model, torch._dynamo.OptimizedModule):
-        raise ValueError("this model is compiled already and would ignore new hooks: parameterize first, then torch.compile")
-    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        raise ValueError(f"parameterize the model before wrapping it in {type(model).__name__}")
+    if unwrapped(model) is not model:
+        raise ValueError(
+            f"the model is wrapped in a {type(model).__name__} already: parameterize first, then compile or wrap it "
+            "(a compiled model ignores new hooks)"
+        )
     for path, module in model.named_modules():
         if hasattr(module, _MARK) or hasattr(module, FACTOR):
             raise ValueError(
                 f"{'this model' if not path else repr(path)} is parameterized already. Build a fresh model to parameterize it "
                 "again; to restore hooks after a copy use smupar.attach(model, plan)."
             )
+    integer = [name for name, parameter in model.named_parameters() if not parameter.is_floating_point()]
+    if integer:
+        raise ValueError(f"{integer[0]!r} is not a floating-point tensor (quantised?): parameterize the model before that")
     on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if on_meta:
         raise ValueError(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smupar.apply import FACTOR, is_sharded, mask_of, masks_gradient, masks_updates, optimizers, scales_output
+from smupar.apply import FACTOR, is_sharded, mask_of, masks_gradient, masks_updates, optimizers, scales_output, unwrapped
 from smupar.optim import guard, ratio_problem
 from smupar.plan import Plan, PlanRow
 from smupar.rules import family_of
@@ -40,6 +40,7 @@ def audit(model: nn.Module, plan: Plan, optimizer: Any = None, *, lr: float | No
     ``optimizer`` may be a list. Leaves ``guard`` on the optimizers, for schedulers that come later.
     """
     findings = []
+    model = unwrapped(model)
     parameters = dict(model.named_parameters())
     findings += [f"{row.name!r} is not in the model: the plan is of another one" for row in plan if row.name not in parameters]
     findings += [f"{name!r} is not in the plan: it was added after parameterize" for name in parameters if name not in plan]

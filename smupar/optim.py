@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smupar.apply import attach, optimizers
+from smupar.apply import attach, optimizers, unwrapped
 from smupar.globs import match_globs
 from smupar.plan import Plan, PlanRow
 from smupar.rules import family_of
@@ -62,6 +62,7 @@ def param_groups(
             "Muon is for hidden matrices: use param_groups(..., optimizer='muon', only='hidden') for it and "
             "param_groups(..., optimizer='adamw', only='rest') for the rest of the model"
         )
+    model = unwrapped(model)
     attach(model, plan)
     own = [dict(group) for group in extra]
     for group in own:

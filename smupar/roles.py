@@ -358,7 +358,9 @@ class _Inference:
         if not self.compared:  # what would scale, told by the role
             outs = (out_dim,) if role in ("hidden", "embedding") else ()
             ins = in_dims[:1] if role in ("hidden", "unembedding") else ()
-            scaling = tuple(range(len(tensor.shape))) if role == "vector" else tuple(sorted({*ins, *outs}))
+            scaling = tuple(sorted({*ins, *outs}))
+            if role == "vector" and tensor.shape:
+                scaling = (max(range(len(tensor.shape)), key=tensor.shape.__getitem__),)
         kept_dims = in_dims if role in ("embedding", "hidden", "unembedding") else ()
         return ParamRole(tensor.name, role, tensor.shape, kept_dims, scaling, width_in, width_out, base_fan_in, uses, note)
 

@@ -1,6 +1,7 @@
 """README and docs are true: every Python block runs, and the output that README shows is what its example prints."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -30,3 +31,9 @@ def test_readme_output_is_what_the_example_prints(capsys):
 def test_page_links_to_files_that_exist(page):
     for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_example_runs(example, capsys):
+    runpy.run_path(str(example), run_name="__main__")
+    assert "kept weights after training: 0.2500" in capsys.readouterr().out
