@@ -18,7 +18,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from smupar.masks import generator
+from smupar.masks import generator, read_masks
 from smupar.plan import Plan, PlanRow
 from smupar.planner import PlanWarning, Settings, make_plan
 from smupar.roles import parent_path
@@ -42,8 +42,9 @@ def parameterize(model: nn.Module, *, base: nn.Module, **settings: Unpack[Settin
     input the model is left untouched.
     """
     _refuse(model)
+    settings["masks"] = own = read_masks(settings.get("masks"))
     plan = make_plan(model, base=base, **settings)
-    given = {key if key in plan else key.removesuffix("_mask"): mask for key, mask in (settings.get("masks") or {}).items()}
+    given = {name if name in plan else name.removesuffix("_mask"): mask for name, mask in own.items()}
     masks = _masks(plan, given)  # before anything changes: a mask that cannot be drawn must leave the model as it is
     with torch.no_grad():
         _reset_unwritten(model, plan)

@@ -50,7 +50,7 @@ def audit(model: nn.Module, plan: Plan, optimizer: Any = None, *, lr: float | No
         findings += _weights(model, parameters[row.name], row, check_std=not trained)
     for row in rows:
         for path, factor in row.forward:
-            findings += _forward_factor(model.get_submodule(path), path, factor, row)
+            findings += _forward_factor(model.get_submodule(path), path, factor, row, parameters[row.name].dtype)
     findings += _optimizers(plan, parameters, optimizers(optimizer), lr)
     if findings:
         raise AuditError(findings)
@@ -120,20 +120,21 @@ def _full(tensor: Tensor) -> Tensor:
 # The forward pass
 
 
-def _forward_factor(module: nn.Module, path: str, factor: float, row: PlanRow) -> list[str]:
+def _forward_factor(module: nn.Module, path: str, factor: float, row: PlanRow, dtype: torch.dtype) -> list[str]:
     remedy = "call smupar.attach(model, plan)"
     if not scales_output(module) or not hasattr(module, FACTOR):
         return [f"{path!r} ({row.name!r}) does not apply its forward factor {factor:.6g}: {remedy}"]
-    measured = _measured_factor(module, row)
-    if measured is None:
-        measured = float(getattr(module, FACTOR))
-    if math.isclose(measured, factor, rel_tol=1e-3):
+    held = getattr(module, FACTOR)
+    measured = _measured_factor(module)
+    if not math.isclose(float(held), factor, rel_tol=1e-6):
+        measured = float(held)  # rounded by .bfloat16() or changed
+    elif measured is None or math.isclose(measured, factor, rel_tol=max(1e-3, torch.finfo(dtype).eps)):
         return []
-    return [f"{path!r} ({row.name!r}) multiplies its output by {measured:.6g}, the plan says {factor:.6g}: {remedy}"]
+    return [f"{path!r} ({row.name!r}) multiplies its output by {measured:.8g}, the plan says {factor:.8g}: {remedy}"]
 
 
 @torch.no_grad()
-def _measured_factor(module: nn.Module, row: PlanRow) -> float | None:
+def _measured_factor(module: nn.Module) -> float | None:
     """Output with hooks over output without, bias taken off; None where a layer cannot be run on its own."""
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or is_sharded(weight) or not torch.count_nonzero(weight):

@@ -12,6 +12,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from os import PathLike
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -216,6 +218,24 @@ def parse_pattern(text: str | Pattern) -> Pattern:
     if head == "block" and tail.isdigit() and int(tail) > 0:
         return Block(text, int(tail))
     raise ValueError(f"unknown pattern {text!r}: choose one of {(parse_pattern.__doc__ or '').strip()}")
+
+
+def read_masks(masks: Mapping[str, Tensor] | str | PathLike[str] | None) -> dict[str, Tensor]:
+    """Masks by name, from a mapping or from a file: a state dict saved with torch.save or as safetensors, of which the
+    ``<param>_mask`` entries count, or only masks. Files are never unpickled beyond plain tensors."""
+    if masks is None or isinstance(masks, Mapping):
+        return dict(masks or {})
+    path = Path(masks)
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        tensors = load_file(path)
+    else:
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(tensors, Mapping) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        raise ValueError(f"{path} holds no state dict: masks are read from one, or from a file of masks by parameter name")
+    found = {name: tensor for name, tensor in tensors.items() if name.endswith("_mask")}
+    return found or {name: tensor for name, tensor in tensors.items() if tensor.dtype == torch.bool}
 
 
 # Allocations

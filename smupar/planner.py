@@ -7,18 +7,20 @@ import re
 import warnings
 from collections.abc import Mapping
 from fractions import Fraction
+from os import PathLike
 from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from smupar.globs import match_globs
-from smupar.masks import NM, Allocation, Neuron, Pattern, allocate, as_density, parse_pattern
+from smupar.masks import NM, Allocation, Neuron, Pattern, allocate, as_density, parse_pattern, read_masks
 from smupar.plan import Plan, PlanRow
 from smupar.roles import ParamRole, RoleSetting, infer_roles
 from smupar.rules import Rule, get_rule
 
 DensitySetting = float | Mapping[str, float] | Allocation
+MaskSetting = Mapping[str, Tensor] | str | PathLike[str] | None
 InitStdSetting = float | str | Mapping[str, float | str]
 
 # Under about 16 kept weights per neuron the law of large numbers behind the rule gets thin.
@@ -41,7 +43,7 @@ class Settings(TypedDict, total=False):
     init_std: InitStdSetting
     alpha_input: float
     alpha_output: float
-    masks: Mapping[str, Tensor] | None
+    masks: MaskSetting
     roles: Mapping[str, RoleSetting] | None
     delta: nn.Module | None
 
@@ -59,7 +61,7 @@ def make_plan(model: nn.Module, *, base: nn.Module, **settings: Unpack[Settings]
     init_std      base init std: a float, "fan_in" (default: each tensor's 1 / sqrt(base fan-in)), or {"glob": either}
     alpha_input   tuned factor on the embedding's output
     alpha_output  tuned factor on the unembedding's output
-    masks         {"name": bool tensor}: masks of your own; densities are then read off them
+    masks         {"name": bool tensor}, or a file of them or of a state dict: masks of your own; densities are read off them
     roles         {"glob": role or ("hidden", in_dim)} where inference needs help
     delta         the same class at any third width: shows which dimensions scale where model and base are equally wide
     """
@@ -80,7 +82,7 @@ class _Planner:
         init_std: InitStdSetting = "fan_in",
         alpha_input: float = 1.0,
         alpha_output: float = 1.0,
-        masks: Mapping[str, Tensor] | None = None,
+        masks: MaskSetting = None,
         roles: Mapping[str, RoleSetting] | None = None,
         delta: nn.Module | None = None,
     ) -> None:
@@ -98,7 +100,7 @@ class _Planner:
         self.notes: list[str] = []
         self.roles = infer_roles(model, base, delta=delta, roles=roles)
         self.hidden = {role.name: role for role in self.roles if role.role == "hidden"}
-        self.given = self._given_masks(masks or {})
+        self.given = self._given_masks(read_masks(masks))
         self.live_neurons = (1, 1)
         # The kept share of each parameter that gets a mask.
         self.densities = self._neurons(density) if isinstance(self.pattern, Neuron) else self._densities(density)
