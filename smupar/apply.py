@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from smupar.masks import generator, read_masks
 from smupar.plan import Plan, PlanRow
-from smupar.planner import PlanWarning, Settings, make_plan
-from smupar.roles import parent_path
+from smupar.planner import PlanWarning, Settings, plan_with_cautions, warn
+from smupar.tensors import parent_path
 
 FACTOR = "smupar_factor"
 _MARK = "_smupar_attached"
@@ -34,24 +34,29 @@ class _Attached:
     masked: tuple[str, ...]
 
 
-def parameterize(model: nn.Module, *, base: nn.Module, **settings: Unpack[Settings]) -> Plan:
+def parameterize(model: nn.Module, *, base: nn.Module, reset: bool | None = None, **settings: Unpack[Settings]) -> Plan:
     """Makes ``model`` follow a rule, in place: masks, init, forward factors. Returns the plan.
 
     Settings are those of ``make_plan``. Weight matrices are initialised anew; norms, biases and parameters that do not
-    scale keep their values (those whose memory was never written, after ``to_empty``, get their module's own init). On bad
-    input the model is left untouched.
+    scale keep their values. A model fresh from ``to_empty`` has none: with ``reset=True`` norms get their module's own init
+    and biases 0, with ``reset=False`` never; by default this happens, with a warning, if no parameter of the model was ever
+    written in place, as is so after ``to_empty`` (and after deepcopy). On bad input the model is left untouched.
     """
     _refuse(model)
     settings["masks"] = own = read_masks(settings.get("masks"))
-    plan = make_plan(model, base=base, **settings)
+    plan, cautions = plan_with_cautions(model, base, settings)
     given = {name if name in plan else name.removesuffix("_mask"): mask for name, mask in own.items()}
+    _refuse_used_names(model, plan)
     masks = _masks(plan, given)  # before anything changes: a mask that cannot be drawn must leave the model as it is
+    parameters = dict(model.named_parameters())
+    unwritten = all(parameter._version == 0 for parameter in parameters.values())
     with torch.no_grad():
-        _reset_unwritten(model, plan)
-        parameters = dict(model.named_parameters())
+        if reset or (reset is None and unwritten):
+            _reset_kept(model, plan, warn=reset is None)
         for row in plan:
             _initialise(parameters[row.name], row, masks.get(row.name), plan.seed)
     _attach(model, plan, masks)
+    warn(cautions, stacklevel=3)
     return plan
 
 
@@ -62,10 +67,13 @@ def attach(model: nn.Module, plan: Plan, optimizer: Any = None) -> None:
     optimizer (or several) also masks the weights after each of its steps: needed where updates mix entries, as Muon's do.
     """
     model = unwrapped(model)
-    names = {name for name, _ in model.named_parameters()}
-    unknown = [row.name for row in plan if row.name not in names]
+    names = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    unknown = [row.name for row in plan if names.get(row.name) != row.shape]
     if unknown:
-        raise ValueError(f"the plan is of another model: this one has no {', '.join(unknown[:4])}")
+        raise ValueError(
+            f"the plan is of another model or width, {len(unknown)} parameters differ: it has {unknown[0]!r} as "
+            f"{plan[unknown[0]].shape}, this model {names.get(unknown[0], 'has none')}; make a plan for this model"
+        )
     missing = [row.name for row in plan if row.masked and mask_of(model, row.name) is None]
     masks = {}
     for name in missing:
@@ -107,6 +115,11 @@ def mask_of(model: nn.Module, name: str) -> Tensor | None:
     return mask if isinstance(mask, Tensor) else None
 
 
+def zero_off_mask(tensor: Tensor, mask: Tensor) -> None:
+    """In place; a product would turn an inf off the mask into nan."""
+    tensor.masked_fill_(mask.logical_not(), 0)
+
+
 def masks_gradient(parameter: nn.Parameter) -> bool:
     """Whether the gradient hook is in place."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
@@ -134,6 +147,8 @@ def _refuse(model: nn.Module) -> None:
             "(a compiled model ignores new hooks)"
         )
     for path, module in model.named_modules():
+        if module._compiled_call_impl is not None:
+            raise ValueError(f"{path or 'the model'!r} is compiled already and would ignore new hooks: parameterize before it")
         if hasattr(module, _MARK) or hasattr(module, FACTOR):
             raise ValueError(
                 f"{'this model' if not path else repr(path)} is parameterized already. Build a fresh model to parameterize it "
@@ -150,11 +165,20 @@ def _refuse(model: nn.Module) -> None:
         )
 
 
+def _refuse_used_names(model: nn.Module, plan: Plan) -> None:
+    for row in plan:
+        if row.masked and hasattr(model.get_submodule(parent_path(row.name)), _mask_leaf(row.name)):
+            raise ValueError(
+                f"the model already has something called {row.name + '_mask'!r}, where the mask would go: rename it, "
+                "or build a fresh model if this one is parameterized already"
+            )
+
+
 def _masks(plan: Plan, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
     masks = {}
     for row in plan:
         if row.masked:
-            mask = given[row.name].bool().cpu() if row.pattern == "given" else plan.draw_mask(row.name)
+            mask = given[row.name].to("cpu", torch.bool, copy=True) if row.pattern == "given" else plan.draw_mask(row.name)
             assert mask is not None
             masks[row.name] = mask
     return masks
@@ -163,30 +187,40 @@ def _masks(plan: Plan, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
 # Values
 
 
-def _reset_unwritten(model: nn.Module, plan: Plan) -> None:
-    """Values for norms and biases that ``to_empty`` left as raw memory: those never written since they were allocated.
-
-    A layer's biases become 0; a norm gets its own ``reset_parameters``. Modules without one keep what they have.
-    """
+def _reset_kept(model: nn.Module, plan: Plan, *, warn: bool) -> None:
+    """Values for norms and biases that ``to_empty`` left as raw memory: a layer's biases become 0, other modules get their
+    own ``reset_parameters`` (seeded by name where that is random). Modules without one keep what they have."""
+    done = []
     for path, module in model.named_modules():
         names = [f"{path}.{leaf}" if path else leaf for leaf, _ in module.named_parameters(recurse=False)]
         rows = [plan[name] for name in names if name in plan]
-        kept = [module.get_parameter(row.name.rpartition(".")[2]) for row in rows if row.init_std is None]
+        kept = {row.name: module.get_parameter(row.name.rpartition(".")[2]) for row in rows if row.init_std is None}
         reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
-        if not kept or not callable(reset) or any(parameter._version for parameter in kept):
+        if not kept or not callable(reset):
             continue
-        if len(kept) == len(rows):
-            reset()
-        else:
-            for parameter in kept:
+        done += list(kept)
+        if len(kept) < len(rows):
+            for parameter in kept.values():
                 parameter.zero_()
+            continue
+        devices = {parameter.device for parameter in kept.values() if parameter.device.type == "cuda"}
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(generator(plan.seed, "reset", path).initial_seed())
+            reset()
+    if warn and done:
+        warnings.warn(
+            f"no parameter of the model was ever written in place, as after to_empty: {len(done)} norms and biases "
+            f"({done[0]!r}, ...) got fresh values. Pass reset=True to say so, or reset=False to keep what they hold.",
+            PlanWarning,
+            stacklevel=3,
+        )
 
 
 def _initialise(parameter: nn.Parameter, row: PlanRow, mask: Tensor | None, seed: int) -> None:
     """Fills a parameter from (seed, name): the same values on every device, rank and number of ranks."""
     if row.init_std is None:
         if mask is not None:
-            parameter.mul_(_like(mask, parameter))
+            zero_off_mask(parameter, _like(mask, parameter))
         return
     rng = generator(seed, "init", row.name)
     in_place = parameter.device.type == "cpu" and type(parameter) is nn.Parameter and parameter.is_contiguous()
@@ -222,7 +256,7 @@ class _MaskGradient:
 
     def __call__(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
-            parameter.grad.mul_(getattr(self.module, self.mask_leaf))
+            zero_off_mask(parameter.grad, getattr(self.module, self.mask_leaf))
 
 
 class _MaskWeights:
@@ -239,16 +273,22 @@ class _MaskWeights:
             if id(parameters[name]) in updated:
                 mask = mask_of(self.model, name)
                 assert mask is not None
-                parameters[name].mul_(mask)
+                zero_off_mask(parameters[name], mask)
 
 
 def _scale_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """x -> factor * x, so that a bias is not scaled."""
     factor = getattr(module, FACTOR)
     if args:
-        return (args[0] * factor, *args[1:]), kwargs
+        return (_times(args[0], factor), *args[1:]), kwargs
     first = next(iter(kwargs))
-    return args, {**kwargs, first: kwargs[first] * factor}
+    return args, {**kwargs, first: _times(kwargs[first], factor)}
+
+
+def _times(x: Any, factor: Tensor) -> Any:
+    if isinstance(x, nn.utils.rnn.PackedSequence):
+        return x._replace(data=x.data * factor)
+    return x * factor
 
 
 def _scale_output(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
@@ -272,7 +312,7 @@ def _attach(model: nn.Module, plan: Plan, masks: Mapping[str, Tensor]) -> None:
             _watch(parameters[row.name], module, leaf)
             silent.append(f"{row.name}_mask")
         for path, factor in row.forward:
-            _set_factor(model.get_submodule(path), factor, parameters[row.name].device)
+            _set_factor(model.get_submodule(path), factor, parameters[row.name])
             silent.append(f"{path}.{FACTOR}")
     ignored = list(getattr(model, "_ddp_params_and_buffers_to_ignore", []))
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
@@ -289,9 +329,10 @@ def _watch(parameter: nn.Parameter, module: nn.Module, mask_leaf: str) -> None:
         parameter.register_post_accumulate_grad_hook(_MaskGradient(module, mask_leaf))
 
 
-def _set_factor(module: nn.Module, factor: float, device: torch.device) -> None:
+def _set_factor(module: nn.Module, factor: float, parameter: Tensor) -> None:
     # Rebuilt each time: .bfloat16() rounds a buffer and to_empty leaves it without a value.
-    module.register_buffer(FACTOR, torch.tensor(factor, dtype=torch.float32, device=device), persistent=False)
+    dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+    module.register_buffer(FACTOR, torch.tensor(factor, dtype=dtype, device=parameter.device), persistent=False)
     if scales_output(module):
         return
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
@@ -314,7 +355,7 @@ def _before_load(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
             f"the checkpoint holds no mask for {len(absent)} sparse parameters ({absent[0]!r}, ...): "
             "the model's own masks stay and weights off them become 0",
             PlanWarning,
-            stacklevel=4,
+            stacklevel=6,
         )
 
 
@@ -325,5 +366,5 @@ def _after_load(model: nn.Module, _: Any) -> None:
         module = model.get_submodule(parent_path(name))
         parameter, mask = module.get_parameter(name.rpartition(".")[2]), mask_of(model, name)
         if mask is not None and not parameter.is_meta and not mask.is_meta:
-            parameter.mul_(mask)
+            zero_off_mask(parameter, mask)
         _watch(parameter, module, _mask_leaf(name))

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from smupar.apply import FACTOR, is_sharded, mask_of, masks_gradient, masks_updates, optimizers, scales_output, unwrapped
-from smupar.optim import guard, ratio_problem
+from smupar.optim import guard, num_steps, ratio_problem
 from smupar.plan import Plan, PlanRow
 from smupar.rules import family_of
+from smupar.tensors import is_lookup
 
 # A sample std of n weights scatters by 1 / sqrt(2 n); six of those are never reached by chance.
 _SIGMAS = 6.0
@@ -32,20 +33,27 @@ class AuditError(ValueError):
         super().__init__(f"{len(findings)} differences from the plan:\n{shown}{more}")
 
 
-def audit(model: nn.Module, plan: Plan, optimizer: Any = None, *, lr: float | None = None) -> list[str]:
+def audit(
+    model: nn.Module, plan: Plan, optimizer: Any = None, *, lr: float | None = None, trained: bool | None = None
+) -> list[str]:
     """Raises AuditError with every difference between model, optimizer and plan; returns what is left to the user.
 
-    Call it before the first step: after training has begun, the std of the weights is no longer checked (seen from the
-    optimizer's state). ``lr`` also checks the base learning rate itself; without it only ratios between parameters are.
-    ``optimizer`` may be a list. Leaves ``guard`` on the optimizers, for schedulers that come later.
+    Call it before the first step: once training has begun the std of the weights is no longer checked (seen from the
+    optimizer's state and the guard; ``trained`` says it outright). ``lr`` also checks the base learning rate itself;
+    without it only ratios between parameters are. ``optimizer`` may be a list. Leaves ``guard`` on the optimizers, for schedulers that come later.
     """
     findings = []
     model = unwrapped(model)
     parameters = dict(model.named_parameters())
-    findings += [f"{row.name!r} is not in the model: the plan is of another one" for row in plan if row.name not in parameters]
-    findings += [f"{name!r} is not in the plan: it was added after parameterize" for name in parameters if name not in plan]
+    findings += [
+        f"{row.name!r} is not in the model: the plan is of another one, make a new plan"
+        for row in plan
+        if row.name not in parameters
+    ]
+    findings += [f"{name!r} is not in the plan: add parameters before parameterize" for name in parameters if name not in plan]
     rows = [row for row in plan if row.name in parameters]
-    trained = any(one.state for one in optimizers(optimizer))
+    if trained is None:
+        trained = any(num_steps(one) for one in optimizers(optimizer))
     for row in rows:
         findings += _weights(model, parameters[row.name], row, check_std=not trained)
     for row in rows:
@@ -63,7 +71,7 @@ def audit(model: nn.Module, plan: Plan, optimizer: Any = None, *, lr: float | No
 
 def _weights(model: nn.Module, parameter: nn.Parameter, row: PlanRow, *, check_std: bool) -> list[str]:
     if tuple(parameter.shape) != row.shape:
-        return [f"{row.name!r} has shape {tuple(parameter.shape)}, the plan {row.shape}: the plan is of another model"]
+        return [f"{row.name!r} has shape {tuple(parameter.shape)}, the plan {row.shape}: make a plan for this model"]
     weight, mask = _full(parameter.detach()), mask_of(model, row.name)
     findings = []
     if row.masked:
@@ -108,7 +116,7 @@ def _std(kept: Tensor, row: PlanRow) -> list[str]:
         return []
     return [
         f"{row.name!r}: init std is {measured:.4g}, the plan says {row.init_std:.4g}; "
-        "initialise before parameterize, not after, or load weights made with this plan"
+        "initialise before parameterize, not after; pass trained=True if training has begun"
     ]
 
 
@@ -133,24 +141,36 @@ def _forward_factor(module: nn.Module, path: str, factor: float, row: PlanRow, d
     return [f"{path!r} ({row.name!r}) multiplies its output by {measured:.8g}, the plan says {factor:.8g}: {remedy}"]
 
 
+class _Probed(Exception):  # noqa: N818  # leaves a forward pass as soon as its hooks have spoken
+    pass
+
+
 @torch.no_grad()
 def _measured_factor(module: nn.Module) -> float | None:
-    """Output with hooks over output without, bias taken off; None where a layer cannot be run on its own."""
+    """What the layer's hooks do to a probe: to the input a layer gets, or to the row that a lookup returns."""
     weight = getattr(module, "weight", None)
-    if not isinstance(weight, Tensor) or is_sharded(weight) or not torch.count_nonzero(weight):
+    if not isinstance(weight, Tensor) or is_sharded(weight):
         return None
-    if isinstance(module, nn.Embedding):
-        used = torch.linalg.vector_norm(weight, dim=1).argmax()[None]
-        zero, probe = None, used
-    elif isinstance(module, nn.Linear):
-        probe = torch.ones(1, module.in_features, dtype=weight.dtype, device=weight.device) * weight[:1].sign()
-        zero = torch.zeros_like(probe)
+    seen: list[Tensor] = []
+    if is_lookup(module):
+        row = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).argmax()[None]
+        plain, seen = weight[row], [module(row)] if isinstance(module, nn.Embedding) else []
     else:
+        plain = torch.ones(1, dtype=weight.dtype, device=weight.device)
+
+        def stop(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            seen.append(args[0])
+            raise _Probed
+
+        handle = module.register_forward_pre_hook(stop)
+        try:
+            module(plain)
+        except _Probed:
+            handle.remove()
+    if not seen or not plain.any():
         return None
-    plain, hooked = module.forward(probe), module(probe)
-    bias = torch.zeros_like(plain) if zero is None else module.forward(zero)
-    plain, hooked = (plain - bias).double().flatten(), (hooked - bias).double().flatten()
-    return float(plain @ hooked / (plain @ plain)) if plain.any() else None
+    plain, hooked = plain.double().flatten(), seen[0].double().flatten()
+    return float(plain @ hooked / (plain @ plain))
 
 
 # The optimizer
@@ -181,11 +201,17 @@ def _optimizers(
             findings.append(
                 "Muon mixes entries, so its updates must be masked as well: call smupar.attach(model, plan, optimizer)"
             )
-    findings += [
-        f"{name!r} is trained but in no optimizer group"
-        for name, parameter in parameters.items()
-        if parameter.requires_grad and not owners[name]
-    ]
+    for name, parameter in parameters.items():
+        if parameter.requires_grad and not owners[name]:
+            findings.append(
+                f"{name!r} is trained but in no optimizer group: build the groups with smupar.param_groups, "
+                "give it a group with extra=[...], or freeze it"
+            )
+        if owners[name] > 1:
+            findings.append(
+                f"{name!r} is in {owners[name]} groups and would be stepped as often: "
+                "with two optimizers use param_groups(..., only='hidden') for one and only='rest' for the other"
+            )
     return findings
 
 
@@ -205,8 +231,10 @@ def _group_lrs(plan: Plan, optimizer: torch.optim.Optimizer, family: str, names:
     problem = ratio_problem(optimizer)
     if problem:
         return [problem]
-    # A scheduler keeps the rate it started from as initial_lr, also while a warm-up holds lr at 0.
-    rates = [(row, float(group.get("initial_lr", group["lr"]))) for row, group in planned]
+    if any("lr_factor" in group for _, group in planned):  # beside groups of ours, others are the user's own choice
+        planned = [(row, group) for row, group in planned if "lr_factor" in group]
+    # A scheduler keeps the rate it started from as initial_lr, also while a warm-up holds lr at 0; OneCycleLR as max_lr.
+    rates = [(row, float(group.get("max_lr", group.get("initial_lr", group["lr"])))) for row, group in planned]
     bases = Counter(float(f"{rate / row.lr_factor(family):.5g}") for row, rate in rates if rate)
     if not bases:
         return []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -161,10 +162,13 @@ class Neuron(Pattern):
     """
 
     def num_live(self, period: int, density: Fraction) -> int:
-        """Live neurons in each period."""
+        """Live neurons in each period, if that comes within a tenth of the density."""
         num_live = round_half_up(density * period)
-        if num_live == 0:
-            raise ValueError(f"density {float(density):g} leaves none of {period} neurons; raise it")
+        if not 0.9 * density <= Fraction(num_live, period) <= 1.1 * density:
+            raise ValueError(
+                f"density {float(density):g} is not to be had with whole neurons: the greatest common divisor of all widths is "
+                f"{period}, so the nearest is {num_live}/{period}; choose another density, or widths with a larger one"
+            )
         return num_live
 
     def draw_live(self, num_live: int, period: int, seed: int) -> Tensor:
@@ -209,14 +213,13 @@ def parse_pattern(text: str | Pattern) -> Pattern:
     plain = {"random": Pattern, "bernoulli": Bernoulli, "fan_in": ConstantFanIn, "neuron": Neuron}
     if text in plain:
         return plain[text](text)
-    head, _, tail = text.partition("-")
-    n, colon, m = head.partition(":")
-    if colon and n.isdigit() and m.isdigit() and tail in ("", "transposable"):
-        if not 0 < int(n) < int(m):
+    if found := re.fullmatch(r"(\d+):(\d+)(-transposable)?", text):
+        n, m = int(found[1]), int(found[2])
+        if not 0 < n < m:
             raise ValueError(f"pattern {text!r}: N:M needs 0 < N < M")
-        return (TransposableNM if tail else NM)(text, int(n), int(m))
-    if head == "block" and tail.isdigit() and int(tail) > 0:
-        return Block(text, int(tail))
+        return (TransposableNM if found[3] else NM)(text, n, m)
+    if found := re.fullmatch(r"block-(\d*[1-9]\d*)", text):
+        return Block(text, int(found[1]))
     raise ValueError(f"unknown pattern {text!r}: choose one of {(parse_pattern.__doc__ or '').strip()}")
 
 
@@ -254,7 +257,7 @@ class Allocation:
             return dict.fromkeys(shapes, overall)
         share = {name: self._share(shape) for name, shape in shapes.items()}
         size = {name: math.prod(shape) for name, shape in shapes.items()}
-        budget = overall * sum(size.values())
+        budget = sum(math.ceil(overall * n) for n in size.values())
         dense: set[str] = set()
         while True:  # tensors that would need more than all their weights are dense; the others share what is left
             sparse = [name for name in shapes if name not in dense]

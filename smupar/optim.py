@@ -37,7 +37,7 @@ def param_groups(
     optimizer: str | type[torch.optim.Optimizer] = "adamw",
     decay: str = "independent",
     eps: str = "constant",
-    eps_value: float = 1e-8,
+    eps_value: float | None = None,
     only: str | None = None,
     no_decay: NoDecay = (),
     extra: Iterable[Mapping[str, Any]] = (),
@@ -48,7 +48,8 @@ def param_groups(
     optimizer     name or class of the optimizer that will get the groups: decides the family's row of Table 1
     decay         "independent": decay divided by the LR factor, so that LR times decay stays what was tuned;
                   "coupled": the same decay everywhere, as in the paper's reference code
-    eps           "constant", or "width": eps_value shrinks like the gradients, with the width
+    eps           "constant", or "width": epsilon shrinks like the gradients, with the width
+    eps_value     base epsilon; default the optimizer's own for "constant", 1e-8 for "width"
     only          "hidden" | "rest": two optimizers on one model, such as Muon on the hidden weights and AdamW on the rest
     no_decay      globs, or a function (name, parameter) -> bool, of the parameters without weight decay
     extra         groups of your own, appended as copies; parameters in them are left out of the plan's groups
@@ -85,8 +86,8 @@ def param_groups(
         key = (factor, wd, row.eps_factor if eps == "width" else 1.0)
         if key not in groups:
             groups[key] = {"params": [], "lr": lr * factor, "weight_decay": wd, "lr_factor": factor, "family": family}
-            if eps == "width":
-                groups[key]["eps"] = eps_value * row.eps_factor
+            if eps == "width" or eps_value is not None:
+                groups[key]["eps"] = (1e-8 if eps_value is None else eps_value) * key[2]
             groups[key]["rows"] = []
         groups[key]["params"].append(parameter)
         groups[key]["rows"].append(row)
@@ -103,7 +104,9 @@ def _undecayed(no_decay: NoDecay, parameters: Mapping[str, nn.Parameter]) -> set
     if callable(no_decay):
         return {name for name, parameter in parameters.items() if no_decay(name, parameter)}
     globs = [no_decay] if isinstance(no_decay, str) else list(no_decay)
-    return set(match_globs(dict.fromkeys(globs, True), parameters, what="no_decay", among="trained parameters"))
+    # One at a time: in a set of names the order of overlapping globs means nothing.
+    matched = (match_globs({glob: True}, parameters, what="no_decay", among="trained parameters") for glob in globs)
+    return {name for names in matched for name in names}
 
 
 def _group_name(rows: list[PlanRow], group: Mapping[str, Any], weight_decay: float) -> str:
@@ -146,16 +149,28 @@ def guard(optimizer: Any) -> None:
             one.register_step_pre_hook(_Guard())
 
 
+def num_steps(optimizer: torch.optim.Optimizer) -> int:
+    """Steps since the guard came; at least 1 if the optimizer has state."""
+    guards = [hook for hook in optimizer._optimizer_step_pre_hooks.values() if isinstance(hook, _Guard)]
+    return max([hook.num_steps for hook in guards] + [int(bool(optimizer.state))])
+
+
 class _Guard:
     def __init__(self) -> None:
         self.spoken = False
+        self.num_steps = 0
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.num_steps += 1
         if not self.spoken:
             problem = ratio_problem(optimizer)
             if problem:
                 self.spoken = True
                 warnings.warn(problem, LRRatioWarning, stacklevel=2)
+
+
+def _same(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=_SAME, abs_tol=1e-30)
 
 
 def ratio_problem(optimizer: torch.optim.Optimizer) -> str | None:
@@ -165,12 +180,14 @@ def ratio_problem(optimizer: torch.optim.Optimizer) -> str | None:
     if len(groups) < 2 or on_gpu:  # reading a GPU tensor at each step would stall it
         return None
     bases = [float(group["lr"]) / group["lr_factor"] for group in groups]
-    if all(math.isclose(base, bases[0], rel_tol=_SAME, abs_tol=1e-30) for base in bases):
+    # What most groups agree on is taken for the base rate, the earlier one in a draw.
+    base = max(bases, key=lambda one: sum(_same(one, other) for other in bases))
+    wrong = [group for group, own in zip(groups, bases, strict=True) if not _same(own, base)]
+    if not wrong:
         return None
     shown = "; ".join(
-        f"{group['name']!r}: lr {float(group['lr']):.4g} where base {bases[0]:.4g} x {group['lr_factor']:.4g} was planned"
-        for group, base in zip(groups, bases, strict=True)
-        if not math.isclose(base, bases[0], rel_tol=_SAME, abs_tol=1e-30)
+        f"{group['name']!r}: lr {float(group['lr']):.4g} where base {base:.4g} x {group['lr_factor']:.4g} was planned"
+        for group in wrong
     )
     return (
         f"the learning rates of the optimizer's groups lost their ratios ({shown}). A scheduler that sets absolute values does "

@@ -137,10 +137,13 @@ class Plan:
         data = json.loads(text)
         if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
             raise ValueError(f"this is not a plan in format {FORMAT!r}; write one with plan.to_json()")
-        data["rows"] = tuple(_row_from_json(row) for row in data["rows"])
-        data["base_density"] = Fraction(data["base_density"])
-        data["live_neurons"] = tuple(data["live_neurons"])
-        return cls(**data)
+        try:
+            data["rows"] = tuple(_row_from_json(row) for row in data["rows"])
+            data["base_density"] = Fraction(data["base_density"])
+            data["live_neurons"] = tuple(data["live_neurons"])
+            return cls(**data)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"the plan is incomplete or damaged ({error}); write it again with plan.to_json()") from error
 
     def diff(self, other: Plan) -> list[str]:
         """One line for each thing that differs, empty if the plans are equal."""

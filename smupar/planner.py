@@ -25,7 +25,7 @@ InitStdSetting = float | str | Mapping[str, float | str]
 
 # Under about 16 kept weights per neuron the law of large numbers behind the rule gets thin.
 MIN_WEIGHTS_PER_NEURON = 16
-_ATTENTION = re.compile(r"att(ention|n)|qkv|query|q_proj|(^|_)wq$", re.IGNORECASE)
+_ATTENTION = re.compile(r"att(ention|n)|qkv|query|q_proj|(^|_)(to_)?w?q$", re.IGNORECASE)
 
 
 class PlanWarning(UserWarning):
@@ -65,7 +65,20 @@ def make_plan(model: nn.Module, *, base: nn.Module, **settings: Unpack[Settings]
     roles         {"glob": role or ("hidden", in_dim)} where inference needs help
     delta         the same class at any third width: shows which dimensions scale where model and base are equally wide
     """
-    return _Planner(model, base, **settings).plan()
+    plan, cautions = plan_with_cautions(model, base, settings)
+    warn(cautions, stacklevel=3)
+    return plan
+
+
+def plan_with_cautions(model: nn.Module, base: nn.Module, settings: Settings) -> tuple[Plan, list[str]]:
+    """The plan, and what its maker should hear as warnings at the line that asked for it."""
+    planner = _Planner(model, base, **settings)
+    return planner.plan(), planner.cautions
+
+
+def warn(cautions: list[str], *, stacklevel: int) -> None:
+    for text in cautions:
+        warnings.warn(text, PlanWarning, stacklevel=stacklevel)
 
 
 class _Planner:
@@ -98,6 +111,7 @@ class _Planner:
         }
         self.seed = seed
         self.notes: list[str] = []
+        self.cautions: list[str] = []  # notes that are also worth a warning
         self.roles = infer_roles(model, base, delta=delta, roles=roles)
         self.hidden = {role.name: role for role in self.roles if role.role == "hidden"}
         self.given = self._given_masks(read_masks(masks))
@@ -134,6 +148,8 @@ class _Planner:
         given: dict[str, Tensor] = {}
         for key, mask in masks.items():
             name = key if key in roles else key.removesuffix("_mask")
+            if name in given:
+                raise ValueError(f"masks: {name!r} is there twice, as {name!r} and as {name + '_mask'!r}")
             if name not in roles:
                 raise ValueError(f"masks: {key!r} is no parameter of this model; are these the masks of another model?")
             if tuple(mask.shape) != roles[name].shape:
@@ -152,7 +168,7 @@ class _Planner:
                 )
             given[name] = mask.bool()
         if given:
-            self._warn(
+            self._caution(
                 "masks of your own: the rule assumes random masks, so check the model's coordinates "
                 "if they come from magnitudes or gradients"
             )
@@ -288,20 +304,20 @@ class _Planner:
 
     # What the user should know
 
-    def _warn(self, text: str) -> None:
+    def _caution(self, text: str) -> None:
         self.notes.append(text)
-        warnings.warn(text, PlanWarning, stacklevel=6)
+        self.cautions.append(text)
 
     def _warn_thin(self, rows: tuple[PlanRow, ...]) -> None:
-        per_neuron = {
-            row.name: float(row.density * math.prod(row.shape[dim] for dim in row.in_dims))
-            for row in rows
-            if row.masked and row.role == "hidden"
-        }
+        per_neuron = {}
+        for row in rows:
+            if row.masked and row.role == "hidden":
+                share = Fraction(*self.live_neurons) if isinstance(self.pattern, Neuron) else row.density
+                per_neuron[row.name] = float(share * math.prod(row.shape[dim] for dim in row.in_dims))
         thin = [name for name, kept in per_neuron.items() if kept < MIN_WEIGHTS_PER_NEURON]
         if thin:
             fewest = min(thin, key=per_neuron.__getitem__)
-            self._warn(
+            self._caution(
                 f"{len(thin)} hidden weights keep fewer than {MIN_WEIGHTS_PER_NEURON} weights per neuron ({fewest!r}: "
                 f"{per_neuron[fewest]:.3g}); the rule is a law of large numbers and gets thin there"
             )
