@@ -40,7 +40,8 @@ def audit(
 
     Call it before the first step: once training has begun the std of the weights is no longer checked (seen from the
     optimizer's state and the guard; ``trained`` says it outright). ``lr`` also checks the base learning rate itself;
-    without it only ratios between parameters are. ``optimizer`` may be a list. Leaves ``guard`` on the optimizers, for schedulers that come later.
+    without it only ratios between parameters are. ``optimizer`` may be a list. Leaves ``guard`` on the optimizers, for
+    schedulers that come later.
     """
     findings = []
     model = unwrapped(model)

@@ -164,7 +164,9 @@ class Neuron(Pattern):
     def num_live(self, period: int, density: Fraction) -> int:
         """Live neurons in each period, if that comes within a tenth of the density."""
         num_live = round_half_up(density * period)
-        if not 0.9 * density <= Fraction(num_live, period) <= 1.1 * density:
+        if num_live == 0:
+            raise ValueError(f"density {float(density):g} leaves none of {period} neurons; raise it")
+        if not Fraction(9, 10) * density <= Fraction(num_live, period) <= Fraction(11, 10) * density:
             raise ValueError(
                 f"density {float(density):g} is not to be had with whole neurons: the greatest common divisor of all widths is "
                 f"{period}, so the nearest is {num_live}/{period}; choose another density, or widths with a larger one"
@@ -257,7 +259,7 @@ class Allocation:
             return dict.fromkeys(shapes, overall)
         share = {name: self._share(shape) for name, shape in shapes.items()}
         size = {name: math.prod(shape) for name, shape in shapes.items()}
-        budget = sum(math.ceil(overall * n) for n in size.values())
+        budget = sum(round_half_up(overall * n) for n in size.values())  # what the same density spends if uniform
         dense: set[str] = set()
         while True:  # tensors that would need more than all their weights are dense; the others share what is left
             sparse = [name for name in shapes if name not in dense]
