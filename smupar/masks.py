@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from numbers import Real
 from os import PathLike
 from pathlib import Path
 
@@ -33,9 +34,9 @@ def generator(seed: int, purpose: str, name: str) -> torch.Generator:
 
 def as_density(value: float | Fraction, what: str = "density") -> Fraction:
     """The exact fraction a user means by a float such as 1 / 3; checked to lie in (0, 1]."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, Fraction)) or not 0 < value <= 1:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value <= 1:
         raise ValueError(f"{what} must lie in (0, 1], got {value!r}: it is the share of weights that is kept, 1 - sparsity")
-    exact = Fraction(value)
+    exact = value if isinstance(value, Fraction) else Fraction(float(value))
     return exact.limit_denominator(10**9) or exact
 
 
@@ -166,7 +167,8 @@ class Neuron(Pattern):
         num_live = round_half_up(density * period)
         if num_live == 0:
             raise ValueError(f"density {float(density):g} leaves none of {period} neurons; raise it")
-        if not Fraction(9, 10) * density <= Fraction(num_live, period) <= Fraction(11, 10) * density:
+        near = Fraction(9, 10) * density <= Fraction(num_live, period) <= Fraction(11, 10) * density
+        if not near or num_live == period:
             raise ValueError(
                 f"density {float(density):g} is not to be had with whole neurons: the greatest common divisor of all widths is "
                 f"{period}, so the nearest is {num_live}/{period}; choose another density, or widths with a larger one"

@@ -7,6 +7,8 @@ import re
 import warnings
 from collections.abc import Mapping
 from fractions import Fraction
+from numbers import Real
+from operator import index
 from os import PathLike
 from typing import TypedDict, Unpack
 
@@ -109,7 +111,7 @@ class _Planner:
             "embedding": _finite(alpha_input, "alpha_input"),
             "unembedding": _finite(alpha_output, "alpha_output"),
         }
-        self.seed = seed
+        self.seed = _whole(seed, "seed")
         self.notes: list[str] = []
         self.cautions: list[str] = []  # notes that are also worth a warning
         self.roles = infer_roles(model, base, delta=delta, roles=roles)
@@ -200,12 +202,16 @@ class _Planner:
 
     def _base_density(self, role: ParamRole) -> Fraction:
         """The base density as this tensor would realise it, so that rho = rho_base gives exactly muP."""
-        if self.base_density == 1 or role.name in self.given or isinstance(self.pattern, NM):
+        if self.base_density == 1 or isinstance(self.pattern, NM):
             return self.base_density
-        return self._realised(role, self.base_density)
+        pattern = Pattern() if role.name in self.given else self.pattern
+        count = pattern.count(role.shape, role.in_dims, self.base_density)
+        if count == 0:
+            raise ValueError(f"at base_density {float(self.base_density):g} {role.name!r} of shape {role.shape} has no weight")
+        return self.base_density if count is None else Fraction(count, math.prod(role.shape))
 
     def _neurons(self, density: DensitySetting) -> dict[str, Fraction]:
-        if self.given or not isinstance(density, (int, float)) or self.base_density != 1:
+        if self.given or isinstance(density, (Mapping, Allocation)) or self.base_density != 1:
             raise ValueError(
                 "pattern 'neuron' narrows the whole network: it takes one float as density, base_density 1, "
                 "and no masks of your own"
@@ -348,7 +354,14 @@ class _Planner:
         return pending
 
 
+def _whole(value: int, what: str) -> int:
+    try:
+        return index(value)
+    except TypeError:
+        raise ValueError(f"{what} must be a whole number, got {value!r}") from None
+
+
 def _finite(value: float, what: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
         raise ValueError(f"{what} must be a finite number, got {value!r}")
     return float(value)

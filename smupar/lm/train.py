@@ -40,7 +40,9 @@ def train(config: TrainConfig) -> Summary:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_share(step, config.steps))
     audit(model, plan, optimizer)
     losses: list[float] = []
-    steps = tqdm(range(config.steps), desc="training", unit="step", file=sys.stdout, mininterval=0.5)
+    steps = tqdm(
+        range(config.steps), desc="training", unit="step", file=sys.stdout, mininterval=0.5 if sys.stdout.isatty() else 5
+    )
     for step in steps:
         inputs, targets = data.batch(
             train_text, seed=config.seed, step=step, batch_size=config.batch_size, seq_len=config.seq_len
@@ -53,7 +55,7 @@ def train(config: TrainConfig) -> Summary:
         losses.append(loss.item())
         if not math.isfinite(losses[-1]):
             raise FloatingPointError(f"the loss is {losses[-1]} at step {step}: lower --lr (now {config.lr:g})")
-        steps.set_postfix(loss=f"{losses[-1]:.3f}")
+        steps.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
     tail = losses[-max(1, config.steps // 20) :]
     return Summary(sum(tail) / len(tail), validate(model, valid_text, config), time.perf_counter() - start)
 
