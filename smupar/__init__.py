@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from smupar.apply import attach, parameterize
     from smupar.auditing import AuditError, audit
+    from smupar.coordinates.check import coord_check
+    from smupar.coordinates.report import Report
     from smupar.masks import er, erk, uniform
     from smupar.optim import LRRatioWarning, guard, param_groups
     from smupar.plan import Plan
@@ -32,6 +34,8 @@ _WHERE = {
     "LRRatioWarning": "optim",
     "audit": "auditing",
     "AuditError": "auditing",
+    "coord_check": "coordinates.check",
+    "Report": "coordinates.report",
 }
 
 __all__ = [
@@ -39,8 +43,10 @@ __all__ = [
     "LRRatioWarning",
     "Plan",
     "PlanWarning",
+    "Report",
     "attach",
     "audit",
+    "coord_check",
     "er",
     "erk",
     "guard",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from smupar.apply import FACTOR, is_sharded, mask_of, masks_gradient, masks_updates, optimizers, scales_output, unwrapped
-from smupar.optim import guard, num_steps, ratio_problem
+from smupar.optim import guard, num_steps, ratio_problem, wrong_groups
 from smupar.plan import Plan, PlanRow
 from smupar.rules import family_of
 from smupar.tensors import is_lookup
@@ -23,10 +23,23 @@ from smupar.tensors import is_lookup
 _SIGMAS = 6.0
 
 
+class Finding(str):
+    """A line for the reader, with what a program wants to know: the cause, the parameter, its ratio to the plan."""
+
+    cause: str
+    name: str
+    ratio: float  # what was measured over what was planned; nan where that means nothing
+
+    def __new__(cls, text: str, cause: str, name: str = "", ratio: float = math.nan) -> Finding:
+        finding = super().__new__(cls, text)
+        finding.cause, finding.name, finding.ratio = cause, name, ratio
+        return finding
+
+
 class AuditError(ValueError):
     """The model or its optimizer is not what the plan says; ``findings`` has one line for each difference."""
 
-    def __init__(self, findings: list[str]) -> None:
+    def __init__(self, findings: list[Finding]) -> None:
         self.findings = findings
         shown = "\n".join(f"  - {line}" for line in findings[:20])
         more = f"\n  ... and {len(findings) - 20} more" if len(findings) > 20 else ""
@@ -43,15 +56,29 @@ def audit(
     without it only ratios between parameters are. ``optimizer`` may be a list. Leaves ``guard`` on the optimizers, for
     schedulers that come later.
     """
-    findings = []
+    findings = differences(model, plan, optimizer, lr=lr, trained=trained)
+    if findings:
+        raise AuditError(findings)
+    guard(optimizer)
+    return [f"{name}: {text}" for name, text in plan.pending.items()]
+
+
+def differences(
+    model: nn.Module, plan: Plan, optimizer: Any = None, *, lr: float | None = None, trained: bool | None = None
+) -> list[Finding]:
+    """What ``audit`` would raise, as a list."""
     model = unwrapped(model)
     parameters = dict(model.named_parameters())
-    findings += [
-        f"{row.name!r} is not in the model: the plan is of another one, make a new plan"
+    findings = [
+        Finding(f"{row.name!r} is not in the model: the plan is of another one, make a new plan", "another model", row.name)
         for row in plan
         if row.name not in parameters
     ]
-    findings += [f"{name!r} is not in the plan: add parameters before parameterize" for name in parameters if name not in plan]
+    findings += [
+        Finding(f"{name!r} is not in the plan: add parameters before parameterize", "another model", name)
+        for name in parameters
+        if name not in plan
+    ]
     rows = [row for row in plan if row.name in parameters]
     if trained is None:
         trained = any(num_steps(one) for one in optimizers(optimizer))
@@ -60,54 +87,61 @@ def audit(
     for row in rows:
         for path, factor in row.forward:
             findings += _forward_factor(model.get_submodule(path), path, factor, row, parameters[row.name].dtype)
-    findings += _optimizers(plan, parameters, optimizers(optimizer), lr)
-    if findings:
-        raise AuditError(findings)
-    guard(optimizer)
-    return [f"{name}: {text}" for name, text in plan.pending.items()]
+    return findings + _optimizers(plan, parameters, optimizers(optimizer), lr)
 
 
 # The weights
 
 
-def _weights(model: nn.Module, parameter: nn.Parameter, row: PlanRow, *, check_std: bool) -> list[str]:
+def _weights(model: nn.Module, parameter: nn.Parameter, row: PlanRow, *, check_std: bool) -> list[Finding]:
     if tuple(parameter.shape) != row.shape:
-        return [f"{row.name!r} has shape {tuple(parameter.shape)}, the plan {row.shape}: make a plan for this model"]
+        text = f"{row.name!r} has shape {tuple(parameter.shape)}, the plan {row.shape}: make a plan for this model"
+        return [Finding(text, "another model", row.name)]
     weight, mask = _full(parameter.detach()), mask_of(model, row.name)
     findings = []
     if row.masked:
         if mask is None:
-            return [f"{row.name!r} has no mask: call smupar.attach(model, plan)"]
+            return [Finding(f"{row.name!r} has no mask: call smupar.attach(model, plan)", "mask missing", row.name)]
         findings += _mask(weight, _full(mask), row)
         if parameter.requires_grad and not masks_gradient(parameter):
-            findings.append(f"{row.name!r}: its gradient is not masked, the hook is lost; call smupar.attach(model, plan)")
+            text = f"{row.name!r}: its gradient is not masked, the hook is lost; call smupar.attach(model, plan)"
+            findings.append(Finding(text, "off-mask weights", row.name))
     if check_std and row.init_std is not None:
         kept = weight[_full(mask)] if row.masked and mask is not None else weight.flatten()
         findings += _std(kept, row)
     return findings
 
 
-def _mask(weight: Tensor, mask: Tensor, row: PlanRow) -> list[str]:
+def _mask(weight: Tensor, mask: Tensor, row: PlanRow) -> list[Finding]:
     num_kept, size = int(torch.count_nonzero(mask)), mask.numel()
     expected = float(row.density)
     slack = 0.0 if row.num_kept is not None else _SIGMAS * math.sqrt(expected * (1 - expected) / size)
     findings = []
     if abs(num_kept / size - expected) > slack + 1e-12:
-        findings.append(
+        text = (
             f"{row.name!r}: its mask keeps {num_kept / size:.6g} of the weights, the plan says {expected:.6g}; "
             "parameterize with that density, or draw the masks again"
         )
+        findings.append(Finding(text, "mask density", row.name, num_kept / size / expected))
     stray = int(torch.count_nonzero(weight * ~mask))
     if stray:
-        findings.append(
+        text = (
             f"{row.name!r}: {stray} weights off the mask are not 0; something wrote to them after parameterize, "
             "or an optimizer mixes entries: call smupar.attach(model, plan, optimizer) and multiply the weight by its mask"
         )
+        findings.append(Finding(text, "off-mask weights", row.name))
     return findings
 
 
-def _std(kept: Tensor, row: PlanRow) -> list[str]:
+def _std(kept: Tensor, row: PlanRow) -> list[Finding]:
     assert row.init_std is not None
+    num_zero = kept.numel() - int(torch.count_nonzero(kept))
+    if row.init_std > 0 and num_zero > max(8, 1e-2 * kept.numel()) and num_zero < kept.numel():
+        text = (
+            f"{row.name!r}: {num_zero} of its {kept.numel()} kept weights are 0, as if masked a second time; "
+            "make it sparse through smupar alone"
+        )
+        return [Finding(text, "mask density", row.name, 1 - num_zero / kept.numel())]
     measured = float(torch.linalg.vector_norm(kept.double() if kept.numel() < 2**22 else kept.float())) / math.sqrt(
         kept.numel()
     )
@@ -115,10 +149,11 @@ def _std(kept: Tensor, row: PlanRow) -> list[str]:
     tolerance = row.init_std * (_SIGMAS / math.sqrt(2 * kept.numel()) + rounding)
     if abs(measured - row.init_std) <= tolerance:
         return []
-    return [
+    text = (
         f"{row.name!r}: init std is {measured:.4g}, the plan says {row.init_std:.4g}; "
         "initialise before parameterize, not after; pass trained=True if training has begun"
-    ]
+    )
+    return [Finding(text, "init", row.name, measured / row.init_std if row.init_std else math.inf)]
 
 
 def _full(tensor: Tensor) -> Tensor:
@@ -129,17 +164,19 @@ def _full(tensor: Tensor) -> Tensor:
 # The forward pass
 
 
-def _forward_factor(module: nn.Module, path: str, factor: float, row: PlanRow, dtype: torch.dtype) -> list[str]:
+def _forward_factor(module: nn.Module, path: str, factor: float, row: PlanRow, dtype: torch.dtype) -> list[Finding]:
     remedy = "call smupar.attach(model, plan)"
+    cause = "input factor" if row.role == "embedding" and path == row.forward[0][0] else "output factor"
     if not scales_output(module) or not hasattr(module, FACTOR):
-        return [f"{path!r} ({row.name!r}) does not apply its forward factor {factor:.6g}: {remedy}"]
+        return [Finding(f"{path!r} ({row.name!r}) does not apply its forward factor {factor:.6g}: {remedy}", cause, path)]
     held = getattr(module, FACTOR)
     measured = _measured_factor(module)
     if not math.isclose(float(held), factor, rel_tol=1e-6):
         measured = float(held)  # rounded by .bfloat16() or changed
     elif measured is None or math.isclose(measured, factor, rel_tol=max(1e-3, torch.finfo(dtype).eps)):
         return []
-    return [f"{path!r} ({row.name!r}) multiplies its output by {measured:.8g}, the plan says {factor:.8g}: {remedy}"]
+    text = f"{path!r} ({row.name!r}) multiplies its output by {measured:.8g}, the plan says {factor:.8g}: {remedy}"
+    return [Finding(text, cause, path, measured / factor)]
 
 
 class _Probed(Exception):  # noqa: N818  # leaves a forward pass as soon as its hooks have spoken
@@ -179,11 +216,11 @@ def _measured_factor(module: nn.Module) -> float | None:
 
 def _optimizers(
     plan: Plan, parameters: dict[str, nn.Parameter], all_: list[torch.optim.Optimizer], lr: float | None
-) -> list[str]:
+) -> list[Finding]:
     if not all_:
         return []
     names = {id(parameter): name for name, parameter in parameters.items()}
-    findings: list[str] = []
+    findings: list[Finding] = []
     owners: Counter[str] = Counter()
     for optimizer in all_:
         groups = optimizer.param_groups
@@ -193,45 +230,52 @@ def _optimizers(
         except ValueError as error:
             labels = {str(group["family"]) for group in groups if "family" in group}
             if len(labels) != 1 or type(optimizer).__name__ == "Adafactor":
-                findings.append(str(error))
+                findings.append(Finding(str(error), "optimizer"))
                 continue
             family = labels.pop()  # an optimizer of the user's own, whose family they named in param_groups
         findings += _group_lrs(plan, optimizer, family, names, lr)
         masked = any(plan[names[id(p)]].masked for g in groups for p in g["params"] if id(p) in names and names[id(p)] in plan)
         if family == "muon" and masked and not masks_updates(optimizer):
-            findings.append(
-                "Muon mixes entries, so its updates must be masked as well: call smupar.attach(model, plan, optimizer)"
-            )
+            text = "Muon mixes entries, so its updates must be masked as well: call smupar.attach(model, plan, optimizer)"
+            findings.append(Finding(text, "off-mask weights"))
     for name, parameter in parameters.items():
         if parameter.requires_grad and not owners[name]:
-            findings.append(
+            text = (
                 f"{name!r} is trained but in no optimizer group: build the groups with smupar.param_groups, "
                 "give it a group with extra=[...], or freeze it"
             )
+            findings.append(Finding(text, "optimizer", name))
         if owners[name] > 1:
-            findings.append(
+            text = (
                 f"{name!r} is in {owners[name]} groups and would be stepped as often: "
                 "with two optimizers use param_groups(..., only='hidden') for one and only='rest' for the other"
             )
+            findings.append(Finding(text, "optimizer", name))
     return findings
 
 
-def _group_lrs(plan: Plan, optimizer: torch.optim.Optimizer, family: str, names: dict[int, str], lr: float | None) -> list[str]:
+def _group_lrs(
+    plan: Plan, optimizer: torch.optim.Optimizer, family: str, names: dict[int, str], lr: float | None
+) -> list[Finding]:
     kind = type(optimizer).__name__
     planned: list[tuple[PlanRow, dict[str, Any]]] = []
     for group in optimizer.param_groups:
         made_for = group.get("family", family)
         if made_for != family:
-            return [
+            text = (
                 f"the groups were made for the {made_for} family but given to {kind}: "
                 f"pass optimizer={kind.lower()!r} to param_groups"
-            ]
+            )
+            return [Finding(text, "LR")]
         planned += [(plan[names[id(p)]], group) for p in group["params"] if names.get(id(p)) in plan]
     if family == "muon" and any(row.role != "hidden" for row, _ in planned):
-        return ["Muon was given parameters that are not hidden weights: use param_groups(..., optimizer='muon', only='hidden')"]
+        text = "Muon was given parameters that are not hidden weights: use param_groups(..., optimizer='muon', only='hidden')"
+        return [Finding(text, "optimizer")]
     problem = ratio_problem(optimizer)
     if problem:
-        return [problem]
+        scheduled = any("initial_lr" in group for _, group in planned)
+        wrong = " | ".join(group["name"] for group in wrong_groups(optimizer)[1])
+        return [Finding(problem, "scheduler" if scheduled else "LR", wrong)]
     if any("lr_factor" in group for _, group in planned):  # beside groups of ours, others are the user's own choice
         planned = [(row, group) for row, group in planned if "lr_factor" in group]
     # A scheduler keeps the rate it started from as initial_lr, also while a warm-up holds lr at 0; OneCycleLR as max_lr.
@@ -242,8 +286,14 @@ def _group_lrs(plan: Plan, optimizer: torch.optim.Optimizer, family: str, names:
     flat = [rate for row, rate in rates if row.lr_factor(family) == 1 and rate]
     base = lr if lr is not None else flat[0] if flat else bases.most_common(1)[0][0]
     return [
-        f"{row.name!r}: learning rate is {rate:.4g}, the plan says {base * row.lr_factor(family):.4g} (base {base:.4g} x "
-        f"{row.lr_factor(family):.6g}, {family} family); build the optimizer from smupar.param_groups(model, plan, lr=...)"
+        Finding(
+            f"{row.name!r}: learning rate is {rate:.4g}, the plan says {base * row.lr_factor(family):.4g} "
+            f"(base {base:.4g} x {row.lr_factor(family):.6g}, {family} family); "
+            "build the optimizer from smupar.param_groups(model, plan, lr=...)",
+            "LR",
+            row.name,
+            rate / (base * row.lr_factor(family)),
+        )
         for row, rate in rates
         if not math.isclose(rate, base * row.lr_factor(family), rel_tol=1e-3)
     ]

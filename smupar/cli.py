@@ -1,11 +1,12 @@
 """The command line. Each command imports what it needs when it runs, so that ``smupar --help`` is there at once.
 
-Exit codes: 0 done, 2 bad input (one line says what and the remedy), 130 interrupted.
+Exit codes: 0 done, 1 a check that does not pass, 2 bad input (one line says what and the remedy), 130 interrupted.
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -55,6 +56,42 @@ def train(config: Run) -> None:
     )
 
 
+@dataclass(frozen=True)
+class CheckConfig:
+    """A coordinate check of the built-in GPT: depth 2, text of Python's standard library."""
+
+    rules: tuple[str, ...] = ("sp", "mup", "smupar")
+    """Side by side; sp and mup are baselines, the exit code is about the others."""
+    base_width: int = 64
+    widths: tuple[int, ...] = (256,)
+    sparsities: tuple[float, ...] = (0.0, 0.75, 0.9375)
+    """Share of hidden weights set to zero."""
+    pattern: str = "random"
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    lr: float = 2**-6
+    steps: int = 10
+    seeds: int = 3
+    depth: int = 2
+    head_dim: int = 32
+    batch_size: int = 8
+    seq_len: int = 64
+    out: str = "runs/check"
+    """Folder for check.png, check.html and check.json."""
+
+
+def check(config: Annotated[CheckConfig, tyro.conf.OmitArgPrefixes]) -> None:
+    """Measure whether activations, gradients and updates of the GPT keep their size over width and sparsity.
+
+    Prints a verdict with a diagnosis, writes a picture, a page and JSON; exits with 1 if the check does not pass.
+    """
+    from smupar.lm.check import check_gpt
+
+    report = check_gpt(**asdict(config))
+    print(report.explain())
+    if not report.ok:
+        sys.exit(1)
+
+
 def bench(what: tyro.conf.Positional[Literal["parameterize"]], repeats: int = 3) -> None:
     """Measure, side by side in one run. parameterize: its cost against a plain normal_ of the same tensors.
 
@@ -67,7 +104,7 @@ def bench(what: tyro.conf.Positional[Literal["parameterize"]], repeats: int = 3)
     print(bench_parameterize(repeats=repeats))
 
 
-COMMANDS: dict[str, Any] = {"rules": rules, "plan": plan, "train": train, "bench": bench}
+COMMANDS: dict[str, Any] = {"rules": rules, "plan": plan, "check": check, "train": train, "bench": bench}
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -173,16 +173,20 @@ def _same(a: float, b: float) -> bool:
     return math.isclose(a, b, rel_tol=_SAME, abs_tol=1e-30)
 
 
-def ratio_problem(optimizer: torch.optim.Optimizer) -> str | None:
-    """What is wrong with the ratios between the groups of ``param_groups``, if anything."""
+def wrong_groups(optimizer: torch.optim.Optimizer) -> tuple[float, list[dict[str, Any]]]:
+    """The base rate that most groups of ``param_groups`` agree on (the earlier one in a draw), and the groups that do not."""
     groups = [group for group in optimizer.param_groups if "lr_factor" in group]
     on_gpu = any(isinstance(group["lr"], Tensor) and group["lr"].device.type != "cpu" for group in groups)
     if len(groups) < 2 or on_gpu:  # reading a GPU tensor at each step would stall it
-        return None
+        return 0.0, []
     bases = [float(group["lr"]) / group["lr_factor"] for group in groups]
-    # What most groups agree on is taken for the base rate, the earlier one in a draw.
     base = max(bases, key=lambda one: sum(_same(one, other) for other in bases))
-    wrong = [group for group, own in zip(groups, bases, strict=True) if not _same(own, base)]
+    return base, [group for group, own in zip(groups, bases, strict=True) if not _same(own, base)]
+
+
+def ratio_problem(optimizer: torch.optim.Optimizer) -> str | None:
+    """What is wrong with the ratios between the groups of ``param_groups``, if anything."""
+    base, wrong = wrong_groups(optimizer)
     if not wrong:
         return None
     shown = "; ".join(

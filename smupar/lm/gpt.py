@@ -87,11 +87,14 @@ def build(config: TrainConfig) -> tuple[GPT, Plan]:
     """A parameterized GPT and its plan, with the attention scale set."""
     model = GPT(config.model)
     plan = parameterize(model, base=_on_meta(config.model, config.base_width), **_settings(config))
-    scale = plan.attention_scale(config.model.head_dim)
-    for block in model.blocks:
-        assert isinstance(block, Block)
-        block.attention.scale.fill_(scale)
+    set_attention_scale(model, plan)
     return model, plan
+
+
+def set_attention_scale(model: nn.Module, plan: Plan) -> None:
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.scale.fill_(plan.attention_scale(module.head_dim))
 
 
 def plan_on_meta(config: TrainConfig) -> Plan:

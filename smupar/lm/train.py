@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from smupar.auditing import audit
@@ -68,7 +68,7 @@ def lr_share(step: int, steps: int) -> float:
     return 1 - (1 - _FINAL_SHARE) * (step - warmup) / max(1, steps - warmup)
 
 
-def next_token_loss(model: GPT, inputs: Tensor, targets: Tensor) -> Tensor:
+def next_token_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
 
 

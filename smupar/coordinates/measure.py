@@ -1,0 +1,208 @@
+"""Sizes of one training run, per layer and step.
+
+For a layer Y = X W: the output Y, the gradient with respect to its input through this layer alone, and dY = X dW, what one
+update does to the output on the same inputs. All on up to ``MAX_ROWS`` rows of each batch, so memory does not grow with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smupar.apply import FACTOR
+from smupar.plan import Plan
+from smupar.tensors import is_lookup, parent_path
+
+MAX_ROWS = 256
+MAX_IMAGES = 8  # of a convolution, whose rows are all positions of an image
+Y, GRAD_X, DY, CHANGE, GRAD_W = "Y", "grad X", "dY", "change of Y", "weight gradient"
+JUDGED = (Y, GRAD_X, DY)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One size: of a layer's or block's quantity at a step (1 is the first forward pass) of one run."""
+
+    rule: str
+    width: int
+    density: float
+    seed: int
+    step: int
+    place: str  # module path
+    kind: str  # "layer" or "block"
+    role: str  # of the layer's weight; "block" or "logits" for blocks
+    quantity: str
+    rms: float
+    mean_abs: float
+
+
+class Recorder:
+    """Hooks on the layers and blocks of a model; ``readings`` of the finished steps."""
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        self.model, self.plan = model, plan
+        modules = dict(model.named_modules())
+        self.layers = {path: (name, role) for path, name, role in _layers(model, plan)}
+        hidden_parents = {parent_path(path) for path, (_, role) in self.layers.items() if role == "hidden"}
+        self.blocks = {path: "block" for path in hidden_parents if path and path in modules}
+        self.blocks[""] = "logits"
+        self.sizes: list[tuple[int, str, str, Tensor, Tensor]] = []
+        self.step = 0
+        self._inputs: dict[str, Tensor] = {}
+        self._output_grads: dict[str, Tensor] = {}
+        self._first_outputs: dict[str, Tensor] = {}
+        self._probing = False
+        self._handles = [
+            modules[path].register_forward_hook(self._after_forward(path), with_kwargs=True)
+            for path in (*self.layers, *(path for path in self.blocks if path not in self.layers))
+        ]
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    # Hooks
+
+    def _after_forward(self, path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            y = _first_tensor(output)
+            x = _first_tensor((*args, *kwargs.values()))
+            if y is None or not y.is_floating_point():
+                return
+            if self._probing:
+                self._compare(path, y.detach())
+                return
+            if self.step == 0:
+                return
+            self._note(path, Y, y.detach())
+            if path in self.layers:
+                if x is not None:
+                    self._inputs[path] = _rows(module, x.detach())
+                    if y.requires_grad:
+                        y.register_hook(lambda grad: self._output_grads.__setitem__(path, _rows(module, grad, output=True)))
+            elif x is not None and x.is_floating_point() and x.requires_grad:
+                x.register_hook(lambda grad: self._note(path, GRAD_X, grad / self.plan.output_factor))
+
+        return hook
+
+    def _compare(self, path: str, y: Tensor) -> None:
+        y = y.flatten()[:: max(1, y.numel() // 65536)].clone()
+        if path not in self._first_outputs:
+            self._first_outputs[path] = y
+        else:
+            self._note(path, CHANGE, y - self._first_outputs[path])
+
+    def _note(self, path: str, quantity: str, values: Tensor) -> None:
+        values = values.float()
+        self.sizes.append((self.step, path, quantity, values.square().mean().sqrt(), values.abs().mean()))
+
+    # A step, in three parts
+
+    @contextmanager
+    def probe(self) -> Iterator[None]:
+        """A forward pass whose outputs are compared with those of the first such pass."""
+        self._probing = True
+        try:
+            yield
+        finally:
+            self._probing = False
+
+    def before_update(self) -> dict[str, Tensor]:
+        """After backward: gradients. Returns the weights, for ``after_update``."""
+        parameters = dict(self.model.named_parameters())
+        weights = {}
+        for path, (name, _) in self.layers.items():
+            module = self.model.get_submodule(path)
+            weight_grad = parameters[name].grad
+            if weight_grad is not None:
+                self._note(path, GRAD_W, weight_grad)
+            weights[name] = parameters[name].detach().clone()
+            if path in self._inputs and path in self._output_grads and not is_lookup(module):
+                with torch.enable_grad():
+                    x = self._inputs[path].requires_grad_()
+                    (grad,) = torch.autograd.grad(module.forward(x), x, self._output_grads[path])
+                self._inputs[path] = x.detach()
+                self._note(path, GRAD_X, grad * getattr(module, FACTOR, 1.0) / self.plan.output_factor)
+        return weights
+
+    @torch.no_grad()
+    def after_update(self, weights: dict[str, Tensor]) -> None:
+        """After the optimizer's step: its effect on the outputs, weights alone."""
+        parameters = dict(self.model.named_parameters())
+        for path, (name, _) in self.layers.items():
+            if path in self._inputs:
+                module = self.model.get_submodule(path)
+                effect = _effect(module, parameters[name], parameters[name].detach() - weights[name], self._inputs[path])
+                self._note(path, DY, effect * getattr(module, FACTOR) if is_lookup(module) else effect)
+        self._inputs.clear()
+        self._output_grads.clear()
+
+    def readings(self, **run: Any) -> list[Reading]:
+        """Everything measured so far, labelled with the run."""
+        found = []
+        for step, path, quantity, rms, mean_abs in self.sizes:
+            kind, role = ("layer", self.layers[path][1]) if path in self.layers else ("block", self.blocks[path])
+            found.append(
+                Reading(
+                    **run,
+                    step=step,
+                    place=path,
+                    kind=kind,
+                    role=role,
+                    quantity=quantity,
+                    rms=float(rms),
+                    mean_abs=float(mean_abs),
+                )
+            )
+        return found
+
+
+def _layers(model: nn.Module, plan: Plan) -> Iterator[tuple[str, str, str]]:
+    """(module path, weight name, role) of the layers that are linear in their weight."""
+    linear = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
+    for row in plan:
+        uses = [path for path, _ in row.forward] or [parent_path(row.name)]
+        for number, path in enumerate(uses):
+            module = model.get_submodule(path)
+            known = isinstance(module, linear) or type(module).__name__ == "Conv1D"
+            if row.role in ("embedding", "hidden", "unembedding") and known and getattr(module, "weight", None) is not None:
+                tied_readout = row.role == "embedding" and number > 0 and not is_lookup(module)
+                yield path, row.name, "unembedding" if tied_readout else row.role
+
+
+def _effect(module: nn.Module, parameter: nn.Parameter, change: Tensor, x: Tensor) -> Tensor:
+    """The layer's output on ``x`` with ``change`` as its weight and no bias; its hooks have acted on x already."""
+    bias = getattr(module, "bias", None)
+    kept = parameter.data, None if bias is None else bias.data
+    try:
+        parameter.data = change
+        if bias is not None:
+            bias.data = torch.zeros_like(bias)
+        return module.forward(x)
+    finally:
+        parameter.data = kept[0]
+        if bias is not None:
+            bias.data = kept[1]
+
+
+def _rows(module: nn.Module, values: Tensor, *, output: bool = False) -> Tensor:
+    """Up to MAX_ROWS rows of a layer's input or output, the same rows of both."""
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return values[:MAX_IMAGES].clone()
+    rows = values.flatten() if is_lookup(module) and not output else values.reshape(-1, values.shape[-1])
+    return rows[:: max(1, len(rows) // MAX_ROWS)][:MAX_ROWS].clone()
+
+
+def _first_tensor(value: Any) -> Tensor | None:
+    if isinstance(value, Tensor):
+        return value
+    if hasattr(value, "logits"):
+        return _first_tensor(value.logits)
+    if isinstance(value, (tuple, list)):
+        return next((found for item in value if (found := _first_tensor(item)) is not None), None)
+    return None

@@ -1,0 +1,70 @@
+"""The picture of a coordinate check."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+from smupar.rules import get_rule
+
+if TYPE_CHECKING:
+    from smupar.coordinates.report import Report
+
+
+def draw(report: Report, quantities: tuple[str, ...]) -> Any:
+    """Rows are quantities, columns rules (one block of columns for each axis); lines are steps, from dark to light."""
+    try:
+        from matplotlib.cm import ScalarMappable
+        from matplotlib.colors import Normalize
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("the picture needs matplotlib: pip install 'smupar[plot]'") from error
+
+    panels = [(axis, rule) for axis in _axes(report) for rule in report.rules]
+    figure = Figure(figsize=(3.1 * len(panels) + 1.2, 2.4 * len(quantities) + 0.8), layout="constrained")
+    grid = figure.subplots(len(quantities), len(panels), sharey="row", squeeze=False)
+    steps = sorted({reading.step for reading in report.readings if reading.step > 0})
+    colours: Any = ScalarMappable(Normalize(steps[0], steps[-1] + 1), "cividis")  # also safe for the colour-blind
+    for row, quantity in enumerate(quantities):
+        for column, (axis, rule) in enumerate(panels):
+            panel = grid[row][column]
+            for step in steps:
+                points = _curve(report, axis, rule, quantity, step)
+                xs = sorted(points)
+                panel.plot(xs, [points[x] for x in xs], color=colours.to_rgba(step), marker="o", markersize=3, linewidth=1.2)
+            panel.set_xscale("log", base=2)
+            panel.set_yscale("log", base=2)
+            panel.set_xticks(xs, [_tick(x, axis) for x in xs])
+            panel.minorticks_off()
+            panel.grid(True, alpha=0.3)
+            if axis == "density":
+                panel.invert_xaxis()  # sparser to the right
+            if row == 0:
+                panel.set_title(f"{get_rule(rule).title}: {report.verdicts[rule]}", fontsize=10)
+            if row == len(quantities) - 1:
+                panel.set_xlabel(axis)
+            if column == 0:
+                panel.set_ylabel(f"{quantity} (RMS, hidden layers)", fontsize=9)
+    figure.colorbar(colours, ax=grid, label="step", shrink=0.5, ticks=sorted({steps[0], steps[-1]}))
+    return figure
+
+
+def _axes(report: Report) -> list[str]:
+    return list(dict.fromkeys(slope.axis for slope in report.slopes))
+
+
+def _tick(value: float, axis: str) -> str:
+    return f"{value:g}" if axis == "width" or value in (0, 1) else f"1/{1 / value:g}"
+
+
+def _curve(report: Report, axis: str, rule: str, quantity: str, step: int) -> dict[float, float]:
+    """Geometric mean over hidden layers and seeds, at the largest value of the other axis."""
+    other = "density" if axis == "width" else "width"
+    at = max(getattr(reading, other) for reading in report.readings)
+    sizes: dict[float, list[float]] = defaultdict(list)
+    for reading in report.readings:
+        mine = reading.rule == rule and reading.quantity == quantity and reading.step == step and reading.role == "hidden"
+        if mine and getattr(reading, other) == at and reading.rms > 0:
+            sizes[getattr(reading, axis)].append(math.log2(reading.rms))
+    return {x: 2 ** (sum(logs) / len(logs)) for x, logs in sizes.items()}

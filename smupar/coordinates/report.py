@@ -1,0 +1,186 @@
+"""The answer of a coordinate check: verdict, words, table, picture, page, JSON."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from smupar.auditing import Finding
+from smupar.coordinates.diagnosis import Diagnosis, Run, diagnose
+from smupar.coordinates.measure import JUDGED, Reading
+from smupar.coordinates.verdict import FAIL, PASS, UNCLEAR, Slope, overall, slopes, thresholds
+from smupar.plan import Plan
+from smupar.roles import layer_glob
+from smupar.rules import get_rule
+
+BASELINES = ("sp", "mup")
+
+
+@dataclass
+class Report:
+    """Everything measured, and what it means. ``ok`` is about the rules under test: all but the baselines SP and muP, or all
+    where nothing else was run."""
+
+    readings: list[Reading]
+    faults: Mapping[Run, list[Finding]]
+    plans: Mapping[tuple[str, int, float], Plan]
+    slopes: list[Slope] = field(init=False)
+    diagnoses: list[Diagnosis] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.slopes = slopes(self.readings)
+        self.diagnoses = [found for rule in self.rules for found in diagnose(rule, self.slopes, self.faults, self.plans)]
+
+    @property
+    def rules(self) -> list[str]:
+        return list(dict.fromkeys(rule for rule, _, _ in self.plans))
+
+    @property
+    def verdicts(self) -> dict[str, str]:
+        """Rule -> "pass", "fail" or "more seeds"."""
+        found = {}
+        for rule in self.rules:
+            faulty = any(diagnosis.rule == rule and not diagnosis.is_caution for diagnosis in self.diagnoses)
+            measured = overall(slope for slope in self.slopes if slope.rule == rule)
+            found[rule] = FAIL if faulty else measured
+        return found
+
+    @property
+    def ok(self) -> bool:
+        under_test = [rule for rule in self.rules if rule not in BASELINES] or self.rules
+        return all(self.verdicts[rule] == PASS for rule in under_test)
+
+    # Words
+
+    def explain(self) -> str:
+        """The verdict of each rule, why, and what to do."""
+        return "\n".join(line for rule in self.rules for line in self._explain(rule))
+
+    def _explain(self, rule: str) -> list[str]:
+        own = [slope for slope in self.slopes if slope.rule == rule and slope.quantity in JUDGED]
+        verdict, title = self.verdicts[rule], get_rule(rule).title
+        steps, seeds = max(slope.step for slope in own), max(slope.num_seeds for slope in own)
+        places = len({slope.place for slope in own})
+        lines = [f"{title}: {verdict.upper()} over {_axes(own)} ({places} layers and blocks, {steps} steps, {seeds} seeds)"]
+        worst = max((slope for slope in own if slope.verdict), key=_excess)
+        if verdict == PASS:
+            lines.append(f"  largest slope: {_told(worst)}")
+        unclear = [slope for slope in own if slope.verdict == UNCLEAR]
+        if verdict == UNCLEAR:
+            lines.append(
+                f"  {len(unclear)} slopes are neither small nor large, such as {_told(max(unclear, key=_excess))}: "
+                f"run more seeds (now {seeds})"
+            )
+        for quantity in JUDGED:
+            failing = [slope for slope in own if slope.quantity == quantity and slope.verdict == FAIL]
+            if failing:
+                first = min(slope.step for slope in failing)
+                globs = list(dict.fromkeys(layer_glob(slope.place) or "logits" for slope in failing))
+                shown = ", ".join(globs[:3]) + (f" and {len(globs) - 3} more" if len(globs) > 3 else "")
+                lines.append(f"  {quantity} from step {first} in {shown}; worst {_told(max(failing, key=_excess))}")
+        for diagnosis in self.diagnoses:
+            if diagnosis.rule == rule:
+                lines.append(f"  {'note' if diagnosis.is_caution else 'likely cause'}: {diagnosis}")
+        return lines
+
+    # Files
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        text = json.dumps(
+            {
+                "format": "smupar-coordinates/1",
+                "ok": self.ok,
+                "verdicts": self.verdicts,
+                "diagnoses": [asdict(diagnosis) for diagnosis in self.diagnoses],
+                "slopes": [asdict(slope) for slope in self.slopes],
+                "readings": [asdict(reading) for reading in self.readings],
+            }
+        )
+        if path is not None:
+            Path(path).write_text(text)
+        return text
+
+    def plot(self, path: str | Path | None = None, *, quantities: tuple[str, ...] = JUDGED) -> Any:
+        """The picture: a row for each quantity, a column for each rule, a line for each step. PNG, or any matplotlib format."""
+        from smupar.coordinates.plot import draw
+
+        figure = draw(self, quantities)
+        if path is not None:
+            figure.savefig(path, dpi=150)
+        return figure
+
+    def to_html(self, path: str | Path) -> None:
+        """One page that needs no other file: verdicts, picture, table of slopes."""
+        picture = io.BytesIO()
+        self.plot().savefig(picture, dpi=130, format="png")
+        Path(path).write_text(_page(self, base64.b64encode(picture.getvalue()).decode()))
+
+
+def _axes(own: list[Slope]) -> str:
+    parts = []
+    for axis in ("width", "density"):
+        at = sorted({slope.at for slope in own if slope.axis == axis}, reverse=True)
+        if at:
+            parts.append(f"{axis} (at {'density' if axis == 'width' else 'width'} {', '.join(f'{value:g}' for value in at)})")
+    return " and ".join(parts)
+
+
+def _excess(slope: Slope) -> float:
+    return abs(slope.slope) / thresholds(slope)[1]
+
+
+def _told(slope: Slope) -> str:
+    spread = f" +- {slope.ci:.2f}" if slope.ci == slope.ci else ""
+    other = "density" if slope.axis == "width" else "width"
+    place = slope.place or "logits"
+    return (
+        f"{slope.slope:+.2f}{spread} ({slope.quantity} of {place} over {slope.axis} at {other} {slope.at:g}, step {slope.step})"
+    )
+
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; color: #1c1c1c; }
+h1 { font-size: 1.5rem; } pre { background: #f5f5f5; padding: 1rem; overflow-x: auto; white-space: pre-wrap; }
+img { max-width: 100%; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+td, th { padding: .2rem .6rem; border-bottom: 1px solid #ddd; text-align: left; }
+th { position: sticky; top: 0; background: #fff; }
+.pass { color: #00695c; } .fail { color: #b03000; font-weight: 600; } .more { color: #8a6d00; }
+"""
+
+
+def _page(report: Report, picture: str) -> str:
+    steps = sorted({slope.step for slope in report.slopes})
+    shown = [step for step in (1, 2, steps[-1]) if step in steps]
+    shown = list(dict.fromkeys(shown))
+    rows: dict[tuple[Any, ...], dict[int, Slope]] = {}
+    for slope in report.slopes:
+        if slope.quantity in JUDGED:
+            key = (get_rule(slope.rule).title, slope.axis, f"{slope.at:g}", slope.place or "logits", slope.quantity)
+            rows.setdefault(key, {})[slope.step] = slope
+    body = []
+    for key, by_step in rows.items():
+        cells = "".join(f"<td>{html.escape(str(part))}</td>" for part in key)
+        for step in shown:
+            slope = by_step.get(step)  # type: ignore[assignment]
+            if slope is None:
+                cells += "<td></td>"
+            else:
+                spread = f" &plusmn; {slope.ci:.2f}" if slope.ci == slope.ci else ""
+                cells += f'<td class="{slope.verdict.split()[0]}">{slope.slope:+.2f}{spread} {slope.verdict}</td>'
+        body.append(f"<tr>{cells}</tr>")
+    heads = ["rule", "axis", "at", "place", "quantity", *(f"step {step}" for step in shown)]
+    head = "".join(f"<th>{name}</th>" for name in heads)
+    verdict = "passes" if report.ok else "does not pass"
+    return (
+        "<!doctype html><html lang='en'><meta charset='utf-8'><title>Coordinate check</title>"
+        f"<style>{_STYLE}</style><h1>Coordinate check: {verdict}</h1><pre>{html.escape(report.explain())}</pre>"
+        f"<p><img alt='sizes over width or density' src='data:image/png;base64,{picture}'></p>"
+        "<p>Slopes of log2(size) against log2(width or density), mean over seeds with a 95 % interval; flat is right.</p>"
+        f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></html>\n"
+    )

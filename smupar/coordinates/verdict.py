@@ -1,0 +1,136 @@
+"""Slopes of log2(size) against log2(width or density), and whether they are small enough.
+
+A rule that works keeps sizes flat. Slopes are fitted for each seed; their mean is judged with a 95 % confidence interval
+whose spread is pooled over places of one kind, so that three seeds are enough in most cases.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from smupar.coordinates.measure import JUDGED, Reading, Y
+
+PASS, FAIL, UNCLEAR, EXCEPTION = "pass", "fail", "more seeds", "known exception"
+# (pass below, fail above). At step 1 a single layer is exact up to sampling; later, and through whole blocks, nonlinear
+# dynamics move sizes a little under any rule, while those of an uncorrected one move by powers.
+LAYER_AT_STEP_1 = (0.2, 0.35)
+OTHERWISE = (0.5, 0.8)
+# 97.5 % points of Student's t by degrees of freedom; 1.96 beyond.
+_T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26, 10: 2.23, 15: 2.13, 20: 2.09, 30: 2.04}
+
+
+@dataclass(frozen=True)
+class Slope:
+    """How one size changes along one axis: size ~ axis ** slope."""
+
+    rule: str
+    axis: str  # "width" or "density"
+    at: float  # the value of the other one
+    place: str
+    kind: str
+    role: str
+    quantity: str
+    step: int
+    slope: float
+    ci: float  # half-width; nan with one seed
+    num_seeds: int
+    verdict: str = ""
+
+    @property
+    def group(self) -> tuple[object, ...]:
+        return self.rule, self.axis, self.at, self.kind, self.role, self.quantity, self.step
+
+
+def slopes(readings: Iterable[Reading]) -> list[Slope]:
+    """Every slope that the grid allows, judged where Table 1 promises something."""
+    readings = list(readings)
+    found = []
+    for axis in ("width", "density"):
+        if len({getattr(reading, axis) for reading in readings}) > 1:
+            found += _judged(_fitted(readings, axis))
+    return found
+
+
+def _fitted(readings: list[Reading], axis: str) -> list[tuple[Slope, list[float]]]:
+    other = "density" if axis == "width" else "width"
+    series: dict[tuple[object, ...], dict[int, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    for reading in readings:
+        if reading.rms > 0 and math.isfinite(reading.rms):  # a zero-initialised readout: nothing to see before its first step
+            key = (
+                reading.rule,
+                getattr(reading, other),
+                reading.place,
+                reading.kind,
+                reading.role,
+                reading.quantity,
+                reading.step,
+            )
+            series[key][reading.seed].append((math.log2(getattr(reading, axis)), math.log2(reading.rms)))
+    fitted = []
+    for (rule, at, place, kind, role, quantity, step), by_seed in series.items():
+        each = [_fit(points) for points in by_seed.values() if len({x for x, _ in points}) > 1]
+        if each:
+            mean = sum(each) / len(each)
+            slope = Slope(rule, axis, at, place, kind, role, quantity, step, mean, math.nan, len(each))  # type: ignore[arg-type]
+            fitted.append((slope, each))
+    return fitted
+
+
+def _fit(points: list[tuple[float, float]]) -> float:
+    x_mean = sum(x for x, _ in points) / len(points)
+    y_mean = sum(y for _, y in points) / len(points)
+    return sum((x - x_mean) * (y - y_mean) for x, y in points) / sum((x - x_mean) ** 2 for x, _ in points)
+
+
+def _judged(fitted: list[tuple[Slope, list[float]]]) -> list[Slope]:
+    squares: dict[tuple[object, ...], float] = defaultdict(float)
+    freedom: dict[tuple[object, ...], int] = defaultdict(int)
+    for slope, each in fitted:
+        squares[slope.group] += sum((one - slope.slope) ** 2 for one in each)
+        freedom[slope.group] += len(each) - 1
+    judged = []
+    for slope, each in fitted:
+        df = freedom[slope.group]
+        if df:
+            spread = math.sqrt(squares[slope.group] / df)
+            slope = replace(slope, ci=_t(df) * spread / math.sqrt(len(each)))
+        judged.append(replace(slope, verdict=judge(slope)))
+    return judged
+
+
+def _t(freedom: int) -> float:
+    return next((_T[df] for df in sorted(_T, reverse=True) if df <= freedom), 1.96) if freedom <= 30 else 1.96
+
+
+def thresholds(slope: Slope) -> tuple[float, float]:
+    return LAYER_AT_STEP_1 if slope.kind == "layer" and slope.step == 1 else OTHERWISE
+
+
+def judge(slope: Slope) -> str:
+    """ "" where nothing is promised, else one of the four verdicts."""
+    if slope.quantity not in JUDGED:
+        return ""
+    if _is_known_exception(slope):
+        return EXCEPTION
+    passes, fails = thresholds(slope)
+    size, ci = abs(slope.slope), 0.0 if math.isnan(slope.ci) else slope.ci
+    if size < passes and size + ci < fails:
+        return PASS
+    if size > fails and size - ci > passes:
+        return FAIL
+    return UNCLEAR
+
+
+def _is_known_exception(slope: Slope) -> bool:
+    """Logits start at random under muP and SmuPar: a sum of d random terms over d, so they shrink like 1 / sqrt(width) until
+    the readout has learned."""
+    logits = slope.axis == "width" and slope.role in ("unembedding", "logits") and slope.quantity == Y
+    return logits and slope.rule != "sp" and slope.step <= 3 and -0.65 < slope.slope < LAYER_AT_STEP_1[0]
+
+
+def overall(found: Iterable[Slope]) -> str:
+    verdicts = {slope.verdict for slope in found}
+    return FAIL if FAIL in verdicts else UNCLEAR if UNCLEAR in verdicts else PASS
