@@ -11,8 +11,9 @@ What is added to a model, all of it keyed by name and put back by ``attach`` fro
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -20,8 +21,8 @@ from torch import Tensor, nn
 
 from smupar.masks import generator, read_masks
 from smupar.plan import Plan, PlanRow
-from smupar.planner import PlanWarning, Settings, plan_with_cautions, warn
-from smupar.tensors import parent_path
+from smupar.planner import MaskSetting, PlanWarning, Settings, plan_with_cautions, warn
+from smupar.tensors import is_lookup, parent_path
 
 FACTOR = "smupar_factor"
 _MARK = "_smupar_attached"
@@ -45,26 +46,32 @@ def parameterize(model: nn.Module, *, base: nn.Module, reset: bool | None = None
     _refuse(model)
     settings["masks"] = own = read_masks(settings.get("masks"))
     plan, cautions = plan_with_cautions(model, base, settings)
-    given = {name if name in plan else name.removesuffix("_mask"): mask for name, mask in own.items()}
     _refuse_used_names(model, plan)
-    masks = _masks(plan, given)  # before anything changes: a mask that cannot be drawn must leave the model as it is
     parameters = dict(model.named_parameters())
-    unwritten = all(parameter._version == 0 for parameter in parameters.values())
-    with torch.no_grad():
-        if reset or (reset is None and unwritten):
-            _reset_kept(model, plan, warn=reset is None)
+    resets = None
+    if reset or (reset is None and all(parameter._version == 0 for parameter in parameters.values())):
+        resets = _resets(model, plan, sure=reset is True)
+        cautions += resets.cautions if reset is None else []
+    # Before anything changes: a mask that cannot be drawn, or a warning raised as an error, must leave the model as it is.
+    with torch.device("cpu"):
+        masks = _masks(plan, _by_parameter(own, plan))
+    warn(cautions, stacklevel=3)
+    with torch.no_grad(), torch.device("cpu"):
+        if resets is not None:
+            resets.run(plan.seed)
         for row in plan:
             _initialise(parameters[row.name], row, masks.get(row.name), plan.seed)
+        _zero_padding(model)
     _attach(model, plan, masks)
-    warn(cautions, stacklevel=3)
     return plan
 
 
-def attach(model: nn.Module, plan: Plan, optimizer: Any = None) -> None:
+def attach(model: nn.Module, plan: Plan, optimizer: Any = None, *, masks: MaskSetting = None) -> None:
     """Puts masks, gradient hooks and forward factors back from the plan; does nothing where they are in place.
 
     Call it after deepcopy, ``to_empty`` with a loaded checkpoint, ``load_state_dict(assign=True)`` or sharding. With an
     optimizer (or several) also masks the weights after each of its steps: needed where updates mix entries, as Muon's do.
+    Masks that the model lacks are drawn from the plan again; those the user gave must be given again as ``masks``.
     """
     model = unwrapped(model)
     names = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -74,13 +81,11 @@ def attach(model: nn.Module, plan: Plan, optimizer: Any = None) -> None:
             f"the plan is of another model or width, {len(unknown)} parameters differ: it has {unknown[0]!r} as "
             f"{plan[unknown[0]].shape}, this model {names.get(unknown[0], 'has none')}; make a plan for this model"
         )
-    missing = [row.name for row in plan if row.masked and mask_of(model, row.name) is None]
-    masks = {}
-    for name in missing:
-        mask = plan.draw_mask(name)
-        assert mask is not None
-        masks[name] = mask
-    _attach(model, plan, masks)
+    own = _by_parameter(read_masks(masks), plan)
+    missing = {row.name for row in plan if row.masked and (mask_of(model, row.name) is None or row.name in own)}
+    with torch.device("cpu"):
+        drawn = _masks(plan, own, missing)
+    _attach(model, plan, drawn)
     for one in optimizers(optimizer):
         if not masks_updates(one):
             one.register_step_post_hook(_MaskWeights(model, plan))
@@ -102,6 +107,10 @@ def optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     if optimizer is None:
         return []
     return list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
+
+
+def is_parameterized(model: nn.Module) -> bool:
+    return hasattr(model, _MARK)
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -174,11 +183,17 @@ def _refuse_used_names(model: nn.Module, plan: Plan) -> None:
             )
 
 
-def _masks(plan: Plan, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _by_parameter(masks: Mapping[str, Tensor], plan: Plan) -> dict[str, Tensor]:
+    """Masks whose keys may be those of a state dict, by parameter name."""
+    return {name if name in plan else name.removesuffix("_mask"): mask for name, mask in masks.items()}
+
+
+def _masks(plan: Plan, given: Mapping[str, Tensor], wanted: set[str] | None = None) -> dict[str, Tensor]:
     masks = {}
     for row in plan:
-        if row.masked:
-            mask = given[row.name].to("cpu", torch.bool, copy=True) if row.pattern == "given" else plan.draw_mask(row.name)
+        if row.masked and (wanted is None or row.name in wanted):
+            given_mask = given.get(row.name)
+            mask = plan.draw_mask(row.name) if given_mask is None else given_mask.to("cpu", torch.bool, copy=True)
             assert mask is not None
             masks[row.name] = mask
     return masks
@@ -187,33 +202,63 @@ def _masks(plan: Plan, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
 # Values
 
 
-def _reset_kept(model: nn.Module, plan: Plan, *, warn: bool) -> None:
-    """Values for norms and biases that ``to_empty`` left as raw memory: a layer's biases become 0, other modules get their
-    own ``reset_parameters`` (seeded by name where that is random). Modules without one keep what they have."""
-    done = []
+@dataclass
+class _Resets:
+    """Fresh values for what the plan keeps, where ``to_empty`` left raw memory."""
+
+    zeros: list[nn.Parameter]  # biases of layers
+    calls: dict[str, tuple[Callable[[], Any], set[torch.device]]]  # module path -> its own init
+    cautions: list[str]
+
+    def run(self, seed: int) -> None:
+        for parameter in self.zeros:
+            parameter.zero_()
+        for path, (reset, devices) in self.calls.items():
+            with torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
+                torch.manual_seed(generator(seed, "reset", path).initial_seed())  # where an init is random: by name
+                reset()
+
+
+def _resets(model: nn.Module, plan: Plan, *, sure: bool) -> _Resets:
+    """A layer's biases become 0, other modules get their ``reset_parameters``, or what a Hugging Face model has for them."""
+    resets = _Resets([], {}, [])
+    done, left = [], []
     for path, module in model.named_modules():
         names = [f"{path}.{leaf}" if path else leaf for leaf, _ in module.named_parameters(recurse=False)]
         rows = [plan[name] for name in names if name in plan]
         kept = {row.name: module.get_parameter(row.name.rpartition(".")[2]) for row in rows if row.init_std is None}
-        reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
-        if not kept or not callable(reset):
+        own = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+        hugging_face = getattr(model, "_init_weights", None)
+        if own is None and callable(hugging_face):
+            own = partial(hugging_face, module)
+        if len(kept) < len(rows):
+            resets.zeros += list(kept.values())
+        elif kept and callable(own):
+            resets.calls[path] = (own, {parameter.device for parameter in kept.values()})
+        elif kept:
+            left += list(kept)
             continue
         done += list(kept)
-        if len(kept) < len(rows):
-            for parameter in kept.values():
-                parameter.zero_()
-            continue
-        devices = {parameter.device for parameter in kept.values() if parameter.device.type == "cuda"}
-        with torch.random.fork_rng(devices):
-            torch.manual_seed(generator(plan.seed, "reset", path).initial_seed())
-            reset()
-    if warn and done:
-        warnings.warn(
-            f"no parameter of the model was ever written in place, as after to_empty: {len(done)} norms and biases "
-            f"({done[0]!r}, ...) got fresh values. Pass reset=True to say so, or reset=False to keep what they hold.",
-            PlanWarning,
-            stacklevel=3,
+    if left and sure:
+        raise ValueError(
+            f"reset=True, but {', '.join(left[:4])} belong to modules without reset_parameters: "
+            "initialise them yourself after to_empty and pass reset=False"
         )
+    if done or left:
+        resets.cautions.append(
+            f"no parameter of the model was ever written in place, as after to_empty: {len(done)} norms and biases "
+            f"({', '.join(done[:2])}, ...) get fresh values. Pass reset=True to say so, or reset=False to keep what they hold."
+            + (f" Left as they are, without an init of their own: {', '.join(left[:4])}." if left else "")
+        )
+    return resets
+
+
+def _zero_padding(model: nn.Module) -> None:
+    """A lookup's padding row stays 0, as torch makes it: it would never be trained."""
+    for module in model.modules():
+        padding = getattr(module, "padding_idx", None)
+        if is_lookup(module) and isinstance(padding, int):
+            module.get_parameter("weight")[padding] = 0
 
 
 def _initialise(parameter: nn.Parameter, row: PlanRow, mask: Tensor | None, seed: int) -> None:
@@ -314,10 +359,8 @@ def _attach(model: nn.Module, plan: Plan, masks: Mapping[str, Tensor]) -> None:
         for path, factor in row.forward:
             _set_factor(model.get_submodule(path), factor, parameters[row.name])
             silent.append(f"{path}.{FACTOR}")
-    ignored = list(getattr(model, "_ddp_params_and_buffers_to_ignore", []))
-    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-        model, list(dict.fromkeys(ignored + silent))
-    )
+    ignored = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *silent}
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     if not hasattr(model, _MARK):
         model.register_load_state_dict_pre_hook(_before_load)
         model.register_load_state_dict_post_hook(_after_load)
@@ -325,8 +368,11 @@ def _attach(model: nn.Module, plan: Plan, masks: Mapping[str, Tensor]) -> None:
 
 
 def _watch(parameter: nn.Parameter, module: nn.Module, mask_leaf: str) -> None:
-    if parameter.requires_grad and not masks_gradient(parameter):
+    if not masks_gradient(parameter):
+        frozen = not parameter.requires_grad
+        parameter.requires_grad_(True)  # a hook cannot be put on a frozen parameter, but stays while it is
         parameter.register_post_accumulate_grad_hook(_MaskGradient(module, mask_leaf))
+        parameter.requires_grad_(not frozen)
 
 
 def _set_factor(module: nn.Module, factor: float, parameter: Tensor) -> None:
@@ -335,7 +381,7 @@ def _set_factor(module: nn.Module, factor: float, parameter: Tensor) -> None:
     module.register_buffer(FACTOR, torch.tensor(factor, dtype=dtype, device=parameter.device), persistent=False)
     if scales_output(module):
         return
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+    if is_lookup(module):
         module.register_forward_hook(_scale_output)
     else:
         module.register_forward_pre_hook(_scale_input, with_kwargs=True)

@@ -7,6 +7,7 @@ rates on the optimizer's groups.
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 from smupar.apply import FACTOR, is_sharded, mask_of, masks_gradient, masks_updates, optimizers, scales_output, unwrapped
 from smupar.optim import guard, num_steps, ratio_problem, wrong_groups
 from smupar.plan import Plan, PlanRow
-from smupar.rules import family_of
-from smupar.tensors import is_lookup
+from smupar.planner import PlanWarning
+from smupar.rules import FAMILIES, family_of
+from smupar.tensors import is_lookup, parent_path
 
 # A sample std of n weights scatters by 1 / sqrt(2 n); six of those are never reached by chance.
 _SIGMAS = 6.0
@@ -60,7 +62,10 @@ def audit(
     if findings:
         raise AuditError(findings)
     guard(optimizer)
-    return [f"{name}: {text}" for name, text in plan.pending.items()]
+    left = [f"{name}: {text}" for name, text in plan.pending.items()]
+    for line in left:
+        warnings.warn(f"not set yet: {line}", PlanWarning, stacklevel=2)
+    return left
 
 
 def differences(
@@ -74,10 +79,15 @@ def differences(
         for row in plan
         if row.name not in parameters
     ]
+    own = {id(p) for one in optimizers(optimizer) for g in one.param_groups if "lr_factor" not in g for p in g["params"]}
     findings += [
-        Finding(f"{name!r} is not in the plan: add parameters before parameterize", "another model", name)
-        for name in parameters
-        if name not in plan
+        Finding(
+            f"{name!r} is not in the plan: add it before parameterize, or give it a group with param_groups(extra=[...])",
+            "another model",
+            name,
+        )
+        for name, parameter in parameters.items()
+        if name not in plan and id(parameter) not in own
     ]
     rows = [row for row in plan if row.name in parameters]
     if trained is None:
@@ -106,7 +116,13 @@ def _weights(model: nn.Module, parameter: nn.Parameter, row: PlanRow, *, check_s
         if parameter.requires_grad and not masks_gradient(parameter):
             text = f"{row.name!r}: its gradient is not masked, the hook is lost; call smupar.attach(model, plan)"
             findings.append(Finding(text, "off-mask weights", row.name))
-    if check_std and row.init_std is not None:
+    if not bool(torch.isfinite(weight).all()):
+        text = f"{row.name!r} holds values that are not finite: initialise it (after to_empty: parameterize(reset=True))"
+        findings.append(Finding(text, "init", row.name))
+    elif check_std and row.init_std is not None:
+        padding = getattr(model.get_submodule(parent_path(row.name)), "padding_idx", None)
+        if padding is not None:  # that row is 0
+            weight = torch.cat([weight[:padding], weight[padding + 1 :]])
         kept = weight[_full(mask)] if row.masked and mask is not None else weight.flatten()
         findings += _std(kept, row)
     return findings
@@ -191,8 +207,10 @@ def _measured_factor(module: nn.Module) -> float | None:
         return None
     seen: list[Tensor] = []
     if is_lookup(module):
+        if type(module) is not nn.Embedding or module.max_norm is not None:  # a forward pass of its own, or one that writes
+            return None
         row = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).argmax()[None]
-        plain, seen = weight[row], [module(row)] if isinstance(module, nn.Embedding) else []
+        plain, seen = weight[row], [module(row)]
     else:
         plain = torch.ones(1, dtype=weight.dtype, device=weight.device)
 
@@ -203,7 +221,10 @@ def _measured_factor(module: nn.Module) -> float | None:
         handle = module.register_forward_pre_hook(stop)
         try:
             module(plain)
-        except _Probed:
+        except Exception as error:
+            if not isinstance(error, _Probed):  # a hook of the user's that wants a real input: then the buffer must do
+                seen.clear()
+        finally:
             handle.remove()
     if not seen or not plain.any():
         return None
@@ -226,7 +247,7 @@ def _optimizers(
         groups = optimizer.param_groups
         owners.update(names[id(p)] for group in groups for p in group["params"] if id(p) in names)
         try:
-            family = family_of(type(optimizer).__name__)
+            family = _family(optimizer)
         except ValueError as error:
             labels = {str(group["family"]) for group in groups if "family" in group}
             if len(labels) != 1 or type(optimizer).__name__ == "Adafactor":
@@ -235,6 +256,9 @@ def _optimizers(
             family = labels.pop()  # an optimizer of the user's own, whose family they named in param_groups
         findings += _group_lrs(plan, optimizer, family, names, lr)
         masked = any(plan[names[id(p)]].masked for g in groups for p in g["params"] if id(p) in names and names[id(p)] in plan)
+        if family == "muon" and any(group.get("adjust_lr_fn") == "match_rms_adamw" for group in groups):
+            text = "Muon with adjust_lr_fn='match_rms_adamw' sizes its update in another way than the rule: use the default"
+            findings.append(Finding(text, "LR"))
         if family == "muon" and masked and not masks_updates(optimizer):
             text = "Muon mixes entries, so its updates must be masked as well: call smupar.attach(model, plan, optimizer)"
             findings.append(Finding(text, "off-mask weights"))
@@ -252,6 +276,12 @@ def _optimizers(
             )
             findings.append(Finding(text, "optimizer", name))
     return findings
+
+
+def _family(optimizer: torch.optim.Optimizer) -> str:
+    """By the class or the nearest base class that has a rule."""
+    names = [kind.__name__ for kind in type(optimizer).__mro__]
+    return family_of(next((name for name in names if name.lower() in FAMILIES), names[0]))
 
 
 def _group_lrs(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import pickle
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,8 +22,8 @@ import torch
 from torch import Tensor
 
 from smupar.globs import match_globs
+from smupar.tensors import Shape
 
-Shape = tuple[int, ...]
 Dims = tuple[int, ...]  # the dimensions one output neuron reads: (1,) of a Linear, (1, 2, 3) of a Conv2d, input channel first
 
 
@@ -68,7 +69,7 @@ class Bernoulli(Pattern):
         return None
 
     def draw(self, shape: Shape, in_dims: Dims, density: Fraction, rng: torch.Generator) -> Tensor:
-        return torch.rand(shape, generator=rng) < float(density)
+        return torch.rand(shape, generator=rng, dtype=torch.float32) < float(density)
 
 
 class ConstantFanIn(Pattern):
@@ -81,7 +82,9 @@ class ConstantFanIn(Pattern):
     def draw(self, shape: Shape, in_dims: Dims, density: Fraction, rng: torch.Generator) -> Tensor:
         outs = [dim for dim in range(len(shape)) if dim not in in_dims]
         num_out, fan_in = math.prod(shape[dim] for dim in outs), math.prod(shape[dim] for dim in in_dims)
-        kept = torch.rand(num_out, fan_in, generator=rng).topk(round_half_up(density * fan_in), dim=1).indices
+        kept = (
+            torch.rand(num_out, fan_in, generator=rng, dtype=torch.float32).topk(round_half_up(density * fan_in), dim=1).indices
+        )
         mask = torch.zeros(num_out, fan_in, dtype=torch.bool).scatter_(1, kept, True)
         order = [*outs, *in_dims]  # undo the move of the fan-in to the end
         return mask.view([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(shape))]).contiguous()
@@ -109,7 +112,7 @@ class NM(Pattern):
 
     def draw(self, shape: Shape, in_dims: Dims, density: Fraction, rng: torch.Generator) -> Tensor:
         groups = math.prod(shape) // self.m
-        kept = torch.rand(groups, self.m, generator=rng).topk(self.n, dim=1).indices
+        kept = torch.rand(groups, self.m, generator=rng, dtype=torch.float32).topk(self.n, dim=1).indices
         mask = torch.zeros(groups, self.m, dtype=torch.bool).scatter_(1, kept, True)
         others = [size for dim, size in enumerate(shape) if dim != in_dims[0]]
         return mask.view(*others, shape[in_dims[0]]).movedim(-1, in_dims[0]).contiguous()
@@ -129,7 +132,7 @@ class TransposableNM(NM):
         m, rows, cols = self.m, shape[0] // self.m, shape[1] // self.m
         step = torch.arange(m)
         tile = (step[None] - step[:, None]) % m < self.n
-        order = torch.rand(2, rows * cols, m, generator=rng).argsort(-1)
+        order = torch.rand(2, rows * cols, m, generator=rng, dtype=torch.float32).argsort(-1)
         tiles = tile[order[0][:, :, None], order[1][:, None, :]]
         return tiles.view(rows, cols, m, m).transpose(1, 2).reshape(shape)
 
@@ -199,7 +202,7 @@ def _flip(mask: Tensor, state: bool, num_flips: int, rng: torch.Generator) -> No
     num_in_state = int(torch.count_nonzero(mask)) if state else mask.numel() - int(torch.count_nonzero(mask))
     if num_in_state < 64 * num_flips + 1024 or num_in_state < mask.numel() // 64:  # few to choose from: list them all
         positions = (mask if state else ~mask).nonzero().flatten()
-        chosen = positions[torch.rand(len(positions), generator=rng).topk(num_flips).indices]
+        chosen = positions[torch.rand(len(positions), generator=rng, dtype=torch.float32).topk(num_flips).indices]
         mask[chosen] = not state
         return
     while num_flips:  # many to choose from: guess positions and use those that are in the state
@@ -231,18 +234,24 @@ def read_masks(masks: Mapping[str, Tensor] | str | PathLike[str] | None) -> dict
     """Masks by name, from a mapping or from a file: a state dict saved with torch.save or as safetensors, of which the
     ``<param>_mask`` entries count, or only masks. Files are never unpickled beyond plain tensors."""
     if masks is None or isinstance(masks, Mapping):
-        return dict(masks or {})
+        return {name: torch.as_tensor(mask) for name, mask in (masks or {}).items()}
     path = Path(masks)
-    if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
 
-        tensors = load_file(path)
-    else:
-        tensors = torch.load(path, map_location="cpu", weights_only=True)
+            tensors = load_file(path)
+        else:
+            tensors = torch.load(path, map_location="cpu", weights_only=True)
+    except (KeyError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{path} cannot be read as a state dict or file of masks: {error}") from error
     if not isinstance(tensors, Mapping) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise ValueError(f"{path} holds no state dict: masks are read from one, or from a file of masks by parameter name")
     found = {name: tensor for name, tensor in tensors.items() if name.endswith("_mask")}
-    return found or {name: tensor for name, tensor in tensors.items() if tensor.dtype == torch.bool}
+    found = found or {name: tensor for name, tensor in tensors.items() if tensor.dtype == torch.bool}
+    if not found:
+        raise ValueError(f"{path} holds no masks: no entry is called <param>_mask or holds bools")
+    return {name.removeprefix("_orig_mod."): tensor for name, tensor in found.items()}
 
 
 # Allocations

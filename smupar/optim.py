@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smupar.apply import attach, optimizers, unwrapped
+from smupar.apply import attach, is_parameterized, optimizers, unwrapped
 from smupar.globs import match_globs
 from smupar.plan import Plan, PlanRow
 from smupar.rules import family_of
@@ -39,8 +39,8 @@ def param_groups(
     eps: str = "constant",
     eps_value: float | None = None,
     only: str | None = None,
-    no_decay: NoDecay = (),
-    extra: Iterable[Mapping[str, Any]] = (),
+    no_decay: NoDecay | None = None,
+    extra: Iterable[Mapping[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
     """Groups with each parameter's own learning rate; pass them to the optimizer in place of ``model.parameters()``.
 
@@ -54,7 +54,10 @@ def param_groups(
     no_decay      globs, or a function (name, parameter) -> bool, of the parameters without weight decay
     extra         groups of your own, appended as copies; parameters in them are left out of the plan's groups
     """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = type(optimizer)
     family = family_of(optimizer if isinstance(optimizer, str) else optimizer.__name__)
+    weight_decay = float(weight_decay)
     _choice("decay", decay, ("independent", "coupled"))
     _choice("eps", eps, ("constant", "width"))
     _choice("only", only, (None, "hidden", "rest"))
@@ -64,8 +67,12 @@ def param_groups(
             "param_groups(..., optimizer='adamw', only='rest') for the rest of the model"
         )
     model = unwrapped(model)
+    if not is_parameterized(model):
+        raise ValueError("this model is not parameterized: call smupar.parameterize first (smupar.attach on a loaded one)")
     attach(model, plan)
-    own = [dict(group) for group in extra]
+    if isinstance(extra, Mapping):
+        raise ValueError("extra takes a list of groups: extra=[{'params': ..., 'lr': ...}]")
+    own = [dict(group) for group in extra or ()]
     for group in own:
         group["params"] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
     taken = {id(parameter) for group in own for parameter in group["params"]}
@@ -100,7 +107,9 @@ def _choice(what: str, value: object, allowed: tuple[object, ...]) -> None:
         raise ValueError(f"{what} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
-def _undecayed(no_decay: NoDecay, parameters: Mapping[str, nn.Parameter]) -> set[str]:
+def _undecayed(no_decay: NoDecay | None, parameters: Mapping[str, nn.Parameter]) -> set[str]:
+    if no_decay is None:
+        return set()
     if callable(no_decay):
         return {name for name, parameter in parameters.items() if no_decay(name, parameter)}
     globs = [no_decay] if isinstance(no_decay, str) else list(no_decay)

@@ -95,7 +95,7 @@ class Plan:
         if head_dim < 1:
             raise ValueError(f"head_dim must be a positive whole number, got {head_dim!r}")
         self.pending.pop("attention_scale", None)
-        return get_rule(self.rule).attention_scale(head_dim)
+        return get_rule(self.rule).attention_scale(int(head_dim))
 
     def waive(self, item: str) -> None:
         """Settles a pending item without setting it."""

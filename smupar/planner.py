@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from smupar.globs import match_globs
-from smupar.masks import NM, Allocation, Neuron, Pattern, allocate, as_density, parse_pattern, read_masks
+from smupar.masks import NM, Allocation, Neuron, Pattern, allocate, as_density, parse_pattern, read_masks, uniform
 from smupar.plan import Plan, PlanRow
 from smupar.roles import ParamRole, RoleSetting, infer_roles
 from smupar.rules import Rule, get_rule
@@ -39,7 +39,7 @@ class Settings(TypedDict, total=False):
 
     rule: str
     density: DensitySetting | None
-    base_density: float
+    base_density: float | Allocation
     pattern: str
     seed: int
     init_std: InitStdSetting
@@ -74,6 +74,10 @@ def make_plan(model: nn.Module, *, base: nn.Module, **settings: Unpack[Settings]
 
 def plan_with_cautions(model: nn.Module, base: nn.Module, settings: Settings) -> tuple[Plan, list[str]]:
     """The plan, and what its maker should hear as warnings at the line that asked for it."""
+    unknown = settings.keys() - Settings.__annotations__.keys()
+    if unknown:
+        known = ", ".join(Settings.__annotations__)
+        raise TypeError(f"unknown setting {sorted(unknown)[0]!r}; settings are {known} (density is 1 - sparsity)")
     planner = _Planner(model, base, **settings)
     return planner.plan(), planner.cautions
 
@@ -91,7 +95,7 @@ class _Planner:
         *,
         rule: str = "smupar",
         density: DensitySetting | None = None,
-        base_density: float = 1.0,
+        base_density: float | Allocation = 1.0,
         pattern: str = "random",
         seed: int = 0,
         init_std: InitStdSetting = "fan_in",
@@ -106,7 +110,8 @@ class _Planner:
         self.pattern: Pattern = parse_pattern(pattern)
         if density is None:
             density = self.pattern.n / self.pattern.m if isinstance(self.pattern, NM) else 1.0
-        self.base_density = as_density(base_density, "base_density")
+        base_spread = base_density if isinstance(base_density, Allocation) else uniform(base_density)
+        self.base_density = as_density(base_spread.density, "base_density")
         self.alphas = {
             "embedding": _finite(alpha_input, "alpha_input"),
             "unembedding": _finite(alpha_output, "alpha_output"),
@@ -116,6 +121,9 @@ class _Planner:
         self.cautions: list[str] = []  # notes that are also worth a warning
         self.roles = infer_roles(model, base, delta=delta, roles=roles)
         self.hidden = {role.name: role for role in self.roles if role.role == "hidden"}
+        # What the base density means for each tensor, spread as the user spread it.
+        shapes = {name: role.shape for name, role in self.hidden.items()}
+        self.base_densities = base_spread.densities(shapes)
         self.given = self._given_masks(read_masks(masks))
         self.live_neurons = (1, 1)
         # The kept share of each parameter that gets a mask.
@@ -125,6 +133,8 @@ class _Planner:
     def plan(self) -> Plan:
         rows = tuple(self._row(role) for role in self.roles)
         self._warn_thin(rows)
+        for note in dict.fromkeys(f"{role.name!r} is {role.note}" for role in self.roles if role.note):
+            self._caution(note)
         if not self.rule.has_alphas and any(alpha != 1 for alpha in self.alphas.values()):
             self.notes.append(f"{self.rule.title} has no alpha_input and alpha_output: they are not used")
         output_factor = self._forward("unembedding", self._output_width())
@@ -202,13 +212,14 @@ class _Planner:
 
     def _base_density(self, role: ParamRole) -> Fraction:
         """The base density as this tensor would realise it, so that rho = rho_base gives exactly muP."""
-        if self.base_density == 1 or isinstance(self.pattern, NM):
-            return self.base_density
+        base = self.base_densities[role.name]
+        if base == 1 or isinstance(self.pattern, NM):
+            return base
         pattern = Pattern() if role.name in self.given else self.pattern
-        count = pattern.count(role.shape, role.in_dims, self.base_density)
+        count = pattern.count(role.shape, role.in_dims, base)
         if count == 0:
-            raise ValueError(f"at base_density {float(self.base_density):g} {role.name!r} of shape {role.shape} has no weight")
-        return self.base_density if count is None else Fraction(count, math.prod(role.shape))
+            raise ValueError(f"at base_density {float(base):g} {role.name!r} of shape {role.shape} has no weight")
+        return base if count is None else Fraction(count, math.prod(role.shape))
 
     def _neurons(self, density: DensitySetting) -> dict[str, Fraction]:
         if self.given or isinstance(density, (Mapping, Allocation)) or self.base_density != 1:
@@ -242,13 +253,21 @@ class _Planner:
 
     def _base_std(self, role: ParamRole, setting: float | str) -> float:
         if setting == "fan_in":
-            return 1 / math.sqrt(role.base_fan_in)
+            return 1 / math.sqrt(self._tied_fan_in() if self._is_plain_table(role) else role.base_fan_in)
         if isinstance(setting, str):
             raise ValueError(f"init_std must be a number or 'fan_in', got {setting!r}")
         std = _finite(setting, "init_std")
         if std < 0:
             raise ValueError(f"init_std must not be negative, got {setting!r} for {role.name!r}")
         return std
+
+    def _is_plain_table(self, role: ParamRole) -> bool:
+        return role.role == "embedding" and role.base_fan_in == 1
+
+    def _tied_fan_in(self) -> int:
+        """Tables that are added to a tied one, such as positions, get its size: 1 where none is tied."""
+        tied = [r.base_fan_in for r in self.roles if r.role == "embedding" and len({use for _, use in r.uses}) > 1]
+        return max(tied, default=1)
 
     # Rows
 
@@ -333,6 +352,11 @@ class _Planner:
         uses = {use for role in self.roles for _, use in role.uses}
         named = [(path.rpartition(".")[2], type(module).__name__) for path, module in self.model.named_modules()]
         attention = any(_ATTENTION.search(leaf) or _ATTENTION.search(kind) for leaf, kind in named)
+        if attention and isinstance(self.pattern, Neuron) and self.densities:
+            self._caution("whole neurons are cut inside attention heads: scale q.k by the live part of head_dim")
+        own = any(not type(module).__module__.startswith("torch.nn") for module in self.model.modules())
+        if not attention and own and self.rule.attention_exponent == -1:
+            self.notes.append("no attention was recognised; if there is some, scale its q.k by plan.attention_scale(head_dim)")
         if attention and self.rule.attention_exponent == -1:
             pending["attention_scale"] = (
                 "attention logits are q.k / d_head under this rule: set your model's scale to plan.attention_scale(head_dim). "

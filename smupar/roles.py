@@ -88,6 +88,7 @@ class _Inference:
         self.equal_widths = not any(tensor.scaling for tensor in tensors)
         self.tensors = self._with_scaling(tensors) if self.equal_widths else tensors
         self.matrices = [tensor for tensor in self.tensors if tensor.kind == "matrix"]
+        self.read_sizes = {tensor.read_size for tensor in self.matrices if not tensor.is_lookup}
         self.readouts = [tensor for tensor in self.matrices if self._may_be_readout(tensor)]
         self.inputs = self._inputs()
 
@@ -111,8 +112,14 @@ class _Inference:
         if self._is_output(tensor):
             return "unembedding"
         if tensor.is_lookup or tensor.module is self.input_module:
-            return "embedding" if tensor.writes_scaling else "fixed"
+            if not tensor.writes_scaling:
+                return "fixed"
+            # A table no layer reads, beside one that layers read: relative position biases for the heads.
+            return "vector" if tensor.is_lookup and self._is_side_table(tensor) else "embedding"
         if tensor.reads_scaling and tensor.writes_scaling:
+            if tensor is self.matrices[-1] and not self.readouts and tensor.written_size not in self.read_sizes:
+                why = "is the last layer and writes what no layer reads: do the outputs of model and base differ in number?"
+                return self._ask(tensor, why, "unembedding")
             return "hidden"
         if tensor.reads_scaling:
             last = tensor is self.matrices[-1]
@@ -141,6 +148,10 @@ class _Inference:
         else:
             self._ask(tensor, f"belongs to a {owner}, which does not tell its inputs", ("hidden", tensor.scaling[-1]))
         return None
+
+    def _is_side_table(self, tensor: ModelTensor) -> bool:
+        read = [table for table in self.matrices if table.is_lookup and table.written_size in self.read_sizes]
+        return bool(read) and tensor.written_size not in self.read_sizes and not tensor.makes_logits
 
     def _is_output(self, tensor: ModelTensor) -> bool:
         """The user's model says that this weight makes its logits."""
@@ -179,7 +190,7 @@ class _Inference:
         for tensor in tensors:
             if tensor.kind == "matrix":
                 first = not has_lookup and tensor is layers[0]
-                last = not has_output and tensor is layers[-1]
+                last = not has_output and bool(layers) and tensor is layers[-1]
                 tensor = self._matrix_scaling(tensor, read, written, first=first, last=last)
                 for module in (tensor.module, *(tied for _, tied in tensor.tied)):
                     known[id(module)] = tensor
@@ -205,7 +216,8 @@ class _Inference:
             self._ask(tensor, f"has {tensor.groups} groups, of which number or size may scale", "hidden")
         reads = tensor.is_recurrent or (not first and tensor.read_size in written)
         if not reads and not first and any(_related(tensor.read_size, size) for size in written):
-            self._ask(tensor, f"reads {tensor.read_size}, which may be part of a layer's output or an input", "hidden")
+            why = f"reads {tensor.read_size}, which may be part of a layer's output or an input"
+            self._ask(tensor, why, "unembedding" if last else "hidden")
         writes = tensor.written_size in read
         if writes and last:
             self._ask(tensor, "is the last layer, and may write outputs or features", "unembedding")
@@ -237,10 +249,13 @@ class _Inference:
             lines.append(f"  ... and {len(questions) - 12} more")
         guesses = {tensor.name: role for tensor, _, role in questions}
         suggested: dict[str, RoleSetting] = {}
+        exact: dict[str, bool] = {}
         for name, role in guesses.items():
             glob = layer_glob(name)
-            exact = all(guesses.get(other.name) == role for other in self.tensors if fnmatchcase(other.name, glob))
-            suggested[glob if exact else name] = role
+            if glob not in exact:
+                matched = [other.name for other in self.tensors if fnmatchcase(other.name, glob)]
+                exact[glob] = all(guesses.get(other) == role for other in matched)
+            suggested[glob if exact[glob] else name] = role
         equal = (
             "\nThe model is as wide as its base. Instead of roles you may pass delta=, the same model at any other width, "
             "to show which dimensions scale."
@@ -300,6 +315,8 @@ def _param_role(
         uses = ((tensor.path, role), *tied)
     elif role == "vector":
         width_out = tensor.ratio(tensor.scaling)
+    if ".parametrizations." in f".{tensor.name}":
+        note = "parametrized: these numbers are the original's, the layer uses what is computed from it"
     if tensor.kind != "matrix" or isinstance(tensor.module, nn.MultiheadAttention):
         uses = ()  # no module whose input or output could be multiplied for this weight alone
     return ParamRole(

@@ -161,12 +161,18 @@ def _layout(module: nn.Module, leaf: str, shape: Shape, scaling: tuple[int, ...]
     vector, raw = ("vector", (), -1), ("raw", (), -1)
     if len(shape) < 2:
         return vector
-    if is_lookup(module):
-        return "matrix", (0,), 1
-    if isinstance(module, (nn.Linear, nn.RNNBase)):
+    if isinstance(module, nn.RNNBase):
         return "matrix", (1,), 0
     if isinstance(module, nn.MultiheadAttention):
         return ("matrix", (1,), 0) if leaf.endswith("_weight") else vector
+    if isinstance(module, ParametrizationList):  # weight_norm and the like: several tensors make one weight
+        return raw
+    if leaf != "weight":  # not a layer's own: a raw parameter, or weight_orig and the like, which only make a weight
+        return raw if sum(size > 1 for size in shape) > 1 else vector
+    if is_lookup(module):
+        return "matrix", (0,), 1
+    if isinstance(module, nn.Linear):
+        return "matrix", (1,), 0
     if isinstance(module, nn.modules.conv._ConvNd):
         kernel = tuple(range(2, len(shape)))
         if module.groups == module.in_channels > 1 or (module.groups > 1 and scaling == (0,)):
@@ -174,6 +180,4 @@ def _layout(module: nn.Module, leaf: str, shape: Shape, scaling: tuple[int, ...]
         return ("matrix", (0, *kernel), 1) if module.transposed else ("matrix", (1, *kernel), 0)
     if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):  # Hugging Face's Linear with a transposed weight
         return "matrix", (0,), 1
-    if isinstance(module, ParametrizationList):  # weight_norm and the like: several tensors make one weight
-        return raw
     return raw if sum(size > 1 for size in shape) > 1 else vector

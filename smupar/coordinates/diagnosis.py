@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from smupar.auditing import Finding
-from smupar.coordinates.measure import DY, Y
+from smupar.coordinates.measure import DY, GRAD_X, Y
 from smupar.coordinates.verdict import FAIL, Slope
 from smupar.plan import Plan
 from smupar.planner import MIN_WEIGHTS_PER_NEURON
@@ -128,7 +128,8 @@ def _cause(rule: str, axis: str, failing: list[Slope]) -> str:
         return "init"
     if first and all("att" in slope.place.lower() for slope in first):
         return "attention scale"
-    if axis == "width" and any(slope.role in ("unembedding", "logits") for slope in first):
+    # Without its factor on the logits every gradient is off by one power of the width from the first step on.
+    if axis == "width" and any(slope.role in ("unembedding", "logits") or slope.quantity == GRAD_X for slope in first):
         return "output factor"
     return "LR" if any(slope.quantity == DY for slope in failing) else "init"
 
