@@ -18,7 +18,7 @@ from smupar.apply import FACTOR, is_sharded, mask_of, masks_gradient, masks_upda
 from smupar.optim import guard, num_steps, ratio_problem, wrong_groups
 from smupar.plan import Plan, PlanRow
 from smupar.planner import PlanWarning
-from smupar.rules import FAMILIES, family_of
+from smupar.rules import family_of
 from smupar.tensors import is_lookup, parent_path
 
 # A sample std of n weights scatters by 1 / sqrt(2 n); six of those are never reached by chance.
@@ -247,7 +247,7 @@ def _optimizers(
         groups = optimizer.param_groups
         owners.update(names[id(p)] for group in groups for p in group["params"] if id(p) in names)
         try:
-            family = _family(optimizer)
+            family = family_of(type(optimizer).__name__)
         except ValueError as error:
             labels = {str(group["family"]) for group in groups if "family" in group}
             if len(labels) != 1 or type(optimizer).__name__ == "Adafactor":
@@ -276,12 +276,6 @@ def _optimizers(
             )
             findings.append(Finding(text, "optimizer", name))
     return findings
-
-
-def _family(optimizer: torch.optim.Optimizer) -> str:
-    """By the class or the nearest base class that has a rule."""
-    names = [kind.__name__ for kind in type(optimizer).__mro__]
-    return family_of(next((name for name in names if name.lower() in FAMILIES), names[0]))
 
 
 def _group_lrs(

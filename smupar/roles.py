@@ -135,7 +135,7 @@ class _Inference:
     def _raw(self, tensor: ModelTensor) -> ParamRole | None:
         owner = type(tensor.module).__name__
         square = len(tensor.shape) == 2 and tensor.shape[0] == tensor.shape[1] and tensor.base_shape[0] == tensor.base_shape[1]
-        if isinstance(tensor.module, ParametrizationList):
+        if isinstance(tensor.module, (ParametrizationList, nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)):
             self._ask(
                 tensor, "is one of several tensors that make a weight; better remove that parametrization first", "vector"
             )

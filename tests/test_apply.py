@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import warnings
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -217,10 +218,10 @@ def test_vectors_of_a_copied_or_loaded_model_keep_their_values(arrival):
 
 def test_fresh_values_for_a_model_that_was_never_written_come_with_a_warning():
     model = copy.deepcopy(Net())
-    with pytest.warns(smupar.PlanWarning, match="norms and biases.*got fresh values. Pass reset=True to say so") as seen:
+    with pytest.warns(smupar.PlanWarning, match="norms and biases.*get fresh values. Pass reset=True to say so") as seen:
         make(model=model)
     assert model.norms[0].weight.unique().tolist() == [1.0]
-    assert "reset=False" in str(seen[0].message)
+    assert any("reset=False" in str(warning.message) for warning in seen)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="no parameter of the model")
         make(model=copy.deepcopy(Net()), reset=True)
@@ -962,3 +963,109 @@ def test_refused_model_can_be_parameterized_with_better_input():
     assert_refused_untouched(model, {"density": 1e-4}, "lose every weight")
     _, plan = make(model=model)
     smupar.audit(model, plan)
+
+
+# What a review found
+
+
+class Tables(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.tokens = nn.Embedding(30, width, padding_idx=3)
+        self.hidden = nn.Linear(width, width)
+        self.head = nn.Linear(width, 7)
+
+    def forward(self, ids):
+        return self.head(self.hidden(self.tokens(ids)).relu())
+
+
+def test_padding_row_stays_zero_and_passes_the_audit():
+    model = Tables(64)
+    plan = smupar.parameterize(model, base=Tables(16), density=1 / 2)
+    assert torch.count_nonzero(model.tokens.weight[3]) == 0
+    assert torch.count_nonzero(model.tokens.weight) == 29 * 64
+    assert smupar.audit(model, plan) == []
+
+
+def test_parameter_frozen_at_first_is_masked_once_it_trains():
+    model = Tables(64)
+    model.hidden.weight.requires_grad_(False)
+    plan = smupar.parameterize(model, base=Tables(16), density=1 / 2)
+    assert not model.hidden.weight.requires_grad
+    model.hidden.weight.requires_grad_(True)
+    model(torch.arange(30)).square().mean().backward()
+    assert torch.count_nonzero(model.hidden.weight.grad[~model.hidden.weight_mask]) == 0
+    assert smupar.audit(model, plan) == []
+
+
+@pytest.mark.parametrize("pattern", ["random", "bernoulli", "fan_in", "2:4", "2:4-transposable", "block-4"])
+def test_masks_do_not_depend_on_default_dtype_or_device(pattern):
+    def mask():
+        return smupar.make_plan(Tables(64), base=Tables(16), density=1 / 2, pattern=pattern).draw_mask("hidden.weight")
+
+    usual = mask()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.equal(mask(), usual)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    model = Tables(64)
+    base = Tables(16)
+    with torch.device("meta"):  # as where a larger model is being built around this one
+        smupar.parameterize(model, base=base, density=1 / 2, pattern=pattern)
+    assert torch.equal(model.hidden.weight_mask, usual)
+
+
+class OwnNorm(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+        self.head = nn.Linear(width, 3)
+        self.first = nn.Linear(5, width)
+        self.gain = nn.Parameter(torch.ones(width))
+
+
+def test_reset_of_parameters_without_an_init_of_their_own_is_refused_by_name():
+    with torch.device("meta"):
+        model, base = OwnNorm(32), OwnNorm(8)
+    model.to_empty(device="cpu")
+    roles = {"first.weight": "embedding", "head.weight": "unembedding"}
+    with pytest.raises(ValueError, match="reset=True, but gain belong to modules without reset_parameters"):
+        smupar.parameterize(model, base=base, roles=roles, reset=True)
+    with pytest.warns(smupar.PlanWarning, match="Left as they are, without an init of their own: gain"):
+        smupar.parameterize(model, base=base, roles=roles)
+
+
+def test_warnings_as_errors_leave_the_model_untouched():
+    model = Tables(64)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", smupar.PlanWarning)
+        with pytest.raises(smupar.PlanWarning):
+            smupar.parameterize(model, base=Tables(16), density=1 / 32)
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_masks_from_a_file(tmp_path):
+    model = Tables(64)
+    smupar.parameterize(model, base=Tables(16), density=1 / 4)
+    torch.save({f"_orig_mod.{name}": tensor for name, tensor in model.state_dict().items()}, tmp_path / "compiled.pt")
+    again = Tables(64)
+    plan = smupar.parameterize(again, base=Tables(16), masks=tmp_path / "compiled.pt", seed=5)
+    assert torch.equal(again.hidden.weight_mask, model.hidden.weight_mask)
+    assert plan["hidden.weight"].density == Fraction(1, 4)
+    fresh = Tables(64)
+    smupar.attach(fresh, plan, masks=tmp_path / "compiled.pt")
+    assert torch.equal(fresh.hidden.weight_mask, model.hidden.weight_mask)
+    torch.save(Tables(64).state_dict(), tmp_path / "dense.pt")
+    with pytest.raises(ValueError, match="holds no masks"):
+        smupar.make_plan(Tables(64), base=Tables(16), masks=tmp_path / "dense.pt")
+    (tmp_path / "junk.pt").write_bytes(b"junk")
+    with pytest.raises(ValueError, match="cannot be read as a state dict"):
+        smupar.make_plan(Tables(64), base=Tables(16), masks=tmp_path / "junk.pt")
+
+
+def test_unknown_setting_is_named_with_the_known_ones():
+    with pytest.raises(TypeError, match=r"unknown setting 'sparsity'; settings are rule, density.*1 - sparsity"):
+        smupar.parameterize(Tables(64), base=Tables(16), sparsity=0.9)

@@ -207,7 +207,10 @@ def test_parameterization_that_was_never_switched_on_is_found():
 def test_init_left_to_torch_is_found_although_groups_attached_the_rest():
     model = MLP(64)
     plan = smupar.make_plan(model, base=MLP(16))
-    optimizer = adamw(model, plan)  # attaches masks and factors, not values
+    with pytest.raises(ValueError, match=r"not parameterized: call smupar\.parameterize first"):
+        adamw(model, plan)
+    smupar.attach(model, plan)  # masks and factors, not values
+    optimizer = adamw(model, plan)
     lines = findings(model, plan, optimizer)
     assert [line.split(":")[0] for line in lines] == ["'fc1.weight'", "'fc2.weight'", "'fc3.weight'", "'head.weight'"]
     assert all("init std" in line for line in lines)
@@ -217,7 +220,7 @@ def test_weight_that_is_not_a_number_is_found():
     model, plan = mlp()
     with torch.no_grad():
         model.fc3.weight[model.fc3.weight_mask] = math.nan
-    assert any(line.startswith("'fc3.weight': init std is nan") for line in findings(model, plan))
+    assert any(line.startswith("'fc3.weight' holds values that are not finite") for line in findings(model, plan))
 
 
 def test_model_of_another_width_is_found():

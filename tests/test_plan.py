@@ -451,7 +451,7 @@ def test_few_weights_per_neuron_counts_the_fan_in_of_a_convolution():
 def test_enough_weights_per_neuron_do_not_warn(density):
     plan, seen = plan_warnings(width=256, base_width=64, density=density)
     assert seen == []
-    assert plan.notes == []
+    assert not any("weights per neuron" in note for note in plan.notes)
 
 
 def test_dense_narrow_layers_do_not_warn():
@@ -954,3 +954,23 @@ def test_neuron_trains_like_the_narrower_dense_network(optimizer, options, activ
         assert losses[0] == pytest.approx(losses[1], rel=1e-9)
         assert_same()
     assert (narrow.head.weight - first).abs().max() > 1e-3  # it did train
+
+
+def test_base_density_may_be_spread_like_the_density():
+    model, base = on_meta(MLP, 256), on_meta(MLP, 64)
+    plan = smupar.make_plan(model, base=base, density=smupar.erk(0.25), base_density=smupar.erk(0.25))
+    without = smupar.make_plan(model, base=base, rule="mup", density=smupar.erk(0.25))
+    assert [row.density_mult for row in plan] == [1] * len(plan)
+    assert [row.init_std for row in plan] == [row.init_std for row in without]
+
+
+def test_positions_beside_a_tied_table_get_its_init():
+    class Positions(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.tokens, self.positions = nn.Embedding(50, width), nn.Embedding(9, width)
+            self.inner, self.head = nn.Linear(width, width), nn.Linear(width, 50, bias=False)
+            self.head.weight = self.tokens.weight
+
+    plan = smupar.make_plan(on_meta(Positions, 256), base=on_meta(Positions, 64))
+    assert plan["tokens.weight"].init_std == plan["positions.weight"].init_std == 0.125

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import warnings
 from fractions import Fraction
 
 import pytest
@@ -954,3 +955,45 @@ def test_attention_under_sp_needs_no_reminder():
 def test_models_without_attention_have_nothing_pending(rule):
     assert smupar.make_plan(mlp(64), base=mlp(16), rule=rule).pending == {}
     assert smupar.make_plan(ConvNet(32), base=ConvNet(8), rule=rule).pending == {}
+
+
+def test_outputs_that_differ_between_model_and_base_are_asked_about():
+    # A head of another vocabulary scales on both sides and would pass for a hidden weight.
+    with pytest.raises(ValueError, match="do the outputs of model and base differ in number"):
+        smupar.make_plan(mlp(64, num_out=100), base=mlp(16, num_out=50))
+
+
+def test_table_of_biases_for_the_heads_is_no_embedding():
+    class Relative(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.tokens = nn.Embedding(20, width)
+            self.bias = nn.Embedding(32, width // 4)
+            self.inner = nn.Linear(width, width)
+            self.head = nn.Linear(width, 20)
+
+    plan = smupar.make_plan(Relative(64), base=Relative(16), alpha_input=5)
+    assert roles(plan)["bias.weight"] == "vector"
+    assert plan["bias.weight"].forward == ()
+    assert plan["tokens.weight"].forward == (("tokens", 5.0),)
+
+
+def test_classifier_behind_a_flattened_image_is_suggested_as_the_readout():
+    def cnn(width):
+        return nn.Sequential(nn.Conv2d(3, width, 3), nn.Conv2d(width, width, 3), nn.Flatten(), nn.Linear(width * 16, 10))
+
+    with pytest.raises(ValueError) as error:
+        smupar.make_plan(cnn(16), base=cnn(16))
+    assert suggested(error.value) == {"3.weight": "unembedding"}
+
+
+def test_old_weight_norm_asks():
+    def model(width):
+        layers = mlp(width)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # that it is old is the point
+            nn.utils.weight_norm(layers[2])
+        return layers
+
+    with pytest.raises(ValueError, match=r"2\.weight_v"):
+        smupar.make_plan(model(64), base=model(24))
