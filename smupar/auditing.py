@@ -279,7 +279,7 @@ def _optimizers(
 
 
 def _group_lrs(
-    plan: Plan, optimizer: torch.optim.Optimizer, family: str, names: dict[int, str], lr: float | None
+    plan: Plan, optimizer: torch.optim.Optimizer, family: str, owned: dict[int, str], lr: float | None
 ) -> list[Finding]:
     kind = type(optimizer).__name__
     planned: list[tuple[PlanRow, dict[str, Any]]] = []
@@ -291,15 +291,17 @@ def _group_lrs(
                 f"pass optimizer={kind.lower()!r} to param_groups"
             )
             return [Finding(text, "LR")]
-        planned += [(plan[names[id(p)]], group) for p in group["params"] if names.get(id(p)) in plan]
+        planned += [(plan[owned[id(p)]], group) for p in group["params"] if owned.get(id(p)) in plan]
     if family == "muon" and any(row.role != "hidden" for row, _ in planned):
         text = "Muon was given parameters that are not hidden weights: use param_groups(..., optimizer='muon', only='hidden')"
         return [Finding(text, "optimizer")]
     problem = ratio_problem(optimizer)
     if problem:
         scheduled = any("initial_lr" in group for _, group in planned)
-        wrong = " | ".join(group["name"] for group in wrong_groups(optimizer)[1])
-        return [Finding(problem, "scheduler" if scheduled else "LR", wrong)]
+        base, wrong = wrong_groups(optimizer)
+        ratio = float(wrong[0]["lr"]) / (base * wrong[0]["lr_factor"]) if base else math.nan
+        names = " | ".join(group["name"] for group in wrong)
+        return [Finding(problem, "scheduler" if scheduled else "LR", names, ratio)]
     if any("lr_factor" in group for _, group in planned):  # beside groups of ours, others are the user's own choice
         planned = [(row, group) for row, group in planned if "lr_factor" in group]
     # A scheduler keeps the rate it started from as initial_lr, also while a warm-up holds lr at 0; OneCycleLR as max_lr.

@@ -142,11 +142,7 @@ def test_embedding_scaled_like_a_hidden_weight_is_named(fault):
             return torch.optim.AdamW([{**own, "lr_factor": 1.0, "family": "adam"}, *kept])
 
         report = check(optimizer=as_hidden)
-        # With two groups of factor 1 that disagree, the group is named; which of them is wrong shows in its rate.
-        assert "LR" in causes(report), report.explain()
-        assert "embedding" in causes(report)["LR"].places[0]
-        return
-    assert named(report, "embedding as hidden") == ("embedding.weight",)
+    assert named(report, "embedding as hidden") == ("embedding.weight" if fault == "init" else "embedding",)
     assert "embedding scaled like a hidden weight" in report.explain()
 
 
@@ -176,7 +172,10 @@ def test_mask_of_another_density_is_named():
 
 
 def test_lost_gradient_hooks_are_named_as_moving_off_mask_weights():
-    report = check(optimizer=adamw(lose=lambda model: model.blocks[0].attention.out.weight._post_accumulate_grad_hooks.clear()))
+    def lose(model):
+        (model.blocks[0].attention.out.weight._post_accumulate_grad_hooks or {}).clear()  # a dense one has none
+
+    report = check(optimizer=adamw(lose=lose))
     assert named(report, "off-mask weights") == ("blocks.0.attention.out.weight",)
 
 

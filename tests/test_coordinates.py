@@ -5,10 +5,12 @@ Planted faults and their diagnosis are in test_coordinate_faults.py.
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -509,7 +511,7 @@ def test_recorder_keeps_as_many_tensors_after_ten_steps_as_after_one():
         lengths.append(len(recorder.sizes))
     assert len(set(counts)) == 1
     # What grows is two numbers for each size; none of them holds on to a graph or a larger tensor.
-    assert {after - before for before, after in zip(lengths, lengths[1:], strict=False)} == {lengths[0]}
+    assert {after - before for before, after in pairwise(lengths)} == {lengths[0]}
     for *_, rms, mean_abs in recorder.sizes:
         assert rms.untyped_storage().nbytes() == mean_abs.untyped_storage().nbytes() == 4
         assert not rms.requires_grad
@@ -1019,9 +1021,11 @@ def report():
 
 
 def test_ok_is_about_the_rules_that_are_no_baselines():
+    plan = smupar.make_plan(Fork(64), base=Fork(32))
+
     def made(**exponents):
         readings = [one for rule, exponent in exponents.items() for one in _made(exponent, rule=rule)]
-        return Report(readings, faults={}, plans=dict.fromkeys((rule, 64, 1.0) for rule in exponents))
+        return Report(readings, faults={}, plans={(rule, 64, 1.0): plan for rule in exponents})
 
     both = made(sp=0.5, smupar=0.0)
     assert both.verdicts == {"sp": FAIL, "smupar": PASS}
@@ -1105,15 +1109,16 @@ def test_html_is_one_page_that_needs_no_other_file(report, tmp_path):
 def test_missing_matplotlib_says_what_to_install():
     code = (
         "import sys; sys.modules['matplotlib'] = None\n"
-        "from smupar.coordinates.measure import Reading\n"
-        "from smupar.coordinates.report import Report\n"
-        "made = [Reading('smupar', 64, x, 0, 1, 'a', 'layer', 'hidden', 'Y', 1.0, 1.0) for x in (1.0, 0.5)]\n"
-        "report = Report(made, faults={}, plans={('smupar', 64, 1.0): None})\n"
-        "print(report.explain(), len(report.to_json()) > 100)\n"  # words and numbers need no picture
+        "import smupar, torch; from torch import nn\n"
+        "make_model = lambda width: nn.Sequential(nn.Linear(4, width), nn.Linear(width, width), nn.Linear(width, 2))\n"
+        "loss = lambda model, batch: model(batch).square().mean()\n"
+        "settings = dict(base_width=16, densities=(1, 0.5), steps=1, seeds=2, progress=False)\n"
+        "report = smupar.coord_check(make_model, loss, [torch.ones(8, 4)], **settings)\n"
+        "print(report.explain(), len(report.to_json()))\n"  # words and numbers need no picture
         "report.plot()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert "SmuPar: PASS" in done.stdout
+    done = _run("-c", code)
+    assert "SmuPar: " in done.stdout
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "ModuleNotFoundError: the picture needs matplotlib: pip install 'smupar[plot]'"
 
@@ -1121,28 +1126,21 @@ def test_missing_matplotlib_says_what_to_install():
 # The command line
 
 
+TINY = (
+    *("--base-width", "64", "--widths", "128", "--sparsities", "0", "0.75", "--depth", "1"),
+    *("--steps", "2", "--seeds", "3", "--batch-size", "4", "--seq-len", "32"),
+)
+
+
+def _run(*command):
+    """A process of its own, with one thread, like the tests: they share two cores."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *command]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+
+
 def _smupar_check(out, *args):
-    tiny = [
-        "--base-width",
-        "64",
-        "--widths",
-        "128",
-        "--sparsities",
-        "0",
-        "0.75",
-        "--depth",
-        "1",
-        "--steps",
-        "2",
-        "--seeds",
-        "3",
-        "--batch-size",
-        "4",
-        "--seq-len",
-        "32",
-    ]
-    command = [sys.executable, "-m", "smupar", "check", *tiny, "--out", str(out), *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    return _run("-m", "smupar", "check", *TINY, "--out", str(out), *args)
 
 
 @pytest.mark.parametrize(("rules", "code"), [(("sp", "smupar"), 0), (("sp",), 1), (("smupar-lr-only",), 1)])

@@ -230,12 +230,13 @@ def _decay_faults(all_: list[torch.optim.Optimizer]) -> list[Finding]:
     found = []
     for optimizer in all_:
         groups = [group for group in optimizer.param_groups if "lr_factor" in group and group.get("weight_decay")]
-        per_step = [group["lr_factor"] * group["weight_decay"] for group in groups]
-        for group, size in zip(groups, per_step, strict=True):
-            if not math.isclose(size, min(per_step), rel_tol=1e-4):
+        usual = next((group["weight_decay"] for group in groups if group["lr_factor"] == 1), None)
+        for group in groups:
+            share = group["lr_factor"] * group["weight_decay"] / usual if usual else 1.0
+            if not math.isclose(share, 1, rel_tol=1e-4):
                 text = (
-                    f"group {group['name']!r} decays {size / min(per_step):.4g} times as fast as others: weight decay is "
-                    "coupled to the learning rate; use param_groups(..., decay='independent')"
+                    f"group {group['name']!r} decays {share:.4g} times as fast as the embedding: weight decay is coupled to "
+                    "the learning rate; use param_groups(..., decay='independent')"
                 )
-                found.append(Finding(text, "decay", group["name"], size / min(per_step)))
+                found.append(Finding(text, "decay", group["name"], share))
     return found

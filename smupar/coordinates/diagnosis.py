@@ -91,9 +91,11 @@ def _from_faults(
 
 def _embedding_cause(finding: Finding, plan: Plan) -> str | None:
     """An embedding whose init or rate is off by just what a hidden weight of its width would get."""
-    if finding.cause not in ("init", "LR") or finding.name not in plan:
+    row = next((row for row in plan if row.name == finding.name), None)
+    if row is None and finding.name.startswith("embedding"):  # a group of them
+        row = next((row for row in plan if row.role == "embedding"), None)
+    if finding.cause not in ("init", "LR") or row is None:
         return None
-    row = plan[finding.name]
     hidden = get_rule(plan.rule).init_var["hidden"] if finding.cause == "init" else get_rule(plan.rule).lr["adam"]["hidden"]
     factor = float(hidden.of(row.width_out, row.width_out, 1)) ** (0.5 if finding.cause == "init" else 1)
     close = factor != 1 and abs(finding.ratio / factor - 1) < 0.05

@@ -138,7 +138,7 @@ class Recorder:
             if path in self._inputs:
                 module = self.model.get_submodule(path)
                 effect = _effect(module, parameters[name], parameters[name].detach() - weights[name], self._inputs[path])
-                self._note(path, DY, effect * getattr(module, FACTOR) if is_lookup(module) else effect)
+                self._note(path, DY, effect * getattr(module, FACTOR, 1.0) if is_lookup(module) else effect)
         self._inputs.clear()
         self._output_grads.clear()
 
