@@ -81,6 +81,21 @@ class Transposed(nn.Module):
         return self.head(self.inner(self.first(x).tanh()).tanh())
 
 
+class Shared(nn.Module):
+    """Applies ``inner`` twice, the second time to some of the rows only."""
+
+    def __init__(self, width, num_rows=None):
+        super().__init__()
+        self.num_rows = num_rows
+        self.first = nn.Linear(6, width)
+        self.inner = nn.Linear(width, width)
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x):
+        x = self.inner(self.first(x).tanh()).tanh()
+        return self.head(x) + self.inner(x[: self.num_rows]).mean()
+
+
 class MLP(nn.Module):
     def __init__(self, width):
         super().__init__()
@@ -215,7 +230,7 @@ def _twin(make_model, *, density=0.5, **settings):
     """The model that coord_check built for seed 0 at width 16, base 8, and its plan."""
     torch.manual_seed(0)
     model = make_model(16)
-    plan = smupar.parameterize(model, base=make_model(8), density=density, seed=0, **settings)
+    plan = smupar.parameterize(model, base=make_model(8), density=density, seed=0, reset=False, **settings)
     return model, plan
 
 
@@ -404,6 +419,15 @@ def test_a_lookup_table_called_hidden_is_measured():
     # roles= may say so, wrongly or not; the check should tell, not crash.
     report = _check(Tied, batches=_token_batches(1), densities=(1,), widths=(8, 16), roles={"table.weight": "hidden"})
     assert any(found.cause == "embedding as hidden" for found in report.diagnoses)
+
+
+@pytest.mark.parametrize("num_rows", [None, 5])
+def test_a_layer_that_is_applied_twice_is_measured(num_rows):
+    report = _check(lambda width: Shared(width, num_rows), optimizer=torch.optim.SGD, lr=0.0)
+    changes = [one for one in report.readings if one.quantity == CHANGE and one.place == "inner"]
+    assert changes
+    assert {one.step for one in changes} == {1}  # there is no change before the first step
+    assert {one.rms for one in changes} == {0.0}  # nothing was learned: each call is compared with itself
 
 
 def test_two_runs_give_identical_readings():
@@ -672,7 +696,7 @@ def test_logits_that_shrink_like_the_root_of_width_are_a_known_exception(rule, r
 
 
 def test_zero_and_infinite_sizes_are_skipped():
-    assert slopes(_made(0.0) and [_reading(x, 0.0) for x in (1.0, 0.5, 0.25)]) == []
+    assert slopes([_reading(x, 0.0) for x in (1.0, 0.5, 0.25)]) == []
     some = [_reading(1.0, 0.0), _reading(0.5, 2.0), _reading(0.25, 1.0), _reading(0.125, math.inf), _reading(0.1, math.nan)]
     (found,) = slopes(some)
     assert found.slope == pytest.approx(1.0)
@@ -717,7 +741,8 @@ def _gpt_check(*, steps=3, seeds=3, batch_size=4, seq_len=32, make_model=None, *
 
 @pytest.fixture(scope="module")
 def gpt_over_density():
-    return _gpt_check(rules=("sp", "mup", "smupar"), densities=(1, 1 / 4, 1 / 16))
+    # Over short sequences ALiBi leaves few tokens to average, and softmax at SP's larger logits adds to the slope.
+    return _gpt_check(rules=("sp", "mup", "smupar"), densities=(1, 1 / 4, 1 / 16), seq_len=64)
 
 
 def _hidden_and_blocks(report, rule, quantity, *, step=1):
@@ -874,15 +899,20 @@ def test_erk_passes_with_each_layers_own_density_and_fails_with_one_correction_f
 LRS = {torch.optim.AdamW: 2**-8, torch.optim.SGD: 0.1}
 OPTIMIZERS = pytest.mark.parametrize("optimizer", LRS)
 RULES = ("sp", "mup", "smupar")
+TITLES = ("SP", "muP", "SmuPar")
+
+
+# The readout's dY scatters more under SGD, whose step is as large as the gradient happens to be.
+SEEDS = {torch.optim.AdamW: 5, torch.optim.SGD: 8}
 
 
 def _mlp_check(optimizer, **changes):
-    settings = {"base_width": 64, "densities": (1,), "steps": 5, "seeds": 5, "rules": RULES, **changes}
+    settings = {"base_width": 64, "densities": (1,), "steps": 5, "seeds": SEEDS[optimizer], "rules": RULES, **changes}
     return _check(MLP, batches=_batches(5, (16,), num_classes=10, size=64), optimizer=optimizer, lr=LRS[optimizer], **settings)
 
 
 def _cnn_check(optimizer, **changes):
-    settings = {"base_width": 32, "densities": (1,), "steps": 3, "seeds": 5, "rules": RULES, **changes}
+    settings = {"base_width": 64, "densities": (1,), "steps": 3, "seeds": SEEDS[optimizer], "rules": RULES, **changes}
     batches = _batches(3, (3, 8, 8), num_classes=10, size=16)
     return _check(CNN, batches=batches, optimizer=optimizer, lr=LRS[optimizer], **settings)
 
@@ -907,14 +937,22 @@ def test_sparse_mlp_over_width_passes_under_smupar(optimizer):
 
 @OPTIMIZERS
 def test_cnn_over_density_passes_under_smupar_alone(optimizer):
-    report = _cnn_check(optimizer, widths=(64,), densities=(1, 1 / 4, 1 / 16))
+    report = _cnn_check(optimizer, widths=(128,), densities=(1, 1 / 4, 1 / 16))
     assert report.verdicts == {"sp": FAIL, "mup": FAIL, "smupar": PASS}, report.explain()
 
 
 @OPTIMIZERS
-def test_cnn_over_width_passes_under_mup_and_smupar(optimizer):
-    report = _cnn_check(optimizer, widths=(32, 64, 128))
-    assert report.verdicts == {"sp": FAIL, "mup": PASS, "smupar": PASS}, report.explain()
+def test_cnn_over_width_passes_under_smupar(optimizer):
+    report = _cnn_check(optimizer, widths=(64, 128, 256), rules=("sp", "smupar"))
+    assert report.verdicts == {"sp": FAIL, "smupar": PASS}, report.explain()
+
+
+@pytest.mark.slow
+@OPTIMIZERS
+@pytest.mark.parametrize("density", [1, 1 / 4])
+def test_cnn_over_width_at_full_size(optimizer, density):
+    report = _cnn_check(optimizer, widths=(64, 128, 256, 512), densities=(density,), rules=("sp", "smupar"), seeds=10)
+    assert report.verdicts == {"sp": FAIL, "smupar": PASS}, report.explain()
 
 
 # Bad input
@@ -944,7 +982,7 @@ def test_loss_that_is_not_finite_at_the_first_step_raises_and_says_where():
         _check(loss_fn=lambda model, batch: _loss(model, batch) + math.inf)
 
 
-def test_loss_that_explodes_later_is_a_finding():
+def test_loss_that_explodes_later_is_a_finding(tmp_path):
     calls = []
 
     def loss_fn(model, batch):
@@ -958,6 +996,9 @@ def test_loss_that_explodes_later_is_a_finding():
     assert "lower the learning rate" in report.explain()
     assert max(one.step for one in report.readings) == 3
     assert {one.step for one in report.readings if one.quantity == DY} == {1, 2}
+    # The picture of what was measured before that is whole, although the last step has no updates to show.
+    panels = [axes for axes in report.plot(tmp_path / "check.png").axes if axes.get_lines()]
+    assert [[label.get_text() for label in axes.get_xticklabels()] for axes in panels] == [["1/2", "1"]] * 3
 
 
 def test_one_point_on_every_axis_raises():
@@ -1045,6 +1086,13 @@ def test_explain_has_titles_and_verdicts(report):
     assert "use rule='smupar'" in words
 
 
+def _run(*command):
+    """A process of its own, with one thread, like the tests: they share two cores."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *command]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+
+
 def _strictly(text):
     """JSON as other languages read it: NaN and Infinity are none."""
 
@@ -1079,9 +1127,6 @@ def test_plot_writes_a_png(report, tmp_path):
     assert all((axes.get_xscale(), axes.get_yscale()) == ("log", "log") for axes in panels)
     titles = [axes.get_title() for axes in panels if axes.get_title()]
     assert titles == [f"{title}: {report.verdicts[rule]}" for _ in range(2) for rule, title in zip(RULES, TITLES, strict=True)]
-
-
-TITLES = ("SP", "muP", "SmuPar")
 
 
 def test_plot_takes_other_quantities(report, tmp_path):
@@ -1130,13 +1175,6 @@ TINY = (
     *("--base-width", "64", "--widths", "128", "--sparsities", "0", "0.75", "--depth", "1"),
     *("--steps", "2", "--seeds", "3", "--batch-size", "4", "--seq-len", "32"),
 )
-
-
-def _run(*command):
-    """A process of its own, with one thread, like the tests: they share two cores."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *command]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
 
 
 def _smupar_check(out, *args):

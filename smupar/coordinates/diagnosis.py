@@ -116,9 +116,16 @@ def _from_slopes(rule: str, failing: list[Slope]) -> list[Diagnosis]:
     for axis in dict.fromkeys(slope.axis for slope in failing):
         own = [slope for slope in failing if slope.axis == axis]
         cause = _cause(rule, axis, own)
-        places = tuple(dict.fromkeys(layer_glob(slope.place) or "logits" for slope in own))
+        places = tuple(folded(own))
         found.append(Diagnosis(rule, cause, places, _evidence(own)))
     return found
+
+
+def folded(slopes: Iterable[Slope]) -> list[str]:
+    """Where slopes were taken, equal places of all blocks as one."""
+    places = dict.fromkeys(slope.place for slope in slopes)
+    globs = {place: layer_glob(place) for place in places}
+    return list(dict.fromkeys((globs[place] if globs[place].strip("*.") else place) or "logits" for place in places))
 
 
 def _cause(rule: str, axis: str, failing: list[Slope]) -> str:

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from smupar.auditing import Finding
-from smupar.coordinates.diagnosis import Diagnosis, Run, diagnose
+from smupar.coordinates.diagnosis import Diagnosis, Run, diagnose, folded
 from smupar.coordinates.measure import JUDGED, Reading
 from smupar.coordinates.verdict import FAIL, PASS, UNCLEAR, Slope, overall, slopes, thresholds
 from smupar.plan import Plan
-from smupar.roles import layer_glob
 from smupar.rules import get_rule
 
 BASELINES = ("sp", "mup")
@@ -81,8 +80,8 @@ class Report:
             failing = [slope for slope in own if slope.quantity == quantity and slope.verdict == FAIL]
             if failing:
                 first = min(slope.step for slope in failing)
-                globs = list(dict.fromkeys(layer_glob(slope.place) or "logits" for slope in failing))
-                shown = ", ".join(globs[:3]) + (f" and {len(globs) - 3} more" if len(globs) > 3 else "")
+                places = folded(failing)
+                shown = ", ".join(places[:3]) + (f" and {len(places) - 3} more" if len(places) > 3 else "")
                 lines.append(f"  {quantity} from step {first} in {shown}; worst {_told(max(failing, key=_excess))}")
         for diagnosis in self.diagnoses:
             if diagnosis.rule == rule:
@@ -112,7 +111,7 @@ class Report:
 
         figure = draw(self, quantities)
         if path is not None:
-            figure.savefig(path, dpi=150)
+            figure.savefig(path, dpi=110)
         return figure
 
     def to_html(self, path: str | Path) -> None:
