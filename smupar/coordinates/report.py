@@ -80,8 +80,8 @@ class Report:
             failing = [slope for slope in own if slope.quantity == quantity and slope.verdict == FAIL]
             if failing:
                 first = min(slope.step for slope in failing)
-                places = folded(failing)
-                shown = ", ".join(places[:3]) + (f" and {len(places) - 3} more" if len(places) > 3 else "")
+                failed = folded(failing)
+                shown = ", ".join(failed[:3]) + (f" and {len(failed) - 3} more" if len(failed) > 3 else "")
                 lines.append(f"  {quantity} from step {first} in {shown}; worst {_told(max(failing, key=_excess))}")
         for diagnosis in self.diagnoses:
             if diagnosis.rule == rule:
