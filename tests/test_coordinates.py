@@ -741,7 +741,7 @@ def _gpt_check(*, steps=3, seeds=3, batch_size=4, seq_len=32, make_model=None, *
 
 @pytest.fixture(scope="module")
 def gpt_over_density():
-    # Over short sequences ALiBi leaves few tokens to average, and softmax at SP's larger logits adds to the slope.
+    # SP's first attention block measures 1.13 on 32 tokens and 1.09 on 64: the longer ones leave a margin to 1.15.
     return _gpt_check(rules=("sp", "mup", "smupar"), densities=(1, 1 / 4, 1 / 16), seq_len=64)
 
 
@@ -845,9 +845,7 @@ def test_gpt_passes_under_smupar_with_other_patterns(pattern):
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_gpt_patterns_at_full_size(pattern):
     report = _gpt_check(rules=("sp", "mup", "smupar"), steps=10, batch_size=8, seq_len=64, **PATTERNS[pattern])
-    # One octave of 2:4 is too short a lever for SP and muP to be certain; they may ask for seeds, not pass.
-    assert report.verdicts["smupar"] == PASS, report.explain()
-    assert PASS not in (report.verdicts["sp"], report.verdicts["mup"])
+    assert report.verdicts == {"sp": FAIL, "mup": FAIL, "smupar": PASS}, report.explain()
 
 
 def _overall_density(plan):
@@ -902,7 +900,7 @@ RULES = ("sp", "mup", "smupar")
 TITLES = ("SP", "muP", "SmuPar")
 
 
-# The readout's dY scatters more under SGD, whose step is as large as the gradient happens to be.
+# Over width 5 seeds leave the readout's dY under SGD undecided (-0.15 +- 0.20 at step 1).
 SEEDS = {torch.optim.AdamW: 5, torch.optim.SGD: 8}
 
 

@@ -21,6 +21,7 @@ from smupar.coordinates.report import Report
 from smupar.optim import LRRatioWarning, param_groups, ratio_problem, wrong_groups
 from smupar.plan import Plan
 from smupar.planner import PlanWarning, Settings
+from smupar.rules import get_rule
 from smupar.tensors import is_lookup, parent_path
 
 MakeModel = Callable[[int], nn.Module]
@@ -71,15 +72,23 @@ def coord_check(
     allocation    density -> what ``parameterize`` takes as density, such as smupar.erk
     settings      as for ``parameterize``
     """
-    grid = _Grid(make_model, base_width, tuple(widths) or (base_width,), tuple(densities))
+    seed_list = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
+    if not seed_list or steps < 1:
+        raise ValueError(f"steps and seeds must be at least 1, got steps={steps}, seeds={seeds!r}")
+    if not rules:
+        raise ValueError("rules is empty: name at least one, such as rules=['smupar']")
+    for rule in rules:
+        get_rule(rule)
+    taken_by_grid = settings.keys() & {"rule", "density", "seed", "delta"}
+    if taken_by_grid:
+        raise TypeError(f"{sorted(taken_by_grid)[0]!r} is set by the grid: use rules=, densities=, seeds= and widths=")
     taken = list(islice(batches, steps))
     if len(taken) < steps:
         raise ValueError(
             f"batches ran out: {steps} steps need as many batches, there are {len(taken)}; pass more, or fewer steps"
         )
-    seed_list = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
-    if not seed_list or steps < 1:
-        raise ValueError(f"steps and seeds must be at least 1, got steps={steps}, seeds={seeds!r}")
+    with torch.random.fork_rng():
+        grid = _Grid(make_model, base_width, tuple(widths) or (base_width,), tuple(densities))
     cells = [Cell(*cell) for cell in product(rules, grid.widths, grid.densities, seed_list)]
     readings: list[Reading] = []
     faults: dict[Cell, list[Finding]] = {}
@@ -116,10 +125,12 @@ class _Grid:
         self.base_width = base_width
         other = next((width for width in widths if width != base_width), 2 * base_width)
         self.delta = self._on_meta(other) if base_width in widths else None
-        for width in {*widths, other} - {base_width}:
-            if _shapes(self._on_meta(width)) == _shapes(self.base):
+        seen = {str(_shapes(self.base)): base_width}
+        for width in dict.fromkeys((*widths, other)):
+            twin = seen.setdefault(str(_shapes(self._on_meta(width))), width)
+            if twin != width:
                 raise ValueError(
-                    f"make_model({width}) and make_model({base_width}) have the same shapes: make_model must use its width"
+                    f"make_model({width}) and make_model({twin}) have the same shapes: make_model must use its width"
                 )
 
     def _on_meta(self, width: int) -> nn.Module:
@@ -205,6 +216,10 @@ class _Run:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"loss_fn must return a scalar tensor, got {shape}; reduce it, e.g. with .mean()")
+        if not loss.requires_grad:
+            raise ValueError(
+                "the loss does not depend on the model's parameters: loss_fn must not detach it or run under no_grad"
+            )
         if math.isfinite(loss.item()):
             return loss
         if step == 1:

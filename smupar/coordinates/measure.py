@@ -56,6 +56,7 @@ class Recorder:
         self._inputs: dict[str, Tensor] = {}
         self._output_grads: dict[str, Tensor] = {}
         self._first_outputs: dict[str, Tensor] = {}
+        self._seen: set[str] = set()
         self._probing = False
         self._handles = [
             modules[path].register_forward_hook(self._after_forward(path), with_kwargs=True)
@@ -77,8 +78,9 @@ class Recorder:
             if self._probing:
                 self._compare(path, y.detach())
                 return
-            if self.step == 0:
+            if self.step == 0 or path in self._seen:  # a layer that is used again in one pass: its first use counts
                 return
+            self._seen.add(path)
             self._note(path, Y, y.detach())
             if path in self.layers:
                 if x is not None:
@@ -91,6 +93,9 @@ class Recorder:
         return hook
 
     def _compare(self, path: str, y: Tensor) -> None:
+        if path in self._compared:
+            return
+        self._compared.add(path)
         y = y.flatten()[:: max(1, y.numel() // 65536)].clone()
         if path not in self._first_outputs:
             self._first_outputs[path] = y
@@ -107,6 +112,7 @@ class Recorder:
     def probe(self) -> Iterator[None]:
         """A forward pass whose outputs are compared with those of the first such pass."""
         self._probing = True
+        self._compared: set[str] = set()
         try:
             yield
         finally:
@@ -141,6 +147,7 @@ class Recorder:
                 self._note(path, DY, effect * getattr(module, FACTOR, 1.0) if is_lookup(module) else effect)
         self._inputs.clear()
         self._output_grads.clear()
+        self._seen.clear()
 
     def readings(self, **run: Any) -> list[Reading]:
         """Everything measured so far, labelled with the run."""

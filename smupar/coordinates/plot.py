@@ -29,13 +29,14 @@ def draw(report: Report, quantities: tuple[str, ...]) -> Any:
     for row, quantity in enumerate(quantities):
         for column, (axis, rule) in enumerate(panels):
             panel = grid[row][column]
+            every = sorted({getattr(reading, axis) for reading in report.readings})
             for step in steps:
                 points = _curve(report, axis, rule, quantity, step)
                 xs = sorted(points)
                 panel.plot(xs, [points[x] for x in xs], color=colours.to_rgba(step), marker="o", markersize=3, linewidth=1.2)
             panel.set_xscale("log", base=2)
             panel.set_yscale("log", base=2)
-            panel.set_xticks(xs, [_tick(x, axis) for x in xs])
+            panel.set_xticks(every, [_tick(x, axis) for x in every])
             panel.minorticks_off()
             panel.grid(True, alpha=0.3)
             if axis == "density":

@@ -97,7 +97,7 @@ class Report:
                 "ok": self.ok,
                 "verdicts": self.verdicts,
                 "diagnoses": [asdict(diagnosis) for diagnosis in self.diagnoses],
-                "slopes": [asdict(slope) for slope in self.slopes],
+                "slopes": [{**asdict(slope), "ci": slope.ci if slope.ci == slope.ci else None} for slope in self.slopes],
                 "readings": [asdict(reading) for reading in self.readings],
             }
         )
@@ -155,24 +155,16 @@ th { position: sticky; top: 0; background: #fff; }
 
 def _page(report: Report, picture: str) -> str:
     steps = sorted({slope.step for slope in report.slopes})
-    shown = [step for step in (1, 2, steps[-1]) if step in steps]
-    shown = list(dict.fromkeys(shown))
-    rows: dict[tuple[Any, ...], dict[int, Slope]] = {}
+    shown = list(dict.fromkeys(step for step in (1, 2, steps[-1]) if step in steps))
+    rows: dict[tuple[str, ...], dict[int, Slope]] = {}
     for slope in report.slopes:
         if slope.quantity in JUDGED:
             key = (get_rule(slope.rule).title, slope.axis, f"{slope.at:g}", slope.place or "logits", slope.quantity)
             rows.setdefault(key, {})[slope.step] = slope
     body = []
     for key, by_step in rows.items():
-        cells = "".join(f"<td>{html.escape(str(part))}</td>" for part in key)
-        for step in shown:
-            slope = by_step.get(step)  # type: ignore[assignment]
-            if slope is None:
-                cells += "<td></td>"
-            else:
-                spread = f" &plusmn; {slope.ci:.2f}" if slope.ci == slope.ci else ""
-                cells += f'<td class="{slope.verdict.split()[0]}">{slope.slope:+.2f}{spread} {slope.verdict}</td>'
-        body.append(f"<tr>{cells}</tr>")
+        labels = "".join(f"<td>{html.escape(part)}</td>" for part in key)
+        body.append(f"<tr>{labels}{''.join(_cell(by_step.get(step)) for step in shown)}</tr>")
     heads = ["rule", "axis", "at", "place", "quantity", *(f"step {step}" for step in shown)]
     head = "".join(f"<th>{name}</th>" for name in heads)
     verdict = "passes" if report.ok else "does not pass"
@@ -183,3 +175,10 @@ def _page(report: Report, picture: str) -> str:
         "<p>Slopes of log2(size) against log2(width or density), mean over seeds with a 95 % interval; flat is right.</p>"
         f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></html>\n"
     )
+
+
+def _cell(slope: Slope | None) -> str:
+    if slope is None:
+        return "<td></td>"
+    spread = f" &plusmn; {slope.ci:.2f}" if slope.ci == slope.ci else ""
+    return f'<td class="{slope.verdict.partition(" ")[0]}">{slope.slope:+.2f}{spread} {slope.verdict}</td>'

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from smupar.coordinates.measure import JUDGED, Reading, Y
+from smupar.coordinates.measure import GRAD_X, JUDGED, Reading, Y
 
 PASS, FAIL, UNCLEAR, EXCEPTION = "pass", "fail", "more seeds", "known exception"
 # (pass below, fail above). At step 1 a single layer is exact up to sampling; later, and through whole blocks, nonlinear
@@ -111,8 +111,8 @@ def thresholds(slope: Slope) -> tuple[float, float]:
 
 def judge(slope: Slope) -> str:
     """ "" where nothing is promised, else one of the four verdicts."""
-    if slope.quantity not in JUDGED:
-        return ""
+    if slope.quantity not in JUDGED or (slope.quantity == GRAD_X and slope.role == "embedding"):
+        return ""  # no rule speaks of the gradient that flows out of the network into its data
     if _is_known_exception(slope):
         return EXCEPTION
     passes, fails = thresholds(slope)
