@@ -668,8 +668,9 @@ def test_confidence_interval_pools_places_of_one_kind_and_no_others():
         )
     ]
     found = {(one.place, one.quantity): one.ci for one in slopes(readings)}
-    # Squares 0.02 of a and 0 of b over 2 + 2 degrees of freedom: variance 0.005, t = 2.78.
-    pooled = 2.78 * math.sqrt(0.005) / math.sqrt(3)
+    # Squares 0.02 of a and 0 of b over 2 + 2 degrees of freedom: variance 0.005. Places of one run are not independent, so t is
+    # that of three seeds, 4.30.
+    pooled = 4.30 * math.sqrt(0.005) / math.sqrt(3)
     assert found == pytest.approx(
         {
             ("a", Y): pooled,

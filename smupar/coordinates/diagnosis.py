@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from smupar.auditing import Finding
 from smupar.coordinates.measure import DY, GRAD_X, Y
-from smupar.coordinates.verdict import FAIL, Slope
+from smupar.coordinates.verdict import FAIL, LATER, Slope, decides
 from smupar.plan import Plan
 from smupar.planner import MIN_WEIGHTS_PER_NEURON
 from smupar.roles import layer_glob
@@ -68,7 +68,7 @@ def diagnose(
 ) -> list[Diagnosis]:
     own_plans = {cell: plan for cell, plan in plans.items() if cell[0] == rule}
     found = _from_faults(rule, faults, own_plans) + _thin(rule, own_plans)
-    failing = [slope for slope in slopes if slope.rule == rule and slope.verdict == FAIL]
+    failing = [slope for slope in slopes if slope.rule == rule and slope.verdict == FAIL and decides(slope)]
     if failing and not any(not diagnosis.is_caution for diagnosis in found):
         found += _from_slopes(rule, failing)
     return found
@@ -144,12 +144,13 @@ def _cause(rule: str, axis: str, failing: list[Slope]) -> str:
 
 
 def _evidence(failing: list[Slope]) -> str:
-    first = min(failing, key=lambda slope: (slope.step, -abs(slope.slope)))
+    first = min(failing, key=lambda slope: (slope.step == LATER, -abs(slope.slope)))
     grows = first.slope > 0 if first.axis == "width" else first.slope < 0
     towards = ("grows" if grows else "shrinks") + (" with width" if first.axis == "width" else " with sparsity")
+    since = "after step 1" if first.step == LATER else "from step 1"
     others = {slope.quantity for slope in failing} - {first.quantity}
     return (
-        f"{first.quantity} of {first.place or 'the logits'} {towards} from step {first.step} (slope {first.slope:+.2f}"
+        f"{first.quantity} of {first.place or 'the logits'} {towards} {since} (slope {first.slope:+.2f}"
         + (f" +- {first.ci:.2f}" if first.ci == first.ci else "")
         + f" at {'density' if first.axis == 'width' else 'width'} {first.at:g})"
         + (f"; also {', '.join(sorted(others))}" if others else "")

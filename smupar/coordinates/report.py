@@ -14,7 +14,7 @@ from typing import Any
 from smupar.auditing import Finding
 from smupar.coordinates.diagnosis import Diagnosis, Run, diagnose, folded
 from smupar.coordinates.measure import JUDGED, Reading
-from smupar.coordinates.verdict import FAIL, PASS, UNCLEAR, Slope, overall, slopes, thresholds
+from smupar.coordinates.verdict import FAIL, LATER, PASS, UNCLEAR, Slope, decides, overall, slopes, thresholds
 from smupar.plan import Plan
 from smupar.rules import get_rule
 
@@ -65,6 +65,7 @@ class Report:
         own = [slope for slope in self.slopes if slope.rule == rule and slope.quantity in JUDGED]
         verdict, title = self.verdicts[rule], get_rule(rule).title
         steps, seeds = max(slope.step for slope in own), max(slope.num_seeds for slope in own)
+        own = [slope for slope in own if decides(slope)]
         places = len({slope.place for slope in own})
         lines = [f"{title}: {verdict.upper()} over {_axes(own)} ({places} layers and blocks, {steps} steps, {seeds} seeds)"]
         worst = max((slope for slope in own if slope.verdict), key=_excess)
@@ -79,7 +80,7 @@ class Report:
         for quantity in JUDGED:
             failing = [slope for slope in own if slope.quantity == quantity and slope.verdict == FAIL]
             if failing:
-                first = min(slope.step for slope in failing)
+                first = 1 if any(slope.step == 1 for slope in failing) else 2
                 failed = folded(failing)
                 shown = ", ".join(failed[:3]) + (f" and {len(failed) - 3} more" if len(failed) > 3 else "")
                 lines.append(f"  {quantity} from step {first} in {shown}; worst {_told(max(failing, key=_excess))}")
@@ -137,10 +138,9 @@ def _excess(slope: Slope) -> float:
 def _told(slope: Slope) -> str:
     spread = f" +- {slope.ci:.2f}" if slope.ci == slope.ci else ""
     other = "density" if slope.axis == "width" else "width"
-    place = slope.place or "logits"
-    return (
-        f"{slope.slope:+.2f}{spread} ({slope.quantity} of {place} over {slope.axis} at {other} {slope.at:g}, step {slope.step})"
-    )
+    what = f"{slope.quantity} of {slope.place or 'logits'} over {slope.axis} at {other} {slope.at:g}"
+    when = "later steps" if slope.step == LATER else f"step {slope.step}"
+    return f"{slope.slope:+.2f}{spread} ({what}, {when})"
 
 
 _STYLE = """
@@ -154,18 +154,25 @@ th { position: sticky; top: 0; background: #fff; }
 
 
 def _page(report: Report, picture: str) -> str:
-    steps = sorted({slope.step for slope in report.slopes})
-    shown = list(dict.fromkeys(step for step in (1, 2, steps[-1]) if step in steps))
+    steps = {slope.step for slope in report.slopes}
+    shown = [step for step in dict.fromkeys((1, 2, max(steps), LATER)) if step in steps]
     rows: dict[tuple[str, ...], dict[int, Slope]] = {}
     for slope in report.slopes:
         if slope.quantity in JUDGED:
             key = (get_rule(slope.rule).title, slope.axis, f"{slope.at:g}", slope.place or "logits", slope.quantity)
             rows.setdefault(key, {})[slope.step] = slope
     body = []
-    for key, by_step in rows.items():
-        labels = "".join(f"<td>{html.escape(part)}</td>" for part in key)
+    for parts, by_step in rows.items():
+        labels = "".join(f"<td>{html.escape(part)}</td>" for part in parts)
         body.append(f"<tr>{labels}{''.join(_cell(by_step.get(step)) for step in shown)}</tr>")
-    heads = ["rule", "axis", "at", "place", "quantity", *(f"step {step}" for step in shown)]
+    heads = [
+        "rule",
+        "axis",
+        "at",
+        "place",
+        "quantity",
+        *("later steps, mean" if step == LATER else f"step {step}" for step in shown),
+    ]
     head = "".join(f"<th>{name}</th>" for name in heads)
     verdict = "passes" if report.ok else "does not pass"
     return (

@@ -1,7 +1,8 @@
 """Slopes of log2(size) against log2(width or density), and whether they are small enough.
 
-A rule that works keeps sizes flat. Slopes are fitted for each seed; their mean is judged with a 95 % confidence interval
-whose spread is pooled over places of one kind, so that three seeds are enough in most cases.
+A rule that works keeps sizes flat. Slopes are fitted for each seed and step; their mean over seeds comes with a 95 % confidence
+interval. Its spread is pooled over places of one kind, its degrees of freedom are not: places of one run depend on each other.
+Judged are step 1, and the mean of all later steps: a single later step of a run is chaotic, most of all in its gradients.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from smupar.coordinates.measure import GRAD_X, JUDGED, Reading, Y
 
+LATER = 0  # as a step: the mean of all steps after the first
 PASS, FAIL, UNCLEAR, EXCEPTION = "pass", "fail", "more seeds", "known exception"
 # (pass below, fail above). At step 1 a single layer is exact up to sampling; later, and through whole blocks, nonlinear
 # dynamics move sizes a little under any rule, while those of an uncorrected one move by powers.
@@ -33,7 +35,7 @@ class Slope:
     kind: str
     role: str
     quantity: str
-    step: int
+    step: int  # or LATER
     slope: float
     ci: float  # half-width; nan with one seed
     num_seeds: int
@@ -69,9 +71,19 @@ def _fitted(readings: list[Reading], axis: str) -> list[tuple[Slope, list[float]
                 reading.step,
             )
             series[key][reading.seed].append((math.log2(getattr(reading, axis)), math.log2(reading.rms)))
+    by_step = {
+        key: {seed: _fit(points) for seed, points in by_seed.items() if len({x for x, _ in points}) > 1}
+        for key, by_seed in series.items()
+    }
+    later: dict[tuple[object, ...], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for (*where, step), by_seed in by_step.items():
+        for seed, one in by_seed.items():
+            if isinstance(step, int) and step > 1:
+                later[*where, LATER][seed].append(one)
+    means = {key: {seed: sum(each) / len(each) for seed, each in by_seed.items()} for key, by_seed in later.items()}
     fitted = []
-    for (rule, at, place, kind, role, quantity, step), by_seed in series.items():
-        each = [_fit(points) for points in by_seed.values() if len({x for x, _ in points}) > 1]
+    for (rule, at, place, kind, role, quantity, step), slope_of in {**by_step, **means}.items():
+        each = list(slope_of.values())
         if each:
             mean = sum(each) / len(each)
             slope = Slope(rule, axis, at, place, kind, role, quantity, step, mean, math.nan, len(each))  # type: ignore[arg-type]
@@ -93,10 +105,9 @@ def _judged(fitted: list[tuple[Slope, list[float]]]) -> list[Slope]:
         freedom[slope.group] += len(each) - 1
     judged = []
     for slope, each in fitted:
-        df = freedom[slope.group]
-        if df:
-            spread = math.sqrt(squares[slope.group] / df)
-            slope = replace(slope, ci=_t(df) * spread / math.sqrt(len(each)))
+        if len(each) > 1:
+            spread = math.sqrt(squares[slope.group] / freedom[slope.group])
+            slope = replace(slope, ci=_t(len(each) - 1) * spread / math.sqrt(len(each)))
         judged.append(replace(slope, verdict=judge(slope)))
     return judged
 
@@ -131,6 +142,11 @@ def _is_known_exception(slope: Slope) -> bool:
     return logits and slope.rule != "sp" and slope.step <= 3 and -0.65 < slope.slope < LAYER_AT_STEP_1[0]
 
 
+def decides(slope: Slope) -> bool:
+    """Whether a slope counts for the verdict; the others say from which step on."""
+    return slope.step in (1, LATER)
+
+
 def overall(found: Iterable[Slope]) -> str:
-    verdicts = {slope.verdict for slope in found}
+    verdicts = {slope.verdict for slope in found if decides(slope)}
     return FAIL if FAIL in verdicts else UNCLEAR if UNCLEAR in verdicts else PASS
