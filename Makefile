@@ -20,7 +20,7 @@ check: $(VENV)/.dev
 	$(BIN)/lint-imports
 
 test-slow: $(VENV)/.dev
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow -n 2
 
 bench: $(VENV)/.runtime
 	$(BIN)/smupar bench parameterize

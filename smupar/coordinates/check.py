@@ -45,7 +45,7 @@ def coord_check(
     batches: Iterable[Any],
     *,
     base_width: int,
-    rules: Sequence[str] = ("smupar",),
+    rules: str | Sequence[str] = ("smupar",),
     widths: Sequence[int] = (),
     densities: Sequence[float] = (1.0,),
     optimizer: MakeOptimizer = torch.optim.AdamW,
@@ -75,6 +75,7 @@ def coord_check(
     seed_list = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
     if not seed_list or steps < 1:
         raise ValueError(f"steps and seeds must be at least 1, got steps={steps}, seeds={seeds!r}")
+    rules = (rules,) if isinstance(rules, str) else rules
     if not rules:
         raise ValueError("rules is empty: name at least one, such as rules=['smupar']")
     for rule in rules:

@@ -200,7 +200,7 @@ def _effect(module: nn.Module, parameter: nn.Parameter, change: Tensor, x: Tenso
 def _rows(module: nn.Module, values: Tensor, *, output: bool = False) -> Tensor:
     """Up to MAX_ROWS rows of a layer's input or output, the same rows of both."""
     if isinstance(module, nn.modules.conv._ConvNd):
-        return values[:MAX_IMAGES].clone()
+        return values[:MAX_IMAGES].clone() if values.ndim == module.weight.ndim else values.clone()  # one image has no batch
     rows = values.flatten() if is_lookup(module) and not output else values.reshape(-1, values.shape[-1])
     return rows[:: max(1, len(rows) // MAX_ROWS)][:MAX_ROWS].clone()
 
