@@ -1,4 +1,4 @@
-"""Carrying a plan out: the only file that changes a model.
+"""Carrying a plan out: the only file, with ``values`` that it calls, that changes a model.
 
 What is added to a model, all of it keyed by name and put back by ``attach`` from the plan:
 
@@ -11,18 +11,18 @@ What is added to a model, all of it keyed by name and put back by ``attach`` fro
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from smupar.masks import generator, read_masks
-from smupar.plan import Plan, PlanRow
+from smupar.masks import read_masks
+from smupar.plan import Plan
 from smupar.planner import MaskSetting, PlanWarning, Settings, plan_with_cautions, warn
 from smupar.tensors import is_lookup, parent_path
+from smupar.values import initialise, like, plan_resets, zero_off_mask, zero_padding
 
 FACTOR = "smupar_factor"
 _MARK = "_smupar_attached"
@@ -50,7 +50,7 @@ def parameterize(model: nn.Module, *, base: nn.Module, reset: bool | None = None
     parameters = dict(model.named_parameters())
     resets = None
     if reset or (reset is None and all(parameter._version == 0 for parameter in parameters.values())):
-        resets = _resets(model, plan, sure=reset is True)
+        resets = plan_resets(model, plan, sure=reset is True)
         cautions += resets.cautions if reset is None else []
     # Before anything changes: a mask that cannot be drawn, or a warning raised as an error, must leave the model as it is.
     with torch.device("cpu"):
@@ -60,8 +60,8 @@ def parameterize(model: nn.Module, *, base: nn.Module, reset: bool | None = None
         if resets is not None:
             resets.run(plan.seed)
         for row in plan:
-            _initialise(parameters[row.name], row, masks.get(row.name), plan.seed)
-        _zero_padding(model)
+            initialise(parameters[row.name], row, masks.get(row.name), plan.seed)
+        zero_padding(model)
     _attach(model, plan, masks)
     return plan
 
@@ -113,20 +113,10 @@ def is_parameterized(model: nn.Module) -> bool:
     return hasattr(model, _MARK)
 
 
-def is_sharded(tensor: Tensor) -> bool:
-    """A DTensor, asked without importing torch.distributed."""
-    return hasattr(tensor, "placements")
-
-
 def mask_of(model: nn.Module, name: str) -> Tensor | None:
     """The mask buffer of a parameter, if it has one."""
     mask = getattr(model.get_submodule(parent_path(name)), _mask_leaf(name), None)
     return mask if isinstance(mask, Tensor) else None
-
-
-def zero_off_mask(tensor: Tensor, mask: Tensor) -> None:
-    """In place; a product would turn an inf off the mask into nan."""
-    tensor.masked_fill_(mask.logical_not(), 0)
 
 
 def masks_gradient(parameter: nn.Parameter) -> bool:
@@ -199,97 +189,6 @@ def _masks(plan: Plan, given: Mapping[str, Tensor], wanted: set[str] | None = No
     return masks
 
 
-# Values
-
-
-@dataclass
-class _Resets:
-    """Fresh values for what the plan keeps, where ``to_empty`` left raw memory."""
-
-    zeros: list[nn.Parameter]  # biases of layers
-    calls: dict[str, tuple[Callable[[], Any], set[torch.device]]]  # module path -> its own init
-    cautions: list[str]
-
-    def run(self, seed: int) -> None:
-        for parameter in self.zeros:
-            parameter.zero_()
-        for path, (reset, devices) in self.calls.items():
-            with torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
-                torch.manual_seed(generator(seed, "reset", path).initial_seed())  # where an init is random: by name
-                reset()
-
-
-def _resets(model: nn.Module, plan: Plan, *, sure: bool) -> _Resets:
-    """A layer's biases become 0, other modules get their ``reset_parameters``, or what a Hugging Face model has for them."""
-    resets = _Resets([], {}, [])
-    done, left = [], []
-    for path, module in model.named_modules():
-        names = [f"{path}.{leaf}" if path else leaf for leaf, _ in module.named_parameters(recurse=False)]
-        rows = [plan[name] for name in names if name in plan]
-        kept = {row.name: module.get_parameter(row.name.rpartition(".")[2]) for row in rows if row.init_std is None}
-        own = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
-        hugging_face = getattr(model, "_init_weights", None)
-        if own is None and callable(hugging_face):
-            own = partial(hugging_face, module)
-        if len(kept) < len(rows):
-            resets.zeros += list(kept.values())
-        elif kept and callable(own):
-            resets.calls[path] = (own, {parameter.device for parameter in kept.values()})
-        elif kept:
-            left += list(kept)
-            continue
-        done += list(kept)
-    if left and sure:
-        raise ValueError(
-            f"reset=True, but {', '.join(left[:4])} belong to modules without reset_parameters: "
-            "initialise them yourself after to_empty and pass reset=False"
-        )
-    if done or left:
-        resets.cautions.append(
-            f"no parameter of the model was ever written in place, as after to_empty: {len(done)} norms and biases "
-            f"({', '.join(done[:2])}, ...) get fresh values. Pass reset=True to say so, or reset=False to keep what they hold."
-            + (f" Left as they are, without an init of their own: {', '.join(left[:4])}." if left else "")
-        )
-    return resets
-
-
-def _zero_padding(model: nn.Module) -> None:
-    """A lookup's padding row stays 0, as torch makes it: it would never be trained."""
-    for module in model.modules():
-        padding = getattr(module, "padding_idx", None)
-        if is_lookup(module) and isinstance(padding, int):
-            module.get_parameter("weight")[padding] = 0
-
-
-def _initialise(parameter: nn.Parameter, row: PlanRow, mask: Tensor | None, seed: int) -> None:
-    """Fills a parameter from (seed, name): the same values on every device, rank and number of ranks."""
-    if row.init_std is None:
-        if mask is not None:
-            zero_off_mask(parameter, _like(mask, parameter))
-        return
-    rng = generator(seed, "init", row.name)
-    in_place = parameter.device.type == "cpu" and type(parameter) is nn.Parameter and parameter.is_contiguous()
-    values = parameter if in_place else torch.empty(row.shape, dtype=parameter.dtype)
-    if mask is None:
-        values.normal_(0, row.init_std, generator=rng)
-    else:  # only the kept weights are drawn: at low density most of the cost of an init goes away
-        kept = torch.empty(int(torch.count_nonzero(mask)), dtype=values.dtype).normal_(0, row.init_std, generator=rng)
-        values.zero_().masked_scatter_(mask, kept)
-    if not in_place:
-        parameter.copy_(_like(values, parameter))
-
-
-def _like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """``tensor`` on the device of ``parameter``; under FSDP2 its own shard of it, as every rank has drawn the whole."""
-    if not is_sharded(parameter):
-        return tensor.to(parameter.device)
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    assert isinstance(parameter, DTensor)
-    mesh = parameter.device_mesh
-    return distribute_tensor(tensor.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)
-
-
 # Hooks
 
 
@@ -352,7 +251,7 @@ def _attach(model: nn.Module, plan: Plan, masks: Mapping[str, Tensor]) -> None:
     for row in plan:
         module, leaf = model.get_submodule(parent_path(row.name)), _mask_leaf(row.name)
         if row.name in masks:
-            module.register_buffer(leaf, _like(masks[row.name], parameters[row.name]))
+            module.register_buffer(leaf, like(masks[row.name], parameters[row.name]))
         if row.masked:
             _watch(parameters[row.name], module, leaf)
             silent.append(f"{row.name}_mask")

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smupar.apply import FACTOR, is_sharded, mask_of, masks_gradient, masks_updates, optimizers, scales_output, unwrapped
+from smupar.apply import FACTOR, mask_of, masks_gradient, masks_updates, optimizers, scales_output, unwrapped
 from smupar.optim import guard, num_steps, ratio_problem, wrong_groups
 from smupar.plan import Plan, PlanRow
 from smupar.planner import PlanWarning
 from smupar.rules import family_of
 from smupar.tensors import is_lookup, parent_path
+from smupar.values import is_sharded
 
 # A sample std of n weights scatters by 1 / sqrt(2 n); six of those are never reached by chance.
 _SIGMAS = 6.0
