@@ -20,7 +20,7 @@ from torch import nn
 import smupar
 from smupar.coordinates.measure import CHANGE, DY, GRAD_W, GRAD_X, JUDGED, Reading, Recorder, Y
 from smupar.coordinates.report import Report
-from smupar.coordinates.verdict import EXCEPTION, FAIL, PASS, UNCLEAR, Slope, judge, overall, slopes
+from smupar.coordinates.verdict import EXCEPTION, FAIL, LATER, PASS, UNCLEAR, Slope, judge, overall, slopes
 from smupar.lm import data
 from smupar.lm.config import ModelConfig
 from smupar.lm.gpt import GPT, Attention, set_attention_scale
@@ -647,6 +647,16 @@ def test_overall_is_the_worst_verdict():
     assert overall([made[UNCLEAR], made[PASS], made[FAIL]]) == FAIL
 
 
+def test_later_steps_are_judged_by_their_mean():
+    # Step 3 alone is steep, as one chaotic gradient is; the mean of steps 2 to 4 is (0.1 + 1.0 + 0.1) / 3.
+    readings = [one for step, exponent in ((1, 0.0), (2, 0.1), (3, 1.0), (4, 0.1)) for one in _made(exponent, step=step)]
+    found = {one.step: one for one in slopes(readings)}
+    assert found[3].verdict == FAIL
+    assert found[LATER].slope == pytest.approx(0.4)
+    assert found[LATER].verdict == PASS
+    assert overall(found.values()) == PASS
+
+
 def test_confidence_interval_of_three_seeds_is_students():
     # Slopes 0.1, 0.2, 0.3: standard deviation 0.1, two degrees of freedom, t = 4.30.
     (found,) = slopes([one for seed in range(3) for one in _made(0.1 * (seed + 1), seed=seed)])
@@ -654,6 +664,13 @@ def test_confidence_interval_of_three_seeds_is_students():
     assert found.ci == pytest.approx(4.30 * 0.1 / math.sqrt(3), abs=1e-6)
     assert found.num_seeds == 3
     assert found.verdict == UNCLEAR
+
+
+def test_confidence_interval_counts_no_more_than_three_places_as_independent():
+    readings = [one for place in "abcdef" for seed in range(3) for one in _made(0.1 * (seed + 1), seed=seed, place=place)]
+    # Slopes 0.1, 0.2, 0.3 in all six places: standard deviation 0.1; 3 x 2 degrees of freedom, t = 2.45, not 12 and 2.18.
+    for one in slopes(readings):
+        assert one.ci == pytest.approx(2.45 * 0.1 / math.sqrt(3), abs=1e-6)
 
 
 def test_confidence_interval_pools_places_of_one_kind_and_no_others():
@@ -668,9 +685,8 @@ def test_confidence_interval_pools_places_of_one_kind_and_no_others():
         )
     ]
     found = {(one.place, one.quantity): one.ci for one in slopes(readings)}
-    # Squares 0.02 of a and 0 of b over 2 + 2 degrees of freedom: variance 0.005. Places of one run are not independent, so t is
-    # that of three seeds, 4.30.
-    pooled = 4.30 * math.sqrt(0.005) / math.sqrt(3)
+    # Squares 0.02 of a and 0 of b over 2 + 2 degrees of freedom: variance 0.005, t = 2.78.
+    pooled = 2.78 * math.sqrt(0.005) / math.sqrt(3)
     assert found == pytest.approx(
         {
             ("a", Y): pooled,

@@ -1,7 +1,7 @@
 """Slopes of log2(size) against log2(width or density), and whether they are small enough.
 
 A rule that works keeps sizes flat. Slopes are fitted for each seed and step; their mean over seeds comes with a 95 % confidence
-interval. Its spread is pooled over places of one kind, its degrees of freedom are not: places of one run depend on each other.
+interval. Its spread is pooled over places of one kind; as places of one run depend on each other, they count as three at most.
 Judged are step 1, and the mean of all later steps: a single later step of a run is chaotic, most of all in its gradients.
 """
 
@@ -20,6 +20,7 @@ PASS, FAIL, UNCLEAR, EXCEPTION = "pass", "fail", "more seeds", "known exception"
 # dynamics move sizes a little under any rule, while those of an uncorrected one move by powers.
 LAYER_AT_STEP_1 = (0.2, 0.35)
 OTHERWISE = (0.5, 0.8)
+_INDEPENDENT_PLACES = 3
 # 97.5 % points of Student's t by degrees of freedom; 1.96 beyond.
 _T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26, 10: 2.23, 15: 2.13, 20: 2.09, 30: 2.04}
 
@@ -107,7 +108,8 @@ def _judged(fitted: list[tuple[Slope, list[float]]]) -> list[Slope]:
     for slope, each in fitted:
         if len(each) > 1:
             spread = math.sqrt(squares[slope.group] / freedom[slope.group])
-            slope = replace(slope, ci=_t(len(each) - 1) * spread / math.sqrt(len(each)))
+            places = min(_INDEPENDENT_PLACES, freedom[slope.group] // (len(each) - 1))
+            slope = replace(slope, ci=_t(max(1, places) * (len(each) - 1)) * spread / math.sqrt(len(each)))
         judged.append(replace(slope, verdict=judge(slope)))
     return judged
 
