@@ -306,6 +306,7 @@ def test_sizes_of_a_tied_embedding_are_those_of_both_its_uses():
     _assert_sizes(report, "readout", GRAD_X, logits.grad @ table)
     _assert_sizes(report, "inner", GRAD_X, inner.grad @ model.inner.weight.detach() / 0.5)
     _assert_sizes(report, "table", GRAD_W, model.table.weight.grad)
+    assert _size(report, "table", GRAD_W).norm == pytest.approx(float(model.table.weight.grad.norm()), rel=1e-4)
     _assert_no_reading(report, "table", GRAD_X)  # its input is a token
     assert _size(report, "table", Y).role == "embedding"
     assert _size(report, "readout", Y).role == "unembedding"

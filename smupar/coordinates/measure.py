@@ -6,6 +6,7 @@ update does to the output on the same inputs. All on up to ``MAX_ROWS`` rows of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,6 +40,12 @@ class Reading:
     quantity: str
     rms: float
     mean_abs: float
+    num_entries: int = 1
+
+    @property
+    def norm(self) -> float:
+        """Of all entries together: for the weight gradient, its norm, the gradient flow."""
+        return self.rms * math.sqrt(self.num_entries)
 
 
 class Recorder:
@@ -51,7 +58,7 @@ class Recorder:
         hidden_parents = {parent_path(path) for path, (_, role) in self.layers.items() if role == "hidden"}
         self.blocks = {path: "block" for path in hidden_parents if path and path in modules}
         self.blocks[""] = "logits"
-        self.sizes: list[tuple[int, str, str, Tensor, Tensor]] = []
+        self.sizes: list[tuple[int, str, str, Tensor, Tensor, int]] = []
         self.step = 0
         self._inputs: dict[str, Tensor] = {}
         self._output_grads: dict[str, Tensor] = {}
@@ -104,7 +111,8 @@ class Recorder:
 
     def _note(self, path: str, quantity: str, values: Tensor) -> None:
         values = values.float()
-        self.sizes.append((self.step, path, quantity, values.square().mean().sqrt(), values.abs().mean()))
+        rms, mean_abs = values.square().mean().sqrt(), values.abs().mean()
+        self.sizes.append((self.step, path, quantity, rms, mean_abs, values.numel()))
 
     # A step, in three parts
 
@@ -152,7 +160,7 @@ class Recorder:
     def readings(self, **run: Any) -> list[Reading]:
         """Everything measured so far, labelled with the run."""
         found = []
-        for step, path, quantity, rms, mean_abs in self.sizes:
+        for step, path, quantity, rms, mean_abs, num_entries in self.sizes:
             kind, role = ("layer", self.layers[path][1]) if path in self.layers else ("block", self.blocks[path])
             found.append(
                 Reading(
@@ -164,6 +172,7 @@ class Recorder:
                     quantity=quantity,
                     rms=float(rms),
                     mean_abs=float(mean_abs),
+                    num_entries=num_entries,
                 )
             )
         return found
