@@ -52,7 +52,7 @@ def train(config: Run) -> None:
     summary = run(config)
     print(
         f"train loss {summary.train_loss:.3f}, validation loss {summary.valid_loss:.3f} nats per byte "
-        f"at {config.sparsity:.1%} sparsity, rule {config.rule}, base LR {config.lr:g}; {summary.seconds:.0f} s"
+        f"at {summary.sparsity:.1%} sparsity, rule {config.rule}, base LR {config.lr:g}; {summary.seconds:.0f} s"
     )
 
 

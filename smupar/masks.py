@@ -102,7 +102,7 @@ class NM(Pattern):
         if density != Fraction(self.n, self.m):
             raise ValueError(
                 f"{self.name} keeps exactly {self.n}/{self.m} of the weights, not {float(density):g}; "
-                f"pass density={self.n}/{self.m} or leave it out"
+                f"pass density={self.n}/{self.m} (sparsity {1 - self.n / self.m:g}) or leave it out"
             )
 
     def count(self, shape: Shape, in_dims: Dims, density: Fraction) -> int | None:

@@ -90,6 +90,13 @@ class Plan:
     def __len__(self) -> int:
         return len(self.rows)
 
+    @property
+    def hidden_sparsity(self) -> float:
+        """Share of all hidden weights together that is zero."""
+        hidden = [row for row in self if row.role == "hidden"]
+        total = sum(math.prod(row.shape) for row in hidden)
+        return 1 - float(sum(math.prod(row.shape) * row.density for row in hidden) / total) if total else 0.0
+
     def attention_scale(self, head_dim: int) -> float:
         """What q.k must be multiplied with (Table 1). Asking for it settles the plan's reminder: put it into your model."""
         if head_dim < 1:

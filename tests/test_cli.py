@@ -60,5 +60,11 @@ def test_bad_input_exits_with_2_and_one_line():
     assert "divisible by 7" in done.stderr
 
 
+def test_pattern_that_fixes_the_density_needs_no_sparsity():
+    done = _smupar("train", "--pattern", "2:4", "--width", "64", "--depth", "1", "--steps", "2", "--seq-len", "16")
+    assert done.returncode == 0, done.stderr
+    assert "at 50.0% sparsity" in done.stdout
+
+
 def test_version_is_printed():
     assert _smupar("--version").stdout.startswith(f"smupar {smupar.__version__}")

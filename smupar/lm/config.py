@@ -40,8 +40,8 @@ class TrainConfig:
     """sp, mup, smupar, smupar-init-only or smupar-lr-only."""
     base_width: int = 64
     """Width at which lr, init_std and the alphas were tuned."""
-    sparsity: float = 0.9375
-    """Share of hidden weights set to zero, in [0, 1)."""
+    sparsity: float | None = None
+    """Share of hidden weights set to zero, in [0, 1). Default 0.9375, or what an N:M pattern says."""
     pattern: str = "random"
     """random, bernoulli, fan_in, N:M, N:M-transposable, block-N or neuron."""
     lr: float = 2**-6
@@ -55,12 +55,15 @@ class TrainConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.sparsity < 1:
+        if self.sparsity is not None and not 0 <= self.sparsity < 1:
             raise ValueError(f"sparsity must lie in [0, 1), got {self.sparsity}: 0.75 keeps a quarter of the hidden weights")
         for name in ("steps", "batch_size", "seq_len", "base_width"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be a positive whole number, got {getattr(self, name)}")
 
     @property
-    def density(self) -> float:
+    def density(self) -> float | None:
+        """What ``parameterize`` takes; None leaves it to an N:M pattern."""
+        if self.sparsity is None:
+            return None if ":" in self.pattern else 0.0625
         return 1 - self.sparsity

@@ -25,6 +25,7 @@ _VALID_BATCHES = 20
 
 @dataclass(frozen=True)
 class Summary:
+    sparsity: float  # of the hidden weights
     train_loss: float  # mean of the last 5 % of the steps, in nats per byte
     valid_loss: float
     seconds: float
@@ -57,7 +58,12 @@ def train(config: TrainConfig) -> Summary:
             raise FloatingPointError(f"the loss is {losses[-1]} at step {step}: lower --lr (now {config.lr:g})")
         steps.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
     tail = losses[-max(1, config.steps // 20) :]
-    return Summary(sum(tail) / len(tail), validate(model, valid_text, config), time.perf_counter() - start)
+    return Summary(
+        sparsity=plan.hidden_sparsity,
+        train_loss=sum(tail) / len(tail),
+        valid_loss=validate(model, valid_text, config),
+        seconds=time.perf_counter() - start,
+    )
 
 
 def lr_share(step: int, steps: int) -> float:
