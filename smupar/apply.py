@@ -22,7 +22,7 @@ from smupar.masks import read_masks
 from smupar.plan import Plan
 from smupar.planner import MaskSetting, PlanWarning, Settings, plan_with_cautions, warn
 from smupar.tensors import is_lookup, parent_path
-from smupar.values import initialise, like, plan_resets, zero_off_mask, zero_padding
+from smupar.values import initialise, like, padding_rows, plan_resets, zero_off_mask
 
 FACTOR = "smupar_factor"
 _MARK = "_smupar_attached"
@@ -59,9 +59,10 @@ def parameterize(model: nn.Module, *, base: nn.Module, reset: bool | None = None
     with torch.no_grad(), torch.device("cpu"):
         if resets is not None:
             resets.run(plan.seed)
+        padding = padding_rows(model)
         for row in plan:
-            initialise(parameters[row.name], row, masks.get(row.name), plan.seed)
-        zero_padding(model)
+            parameter = parameters[row.name]
+            initialise(parameter, row, masks.get(row.name), plan.seed, padding=padding.get(id(parameter)))
     _attach(model, plan, masks)
     return plan
 

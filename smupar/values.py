@@ -69,15 +69,13 @@ def plan_resets(model: nn.Module, plan: Plan, *, sure: bool) -> Resets:
     return resets
 
 
-def zero_padding(model: nn.Module) -> None:
-    """A lookup's padding row stays 0, as torch makes it: it would never be trained."""
-    for module in model.modules():
-        padding = getattr(module, "padding_idx", None)
-        if is_lookup(module) and isinstance(padding, int):
-            module.get_parameter("weight")[padding] = 0
+def padding_rows(model: nn.Module) -> dict[int, int]:
+    """id of a lookup's weight -> its padding row, which stays 0 as torch makes it: it would never be trained."""
+    tables = ((module, getattr(module, "padding_idx", None)) for module in model.modules() if is_lookup(module))
+    return {id(module.weight): padding for module, padding in tables if padding is not None}
 
 
-def initialise(parameter: nn.Parameter, row: PlanRow, mask: Tensor | None, seed: int) -> None:
+def initialise(parameter: nn.Parameter, row: PlanRow, mask: Tensor | None, seed: int, *, padding: int | None = None) -> None:
     """Fills a parameter from (seed, name): the same values on every device, rank and number of ranks."""
     if row.init_std is None:
         if mask is not None:
@@ -91,6 +89,8 @@ def initialise(parameter: nn.Parameter, row: PlanRow, mask: Tensor | None, seed:
     else:  # only the kept weights are drawn: at low density most of the cost of an init goes away
         kept = torch.empty(int(torch.count_nonzero(mask)), dtype=values.dtype).normal_(0, row.init_std, generator=rng)
         values.zero_().masked_scatter_(mask, kept)
+    if padding is not None:
+        values[padding] = 0
     if not in_place:
         parameter.copy_(like(values, parameter))
 
