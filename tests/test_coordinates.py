@@ -12,6 +12,7 @@ import sys
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -504,13 +505,14 @@ def test_batches_may_be_an_endless_generator_and_every_run_gets_the_same():
     seen = []
 
     def loss_fn(model, batch):
-        if torch.is_grad_enabled():  # not the passes that only compare outputs
-            seen.append(batch[0].sum().item())
+        seen.append(batch[0].sum().item())
         return _loss(model, batch)
 
     _check(loss_fn=loss_fn, batches=endless(), steps=3)
-    assert seen[:3] == seen[3:]
-    assert len(set(seen)) == 3
+    first, second, third = seen[1], seen[3], seen[5]
+    # Before the first step and after each one the first batch is probed again.
+    assert seen == [first, first, first, second, first, third, first] * 2
+    assert len({first, second, third}) == 3
 
 
 def test_recorder_keeps_as_many_tensors_after_ten_steps_as_after_one():
@@ -537,7 +539,7 @@ def test_recorder_keeps_as_many_tensors_after_ten_steps_as_after_one():
     assert len(set(counts)) == 1
     # What grows is two numbers for each size; none of them holds on to a graph or a larger tensor.
     assert {after - before for before, after in pairwise(lengths)} == {lengths[0]}
-    for *_, rms, mean_abs in recorder.sizes:
+    for *_, rms, mean_abs, _ in recorder.sizes:
         assert rms.untyped_storage().nbytes() == mean_abs.untyped_storage().nbytes() == 4
         assert not rms.requires_grad
         assert rms.grad_fn is None
@@ -1018,7 +1020,7 @@ def test_loss_that_explodes_later_is_a_finding(tmp_path):
 
 
 def test_one_point_on_every_axis_raises():
-    message = r"nothing to compare: widths=\[16\] and densities=\[1\].*at least two widths or two densities"
+    message = r"nothing to compare: widths=\[16\] and densities=\[1\.0\].*at least two widths or two densities"
     with pytest.raises(ValueError, match=message):
         _check(densities=(1,))
     with pytest.raises(ValueError, match="nothing to compare"):
@@ -1142,7 +1144,8 @@ def test_plot_writes_a_png(report, tmp_path):
     assert all(len(axes.get_lines()) == 2 for axes in panels)  # steps
     assert all((axes.get_xscale(), axes.get_yscale()) == ("log", "log") for axes in panels)
     titles = [axes.get_title() for axes in panels if axes.get_title()]
-    assert titles == [f"{title}: {report.verdicts[rule]}" for _ in range(2) for rule, title in zip(RULES, TITLES, strict=True)]
+    named = [(axis, rule, title) for axis in ("width", "density") for rule, title in zip(RULES, TITLES, strict=True)]
+    assert titles == [f"{title}: {report.axis_verdict(rule, axis)}" for axis, rule, title in named]
 
 
 def test_plot_takes_other_quantities(report, tmp_path):
@@ -1224,3 +1227,102 @@ def test_command_with_bad_input_exits_with_2_and_one_line(tmp_path, args, messag
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+# What a review found
+
+
+class Recurrent(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.table, self.rnn, self.head = nn.Embedding(20, width), nn.LSTM(width, width, batch_first=True), nn.Linear(width, 5)
+
+    def forward(self, ids):
+        return {"out": self.head(self.rnn(self.table(ids))[0][:, -1])}
+
+
+def _sequences(num):
+    rng = torch.Generator().manual_seed(0)
+    return [{"x": torch.randint(20, (16, 8), generator=rng), "y": torch.randint(5, (16,), generator=rng)} for _ in range(num)]
+
+
+def _popping_loss(model, batch):
+    return F.cross_entropy(model(batch.pop("x"))["out"], batch.pop("y"))
+
+
+def test_recurrent_layers_are_measured_as_blocks_and_named(tmp_path):
+    report = smupar.coord_check(
+        Recurrent, _popping_loss, _sequences(2), base_width=16, widths=np.array([16, 64]), steps=2, seeds=1, progress=False
+    )
+    assert {one.quantity for one in report.readings if one.place == "rnn"} >= {Y, GRAD_X}
+    (note,) = [diagnosis for diagnosis in report.diagnoses if diagnosis.cause == "unmeasured"]
+    assert "rnn.weight_hh_l0" in note.places
+    assert note.is_caution
+    report.plot(tmp_path / "rnn.png")
+    report.to_html(tmp_path / "rnn.html")
+    assert json.loads(report.to_json())["format"] == "smupar-coordinates/1"
+
+
+def test_nothing_measured_raises():
+    class Own(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.inner = nn.Parameter(torch.randn(width, width))
+            self.first = nn.Parameter(torch.randn(width))
+
+    with pytest.raises(ValueError, match="nothing could be measured"):
+        smupar.coord_check(
+            Own, lambda m, _: (m.first @ m.inner).mean(), [None], base_width=8, widths=(8, 16), steps=1, seeds=1, progress=False
+        )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lr": 0.0},
+        {"optimizer": lambda model, plan: torch.optim.SGD(smupar.param_groups(model, plan, lr=0.0, optimizer="sgd"))},
+    ],
+)
+def test_check_in_which_nothing_moves_does_not_pass(settings):
+    report = _check(**settings)
+    assert not report.ok
+    assert "nothing was trained" in report.explain()
+
+
+def test_optimizer_function_without_an_optimizer_raises():
+    with pytest.raises(ValueError, match="returned no optimizer"):
+        _check(optimizer=lambda model, plan: None)
+
+
+def test_autocast_is_measured():
+    def loss_fn(model, batch):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return _loss(model, batch)
+
+    usual, cast = _check(), _check(loss_fn=loss_fn)
+    assert _size(cast, "left", GRAD_X).rms == pytest.approx(_size(usual, "left", GRAD_X).rms, rel=0.05)
+
+
+def test_probe_leaves_running_statistics_and_dropout_alone():
+    class Noisy(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.first, self.norm = nn.Linear(6, width), nn.BatchNorm1d(width)
+            self.inner, self.head = nn.Linear(width, width), nn.Linear(width, 3)
+
+        def forward(self, x):
+            return self.head(F.dropout(self.inner(self.norm(self.first(x))), 0.5))
+
+    models = []
+    report = _check(make_model=Noisy, prepare=lambda model, plan: models.append(model), lr=1e-12, steps=3)
+    assert {int(model.norm.num_batches_tracked) for model in models} == {3}
+    assert max(one.rms for one in report.readings if one.quantity == CHANGE) < 1e-5
+
+
+def test_slopes_that_are_certain_but_between_the_thresholds_are_called_a_drift():
+    readings = [one for seed in range(5) for one in _made(-0.28, seed=seed)]
+    (found,) = slopes(readings)
+    assert found.verdict == UNCLEAR
+    report = _check(seeds=2)
+    report.readings, report.slopes, report.diagnoses = readings, [found], []
+    assert "more seeds will not change" in report.explain()

@@ -6,9 +6,10 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import islice, product
-from typing import Any, Unpack
+from typing import Any, SupportsIndex, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from tqdm import tqdm
 
 from smupar.apply import optimizers, parameterize
 from smupar.auditing import Finding, differences
-from smupar.coordinates.measure import Reading, Recorder
+from smupar.coordinates.measure import JUDGED, Reading, Recorder
 from smupar.coordinates.report import Report
 from smupar.optim import LRRatioWarning, param_groups, ratio_problem, wrong_groups
 from smupar.plan import Plan
@@ -46,8 +47,8 @@ def coord_check(
     *,
     base_width: int,
     rules: str | Sequence[str] = ("smupar",),
-    widths: Sequence[int] = (),
-    densities: Sequence[float] = (1.0,),
+    widths: int | Sequence[int] = (),
+    densities: float | Sequence[float] = (1.0,),
     optimizer: MakeOptimizer = torch.optim.AdamW,
     lr: float = 2**-6,
     weight_decay: float = 0.0,
@@ -72,7 +73,7 @@ def coord_check(
     allocation    density -> what ``parameterize`` takes as density, such as smupar.erk
     settings      as for ``parameterize``
     """
-    seed_list = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
+    seed_list = tuple(range(int(seeds))) if isinstance(seeds, SupportsIndex) else tuple(int(seed) for seed in seeds)
     if not seed_list or steps < 1:
         raise ValueError(f"steps and seeds must be at least 1, got steps={steps}, seeds={seeds!r}")
     rules = (rules,) if isinstance(rules, str) else rules
@@ -89,7 +90,8 @@ def coord_check(
             f"batches ran out: {steps} steps need as many batches, there are {len(taken)}; pass more, or fewer steps"
         )
     with torch.random.fork_rng():
-        grid = _Grid(make_model, base_width, tuple(widths) or (base_width,), tuple(densities))
+        width_list = tuple(int(width) for width in _listed(widths)) or (int(base_width),)
+        grid = _Grid(make_model, int(base_width), width_list, tuple(float(density) for density in _listed(densities)))
     cells = [Cell(*cell) for cell in product(rules, grid.widths, grid.densities, seed_list)]
     readings: list[Reading] = []
     faults: dict[Cell, list[Finding]] = {}
@@ -105,7 +107,13 @@ def coord_check(
         readings += run.recorder.readings(rule=cell.rule, width=cell.width, density=cell.density, seed=cell.seed)
         faults[cell] = run.faults
         plans.setdefault((cell.rule, cell.width, cell.density), run.plan)
+    if not any(reading.quantity in JUDGED for reading in readings):
+        raise ValueError("nothing could be measured: none of the model's layers is called as a module and returns a tensor")
     return Report(readings, faults={_label(cell): found for cell, found in faults.items() if found}, plans=plans)
+
+
+def _listed(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, Iterable) else (value,)
 
 
 def _label(cell: Cell) -> tuple[str, int, float, int]:
@@ -138,7 +146,7 @@ class _Grid:
         try:
             with torch.device("meta"):
                 return self.make_model(width)
-        except (NotImplementedError, RuntimeError):  # a model that computes in its constructor
+        except Exception:  # a model that computes in its constructor; if it is broken, this raises again
             return self.make_model(width)
 
 
@@ -174,6 +182,8 @@ class _Run:
             self.optimizers = [optimizer(groups)]
         else:
             self.optimizers = optimizers(optimizer(self.model, self.plan))
+        if not self.optimizers:
+            raise ValueError("the optimizer function returned no optimizer: it must return one, or a list of them")
         self.schedulers = [scheduler(one) for one in self.optimizers] if scheduler is not None else []
         self.faults += differences(self.model, self.plan, self.optimizers)
         self.faults += [Finding(text, name.replace("_", " ")) for name, text in self.plan.pending.items()]
@@ -205,15 +215,27 @@ class _Run:
         self.recorder.close()
         known = {(finding.cause, finding.name) for finding in self.faults}
         after = differences(self.model, self.plan, self.optimizers, trained=True)
+        if not self.recorder.moved():
+            after.append(Finding("no update changed the output of any layer: is the learning rate 0?", "no updates"))
+        unmeasured = self.recorder.unmeasured()
+        if unmeasured:
+            text = "seen only through the block that holds them, if at all; their updates are not measured"
+            self.faults += [Finding(text, "unmeasured", name) for name in unmeasured]
         self.faults += [finding for finding in after if (finding.cause, finding.name) not in known and finding.cause != "LR"]
 
-    @torch.no_grad()
     def _probe(self, batch: Any) -> None:
-        with self.recorder.probe():
-            self.loss_fn(self.model, batch)
+        """The first batch again, leaving no trace: the same dropout each time, running statistics put back."""
+        norms = [module for module in self.model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
+        kept = [{name: buffer.clone() for name, buffer in module.named_buffers(recurse=False)} for module in norms]
+        with self.recorder.probe(), torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.loss_fn(self.model, copy(batch))
+        for module, buffers in zip(norms, kept, strict=True):
+            for name, buffer in buffers.items():
+                getattr(module, name).copy_(buffer)
 
     def _loss(self, batch: Any, step: int) -> Tensor | None:
-        loss = self.loss_fn(self.model, batch)
+        loss = self.loss_fn(self.model, copy(batch))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"loss_fn must return a scalar tensor, got {shape}; reduce it, e.g. with .mean()")

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from smupar.auditing import Finding
-from smupar.coordinates.measure import DY, GRAD_X, Y
+from smupar.coordinates.measure import GRAD_X
 from smupar.coordinates.verdict import FAIL, LATER, Slope, decides
 from smupar.plan import Plan
 from smupar.planner import MIN_WEIGHTS_PER_NEURON
@@ -39,10 +39,14 @@ REMEDIES = {
     "optimizer": "the optimizer does not hold what the plan expects: build it from smupar.param_groups",
     "another model": "the model is not the one that was planned: add nothing after parameterize",
     "diverged": "training diverged: lower the learning rate",
+    "no updates": "nothing was trained: give coord_check a learning rate and an optimizer that hold the model's parameters",
+    "unmeasured": "not measured by themselves: weights of modules that are no Linear, Embedding or convolution",
+    "elsewhere": "not in what smupar sets (init, rates, factors and masks are as planned): look at the forward and backward "
+    "pass of these places",
     "rule": "the rule itself does not correct for this axis: use rule='smupar'",
 }
 # Worth saying, but no reason to fail a check whose sizes are flat.
-CAUTIONS = ("decay", "thin")
+CAUTIONS = ("decay", "thin", "unmeasured")
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,8 @@ def diagnose(
     found = _from_faults(rule, faults, own_plans) + _thin(rule, own_plans)
     failing = [slope for slope in slopes if slope.rule == rule and slope.verdict == FAIL and decides(slope)]
     if failing and not any(not diagnosis.is_caution for diagnosis in found):
-        found += _from_slopes(rule, failing)
+        has_readout = any(len(row.forward) > 1 or row.role == "unembedding" for plan in own_plans.values() for row in plan)
+        found += _from_slopes(rule, failing, has_readout)
     return found
 
 
@@ -111,11 +116,11 @@ def _thin(rule: str, plans: Mapping[tuple[str, int, float], Plan]) -> list[Diagn
     return [Diagnosis(rule, "thin", (), f"At {'; '.join(seen)}: {next(iter(seen.values()))}")] if seen else []
 
 
-def _from_slopes(rule: str, failing: list[Slope]) -> list[Diagnosis]:
+def _from_slopes(rule: str, failing: list[Slope], has_readout: bool) -> list[Diagnosis]:
     found = []
     for axis in dict.fromkeys(slope.axis for slope in failing):
         own = [slope for slope in failing if slope.axis == axis]
-        cause = _cause(rule, axis, own)
+        cause = _cause(rule, axis, own, has_readout)
         places = tuple(folded(own))
         found.append(Diagnosis(rule, cause, places, _evidence(own)))
     return found
@@ -128,19 +133,18 @@ def folded(slopes: Iterable[Slope]) -> list[str]:
     return list(dict.fromkeys((globs[place] if globs[place].strip("*.") else place) or "logits" for place in places))
 
 
-def _cause(rule: str, axis: str, failing: list[Slope]) -> str:
+def _cause(rule: str, axis: str, failing: list[Slope], has_readout: bool) -> str:
+    """Why sizes fail although the audit found nothing: what it cannot see."""
     corrected = get_rule(rule).init_var["hidden"].m_rho if axis == "density" else get_rule(rule).init_var["hidden"].m_in
     if not corrected:
         return "rule"
     first = [slope for slope in failing if slope.step == 1]
-    if any(slope.quantity == Y and slope.role == "hidden" for slope in first):
-        return "init"
     if first and all("att" in slope.place.lower() for slope in first):
         return "attention scale"
-    # Without its factor on the logits every gradient is off by one power of the width from the first step on.
-    if axis == "width" and any(slope.role in ("unembedding", "logits") or slope.quantity == GRAD_X for slope in first):
+    # Logits made by hand without their factor: every gradient is off by one power of the width from the first step on.
+    if axis == "width" and not has_readout and any(slope.quantity == GRAD_X or slope.role == "logits" for slope in first):
         return "output factor"
-    return "LR" if any(slope.quantity == DY for slope in failing) else "init"
+    return "elsewhere"
 
 
 def _evidence(failing: list[Slope]) -> str:

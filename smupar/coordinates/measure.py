@@ -7,7 +7,7 @@ update does to the output on the same inputs. All on up to ``MAX_ROWS`` rows of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -56,7 +56,9 @@ class Recorder:
         modules = dict(model.named_modules())
         self.layers = {path: (name, role) for path, name, role in _layers(model, plan)}
         hidden_parents = {parent_path(path) for path, (_, role) in self.layers.items() if role == "hidden"}
-        self.blocks = {path: "block" for path in hidden_parents if path and path in modules}
+        # Modules whose weights are not layers of their own (recurrent, attention, the user's) are measured as blocks too.
+        owners = {parent_path(row.name) for row in plan if row.role == "hidden"} - self.layers.keys()
+        self.blocks = {path: "block" for path in (*hidden_parents, *owners) if path and path in modules}
         self.blocks[""] = "logits"
         self.sizes: list[tuple[int, str, str, Tensor, Tensor, int]] = []
         self.step = 0
@@ -64,6 +66,7 @@ class Recorder:
         self._output_grads: dict[str, Tensor] = {}
         self._first_outputs: dict[str, Tensor] = {}
         self._seen: set[str] = set()
+        self._differentiated: set[str] = set()
         self._probing = False
         self._handles = [
             modules[path].register_forward_hook(self._after_forward(path), with_kwargs=True)
@@ -85,15 +88,18 @@ class Recorder:
             if self._probing:
                 self._compare(path, y.detach())
                 return
-            if self.step == 0 or path in self._seen:  # a layer that is used again in one pass: its first use counts
+            if self.step == 0:
                 return
-            self._seen.add(path)
-            self._note(path, Y, y.detach())
+            if path not in self._seen:  # a layer may be used again in one pass: its first use counts
+                self._seen.add(path)
+                self._note(path, Y, y.detach())
+            if not y.requires_grad or path in self._differentiated:  # checkpointing runs a layer a second time, with gradients
+                return
+            self._differentiated.add(path)
             if path in self.layers:
                 if x is not None:
                     self._inputs[path] = _rows(module, x.detach())
-                    if y.requires_grad:
-                        y.register_hook(lambda grad: self._output_grads.__setitem__(path, _rows(module, grad, output=True)))
+                    y.register_hook(lambda grad: self._output_grads.__setitem__(path, _rows(module, grad, output=True)))
             elif x is not None and x.is_floating_point() and x.requires_grad:
                 x.register_hook(lambda grad: self._note(path, GRAD_X, grad / self.plan.output_factor))
 
@@ -110,6 +116,8 @@ class Recorder:
             self._note(path, CHANGE, y - self._first_outputs[path])
 
     def _note(self, path: str, quantity: str, values: Tensor) -> None:
+        if not values.numel():  # an expert that got no tokens
+            return
         values = values.float()
         rms, mean_abs = values.square().mean().sqrt(), values.abs().mean()
         self.sizes.append((self.step, path, quantity, rms, mean_abs, values.numel()))
@@ -137,9 +145,10 @@ class Recorder:
                 self._note(path, GRAD_W, weight_grad)
             weights[name] = parameters[name].detach().clone()
             if path in self._inputs and path in self._output_grads and not is_lookup(module):
+                dtype = parameters[name].dtype  # autocast may have run the layer in another
                 with torch.enable_grad():
-                    x = self._inputs[path].requires_grad_()
-                    (grad,) = torch.autograd.grad(module.forward(x), x, self._output_grads[path])
+                    x = self._inputs[path].to(dtype).requires_grad_()
+                    (grad,) = torch.autograd.grad(module.forward(x), x, self._output_grads[path].to(dtype))
                 self._inputs[path] = x.detach()
                 self._note(path, GRAD_X, grad * getattr(module, FACTOR, 1.0) / self.plan.output_factor)
         return weights
@@ -156,6 +165,17 @@ class Recorder:
         self._inputs.clear()
         self._output_grads.clear()
         self._seen.clear()
+        self._differentiated.clear()
+
+    def unmeasured(self) -> list[str]:
+        """Hidden weights whose output or update was not seen: not a known layer, or used without being called."""
+        seen = {(path, quantity) for _, path, quantity, *_ in self.sizes}
+        measured = {name for path, (name, _) in self.layers.items() if (path, Y) in seen and (path, DY) in seen}
+        return [row.name for row in self.plan if row.role == "hidden" and row.name not in measured]
+
+    def moved(self) -> bool:
+        """Whether any update changed any layer's output."""
+        return any(float(rms) > 0 for _, _, quantity, rms, *_ in self.sizes if quantity == DY)
 
     def readings(self, **run: Any) -> list[Reading]:
         """Everything measured so far, labelled with the run."""
@@ -219,6 +239,8 @@ def _first_tensor(value: Any) -> Tensor | None:
         return value
     if hasattr(value, "logits"):
         return _first_tensor(value.logits)
+    if isinstance(value, Mapping):
+        return _first_tensor(tuple(value.values()))
     if isinstance(value, (tuple, list)):
         return next((found for item in value if (found := _first_tensor(item)) is not None), None)
     return None

@@ -6,6 +6,7 @@ import base64
 import html
 import io
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -50,6 +51,10 @@ class Report:
             found[rule] = FAIL if faulty else measured
         return found
 
+    def axis_verdict(self, rule: str, axis: str) -> str:
+        """What the sizes alone say over one axis."""
+        return overall(slope for slope in self.slopes if slope.rule == rule and slope.axis == axis)
+
     @property
     def ok(self) -> bool:
         under_test = [rule for rule in self.rules if rule not in BASELINES] or self.rules
@@ -73,10 +78,14 @@ class Report:
             lines.append(f"  largest slope: {_told(worst)}")
         unclear = [slope for slope in own if slope.verdict == UNCLEAR]
         if verdict == UNCLEAR:
-            lines.append(
-                f"  {len(unclear)} slopes are neither small nor large, such as {_told(max(unclear, key=_excess))}: "
-                f"run more seeds (now {seeds})"
+            worst = max(unclear, key=_excess)
+            certain = worst.ci == worst.ci and abs(worst.slope) - worst.ci > thresholds(worst)[0]
+            remedy = (
+                "a drift that more seeds will not change; a longer axis, larger batches or more weights per neuron would"
+                if certain
+                else f"run more seeds (now {seeds})"
             )
+            lines.append(f"  {len(unclear)} slopes are neither small nor large, such as {_told(worst)}: {remedy}")
         for quantity in JUDGED:
             failing = [slope for slope in own if slope.quantity == quantity and slope.verdict == FAIL]
             if failing:
@@ -98,9 +107,10 @@ class Report:
                 "ok": self.ok,
                 "verdicts": self.verdicts,
                 "diagnoses": [asdict(diagnosis) for diagnosis in self.diagnoses],
-                "slopes": [{**asdict(slope), "ci": slope.ci if slope.ci == slope.ci else None} for slope in self.slopes],
-                "readings": [asdict(reading) for reading in self.readings],
-            }
+                "slopes": [_finite(asdict(slope)) for slope in self.slopes],
+                "readings": [_finite(asdict(reading)) for reading in self.readings],
+            },
+            allow_nan=False,
         )
         if path is not None:
             Path(path).write_text(text)
@@ -120,6 +130,11 @@ class Report:
         picture = io.BytesIO()
         self.plot().savefig(picture, dpi=130, format="png")
         Path(path).write_text(_page(self, base64.b64encode(picture.getvalue()).decode()))
+
+
+def _finite(fields: dict[str, Any]) -> dict[str, Any]:
+    """JSON knows neither nan nor infinity."""
+    return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in fields.items()}
 
 
 def _axes(own: list[Slope]) -> str:

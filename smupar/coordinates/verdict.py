@@ -8,6 +8,7 @@ Judged are step 1, and the mean of all later steps: a single later step of a run
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ PASS, FAIL, UNCLEAR, EXCEPTION = "pass", "fail", "more seeds", "known exception"
 LAYER_AT_STEP_1 = (0.2, 0.35)
 OTHERWISE = (0.5, 0.8)
 _INDEPENDENT_PLACES = 3
+_QUERY = re.compile(r"(^|[._])(w?[qk]|query|key)(_proj|_lin)?$", re.IGNORECASE)
 # 97.5 % points of Student's t by degrees of freedom; 1.96 beyond.
 _T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26, 10: 2.23, 15: 2.13, 20: 2.09, 30: 2.04}
 
@@ -44,7 +46,8 @@ class Slope:
 
     @property
     def group(self) -> tuple[object, ...]:
-        return self.rule, self.axis, self.at, self.kind, self.role, self.quantity, self.step
+        """Slopes that share their spread: with its few seeds a readout alone would say little."""
+        return self.rule, self.axis, self.at, self.kind, self.quantity, self.step
 
 
 def slopes(readings: Iterable[Reading]) -> list[Slope]:
@@ -139,9 +142,11 @@ def judge(slope: Slope) -> str:
 
 def _is_known_exception(slope: Slope) -> bool:
     """Logits start at random under muP and SmuPar: a sum of d random terms over d, so they shrink like 1 / sqrt(width) until
-    the readout has learned."""
-    logits = slope.axis == "width" and slope.role in ("unembedding", "logits") and slope.quantity == Y
-    return logits and slope.rule != "sp" and slope.step <= 3 and -0.65 < slope.slope < LAYER_AT_STEP_1[0]
+    the readout has learned. So do attention logits where the head size grows, and gradients of queries and keys with them."""
+    logits = slope.role in ("unembedding", "logits") and slope.quantity == Y and slope.step <= 3
+    queries = bool(_QUERY.search(slope.place)) and slope.quantity == GRAD_X and slope.step == 1
+    known = slope.axis == "width" and slope.rule != "sp" and (logits or queries)
+    return known and -0.65 < slope.slope < LAYER_AT_STEP_1[0]
 
 
 def decides(slope: Slope) -> bool:
