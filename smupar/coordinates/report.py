@@ -73,9 +73,9 @@ class Report:
         own = [slope for slope in own if decides(slope)]
         places = len({slope.place for slope in own})
         lines = [f"{title}: {verdict.upper()} over {_axes(own)} ({places} layers and blocks, {steps} steps, {seeds} seeds)"]
-        worst = max((slope for slope in own if slope.verdict), key=_excess)
-        if verdict == PASS:
-            lines.append(f"  largest slope: {_told(worst)}")
+        passing = [slope for slope in own if slope.verdict == PASS]
+        if verdict == PASS and passing:
+            lines.append(f"  largest slope: {_told(max(passing, key=_excess))}")
         unclear = [slope for slope in own if slope.verdict == UNCLEAR]
         if verdict == UNCLEAR:
             worst = max(unclear, key=_excess)
