@@ -965,7 +965,7 @@ def test_refused_model_can_be_parameterized_with_better_input():
     smupar.audit(model, plan)
 
 
-# What a review found
+# Edge cases
 
 
 class Tables(nn.Module):

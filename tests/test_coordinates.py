@@ -1229,7 +1229,7 @@ def test_command_with_bad_input_exits_with_2_and_one_line(tmp_path, args, messag
     assert not list(tmp_path.iterdir())
 
 
-# What a review found
+# Edge cases
 
 
 class Recurrent(nn.Module):
