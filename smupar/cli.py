@@ -6,14 +6,13 @@ Exit codes: 0 done, 1 a check that does not pass, 2 bad input (one line says wha
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
 import tyro
 
 from smupar import __version__
 from smupar import rules as table_1
-from smupar.lm.config import TrainConfig
+from smupar.lm.config import CheckConfig, TrainConfig
 
 Run = Annotated[TrainConfig, tyro.conf.OmitArgPrefixes]
 
@@ -56,29 +55,6 @@ def train(config: Run) -> None:
     )
 
 
-@dataclass(frozen=True)
-class CheckConfig:
-    """A coordinate check of the built-in GPT: depth 2, text of Python's standard library."""
-
-    rules: tuple[str, ...] = ("sp", "mup", "smupar")
-    """Side by side; sp and mup are baselines, the exit code is about the others."""
-    base_width: int = 64
-    widths: tuple[int, ...] = (256,)
-    sparsities: tuple[float, ...] = (0.0, 0.75, 0.9375)
-    """Share of hidden weights set to zero."""
-    pattern: str = "random"
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    lr: float = 2**-6
-    steps: int = 10
-    seeds: int = 3
-    depth: int = 2
-    head_dim: int = 32
-    batch_size: int = 8
-    seq_len: int = 64
-    out: str = "runs/check"
-    """Folder for check.png, check.html and check.json."""
-
-
 def check(config: Annotated[CheckConfig, tyro.conf.OmitArgPrefixes]) -> None:
     """Measure whether activations, gradients and updates of the GPT keep their size over width and sparsity.
 
@@ -86,7 +62,7 @@ def check(config: Annotated[CheckConfig, tyro.conf.OmitArgPrefixes]) -> None:
     """
     from smupar.lm.check import check_gpt
 
-    report = check_gpt(**asdict(config))
+    report = check_gpt(config)
     print(report.explain())
     if not report.ok:
         sys.exit(1)

@@ -66,5 +66,17 @@ def test_pattern_that_fixes_the_density_needs_no_sparsity():
     assert "at 50.0% sparsity" in done.stdout
 
 
+def test_check_without_matplotlib_still_gives_its_verdict(tmp_path):
+    size = "--widths 64 --base-width 32 --sparsities 0 0.5 --depth 1 --steps 1 --seeds 1 --seq-len 16"
+    args = ["check", "--rules", "smupar", *size.split(" "), "--out", str(tmp_path)]
+    code = f"import sys; sys.modules['matplotlib'] = None; from smupar.cli import main; main({args})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode in (0, 1), done.stderr
+    assert "Traceback" not in done.stderr
+    assert "pip install 'smupar[plot]'" in done.stderr
+    assert done.stdout.startswith("SmuPar: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["check.json"]
+
+
 def test_version_is_printed():
     assert _smupar("--version").stdout.startswith(f"smupar {smupar.__version__}")

@@ -24,15 +24,6 @@ MATRICES = (LINEAR, TRANSPOSED)
 EVERY_SHAPE = (LINEAR, TRANSPOSED, CONV, CONV_TRANSPOSED, RAW)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Test workers share the cores: two threads each wait for one another far longer than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def draw(pattern, shape, in_dims, density, *, seed=0, name="fc.weight"):
     return parse_pattern(pattern).draw(shape, in_dims, Fraction(density), generator(seed, "mask", name))
 

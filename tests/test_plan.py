@@ -20,15 +20,6 @@ from smupar.roles import layer_glob
 SIGMA, ALPHA_INPUT, ALPHA_OUTPUT = 0.08665602, 9.1705, 1.0951835  # Table 3 of the paper
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Test workers share the cores: two threads each wait for one another far longer than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 class MLP(nn.Module):
     """Embedding layer, two hidden layers (the first one ``expand`` times as wide), readout."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -67,3 +68,26 @@ class TrainConfig:
         if self.sparsity is None:
             return None if ":" in self.pattern else 0.0625
         return 1 - self.sparsity
+
+
+@dataclass(frozen=True)
+class CheckConfig:
+    """A coordinate check of the built-in GPT on the text of Python's standard library."""
+
+    rules: tuple[str, ...] = ("sp", "mup", "smupar")
+    """Side by side; sp and mup are baselines, the exit code is about the others."""
+    base_width: int = 64
+    widths: tuple[int, ...] = (256,)
+    sparsities: tuple[float, ...] = (0.0, 0.75, 0.9375)
+    """Share of hidden weights set to zero."""
+    pattern: str = "random"
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    lr: float = 2**-6
+    steps: int = 10
+    seeds: int = 3
+    depth: int = 2
+    head_dim: int = 32
+    batch_size: int = 8
+    seq_len: int = 64
+    out: str = "runs/check"
+    """Folder for check.png, check.html and check.json."""
