@@ -12,7 +12,7 @@ import torch
 from tqdm import tqdm
 
 from smupar.apply import mask_of, parameterize
-from smupar.lm.config import ModelConfig, TrainConfig
+from smupar.lm.config import ModelConfig, RunConfig
 from smupar.lm.gpt import GPT, plan_on_meta
 
 _610M = ModelConfig(width=2048, depth=10, head_dim=64, vocab_size=50257)
@@ -55,7 +55,7 @@ def bench_parameterize(*, repeats: int = 3, model: ModelConfig = _610M, planned:
 
 def _bench_plan(model: ModelConfig) -> str:
     before, start = _peak_mib(), time.perf_counter()
-    plan = plan_on_meta(TrainConfig(model=model, base_width=_BASE_WIDTH, sparsity=0.9375))
+    plan = plan_on_meta(RunConfig(model=model, base_width=_BASE_WIDTH, sparsity=0.9375))
     seconds, total = time.perf_counter() - start, sum(math.prod(row.shape) for row in plan)
     return f"plan for {total / 1e9:.1f}B parameters on meta: {seconds:.2f} s, {_peak_mib() - before:.0f} MiB at the peak"
 

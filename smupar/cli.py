@@ -12,9 +12,9 @@ import tyro
 
 from smupar import __version__
 from smupar import rules as table_1
-from smupar.lm.config import CheckConfig, TrainConfig
+from smupar.lm.config import CheckConfig, RunConfig
 
-Run = Annotated[TrainConfig, tyro.conf.OmitArgPrefixes]
+Run = Annotated[RunConfig, tyro.conf.OmitArgPrefixes]
 
 
 def rules(markdown: bool = False) -> None:

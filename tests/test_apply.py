@@ -17,13 +17,13 @@ from lion_pytorch import Lion
 from torch import nn
 
 import smupar
-from smupar.lm.config import ModelConfig, TrainConfig
+from smupar.lm.config import ModelConfig, RunConfig
 from smupar.lm.gpt import GPT, build
 
 VOCAB = 11
 HIDDEN = ("hidden.0.weight", "hidden.1.weight")
 MASKS = {f"{name}_mask" for name in HIDDEN}
-GPT_CONFIG = TrainConfig(model=ModelConfig(width=32, depth=1, head_dim=8, vocab_size=VOCAB), base_width=16, sparsity=0.75)
+GPT_CONFIG = RunConfig(model=ModelConfig(width=32, depth=1, head_dim=8, vocab_size=VOCAB), base_width=16, sparsity=0.75)
 
 
 class Net(nn.Module):
@@ -811,10 +811,10 @@ def test_global_rng_is_untouched():
 
 DIGEST = """
 import hashlib, sys, torch
-from smupar.lm.config import ModelConfig, TrainConfig
+from smupar.lm.config import ModelConfig, RunConfig
 from smupar.lm.gpt import build
 torch.manual_seed(int(sys.argv[1]))
-config = TrainConfig(model=ModelConfig(width=32, depth=1, head_dim=8, vocab_size=11), base_width=16, sparsity=0.75)
+config = RunConfig(model=ModelConfig(width=32, depth=1, head_dim=8, vocab_size=11), base_width=16, sparsity=0.75)
 digest = hashlib.sha256()
 for value in build(config)[0].state_dict().values():
     digest.update(value.numpy().tobytes())

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from smupar.lm import data
-from smupar.lm.config import ModelConfig, TrainConfig
+from smupar.lm.config import ModelConfig, RunConfig
 from smupar.lm.gpt import GPT, alibi_slopes, build, plan_on_meta
 from smupar.lm.train import lr_share, train
 
-TINY = TrainConfig(model=ModelConfig(width=64, depth=1), base_width=32, sparsity=0.75, steps=5, batch_size=2, seq_len=16)
+TINY = RunConfig(model=ModelConfig(width=64, depth=1), base_width=32, sparsity=0.75, steps=5, batch_size=2, seq_len=16)
 
 
 def test_gpt_does_not_look_ahead():

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from smupar.coordinates.check import coord_check
 from smupar.coordinates.report import Report
 from smupar.lm import data
-from smupar.lm.config import CheckConfig, ModelConfig, TrainConfig
+from smupar.lm.config import CheckConfig, ModelConfig, RunConfig
 from smupar.lm.gpt import GPT, set_attention_scale
 from smupar.lm.train import next_token_loss
 
 
 def check_gpt(config: CheckConfig) -> Report:
-    """Runs ``coord_check`` on GPTs with the tuned defaults of ``TrainConfig``; writes check.png, .html and .json."""
+    """Runs ``coord_check`` on GPTs with the tuned defaults of ``RunConfig``; writes check.png, .html and .json."""
 
     def make_model(width: int) -> GPT:
         return GPT(ModelConfig(width=width, depth=config.depth, head_dim=config.head_dim))
@@ -30,7 +30,7 @@ def check_gpt(config: CheckConfig) -> Report:
         data.batch(text, seed=0, step=step, batch_size=config.batch_size, seq_len=config.seq_len)
         for step in range(config.steps)
     ]
-    tuned = TrainConfig()
+    tuned = RunConfig()
     report = coord_check(
         make_model,
         loss_fn,

@@ -1,40 +1,81 @@
-"""What a run is made of, as frozen dataclasses. No torch in here, so that ``smupar --help`` stays fast."""
+"""What a run is made of, as frozen dataclasses; the command line takes its flags from them. No torch in here, so that
+``smupar --help`` stays fast.
+
+``RunConfig`` is everything that decides the result, and its hash names the run. ``Execution`` is how it is carried out:
+where, on how many devices, how often it is saved.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+STANDARD_LIBRARY = "stdlib"
+"""The text that needs no download: the source of the running Python's standard library, as bytes."""
+
+
+def _positive(config: object, *names: str) -> None:
+    for name in names:
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} must be a positive whole number, got {getattr(config, name)}")
+
+
+def _not_negative(config: object, *names: str) -> None:
+    for name in names:
+        if getattr(config, name) < 0:
+            raise ValueError(f"{name} must not be negative, got {getattr(config, name)}")
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A GPT with ALiBi and SwiGLU, head size fixed as width grows, tied embedding, no biases."""
+    """A GPT whose head size is fixed as width grows. The defaults are the paper's: ALiBi, SwiGLU, tied embedding."""
 
     width: int = 256
     depth: int = 2
     head_dim: int = 32
     vocab_size: int = 256
+    ff_width: int = 0
+    """Inner width of the MLP. 0: 8/3 of the width for SwiGLU and 4 times for GELU, rounded down to a multiple of head_dim."""
+    positions: Literal["alibi", "rotary", "learned", "none"] = "alibi"
+    activation: Literal["swiglu", "gelu"] = "swiglu"
+    biases: bool = False
+    """In linear layers and norms; the unembedding never has one."""
+    tied: bool = True
+    """One matrix for embedding and unembedding."""
+    residual_factor: bool = False
+    """Multiply both residual outputs of a block by 1 / sqrt(2 depth)."""
+    context: int = 2048
+    """Longest sequence, for learned positions only."""
 
     def __post_init__(self) -> None:
-        for name in ("width", "depth", "head_dim", "vocab_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be a positive whole number, got {getattr(self, name)}")
+        _positive(self, "width", "depth", "head_dim", "vocab_size", "context")
+        _not_negative(self, "ff_width")
         if self.width % self.head_dim:
-            raise ValueError(f"width {self.width} is not a multiple of head_dim {self.head_dim}: choose another width")
+            near = max(1, round(self.width / self.head_dim)) * self.head_dim
+            raise ValueError(
+                f"width {self.width} is not a multiple of head_dim {self.head_dim}: --width {near} would be, "
+                "or choose another --head-dim"
+            )
+        if self.positions == "rotary" and self.head_dim % 2:
+            raise ValueError(f"rotary positions turn pairs, and head_dim {self.head_dim} is odd: choose an even --head-dim")
 
     @property
     def num_heads(self) -> int:
         return self.width // self.head_dim
 
     @property
-    def ff_width(self) -> int:
-        """8/3 of the width, as usual for SwiGLU, rounded down to a multiple of the head size."""
-        return 8 * self.width // 3 // self.head_dim * self.head_dim
+    def inner_width(self) -> int:
+        if self.ff_width:
+            return self.ff_width
+        wide = 8 * self.width // 3 if self.activation == "swiglu" else 4 * self.width
+        return max(1, wide // self.head_dim) * self.head_dim
 
 
 @dataclass(frozen=True)
-class TrainConfig:
-    """One run. The defaults are the demo: a sparse GPT on the text of Python's standard library, a minute on a laptop."""
+class RunConfig:
+    """One run: all that decides its result. The defaults are the demo, a sparse GPT that trains in a minute on a laptop."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     rule: str = "smupar"
@@ -45,22 +86,61 @@ class TrainConfig:
     """Share of hidden weights set to zero, in [0, 1). Default 0.9375, or what an N:M pattern says."""
     pattern: str = "random"
     """random, bernoulli, fan_in, N:M, N:M-transposable, block-N or neuron."""
-    lr: float = 2**-6
+    allocation: Literal["uniform", "er", "erk"] = "uniform"
+    """How the sparsity is shared among layers."""
     init_std: float = 0.087
     alpha_input: float = 9.17
     alpha_output: float = 1.095
+
+    optimizer: str = "adamw"
+    """adamw, adam, sgd, muon (AdamW on what is not hidden), lion, nadam, radam, adamax, rmsprop or adagrad."""
+    lr: float = 2**-6
+    rest_lr: float | None = None
+    """Learning rate of AdamW beside muon; default lr."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    momentum: float = 0.9
+    """Of sgd and muon."""
+    eps: float = 1e-8
+    eps_scaling: Literal["constant", "width"] = "constant"
+    """width: epsilon shrinks with the width, like the gradients."""
     weight_decay: float = 0.0
+    decay: Literal["independent", "coupled"] = "independent"
+    """independent: LR times decay stays what was tuned; coupled: as in the paper's reference code."""
+    clip: float | None = None
+    """Largest norm of the gradient."""
+    schedule: Literal["linear", "linear-to-zero", "constant", "cosine"] = "linear"
+    """linear: to a tenth of the peak, as in most of the paper's runs; cosine: likewise to a tenth."""
+    warmup: int | None = None
+    """Steps of linear warm-up; default a tenth of all steps."""
     steps: int = 400
     batch_size: int = 8
+    """Sequences per step, over all ranks and micro-batches."""
     seq_len: int = 64
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """bf16: products and activations; weights and optimizer state stay fp32."""
+    data: str = STANDARD_LIBRARY
+    """Folder made by `smupar data prepare`, or stdlib: the source of Python's standard library as bytes."""
+    valid_data: str | None = None
+    """Folder with text to validate on; default the last 5 % of data, which are then not trained on."""
+    valid_batches: int = 20
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.sparsity is not None and not 0 <= self.sparsity < 1:
             raise ValueError(f"sparsity must lie in [0, 1), got {self.sparsity}: 0.75 keeps a quarter of the hidden weights")
-        for name in ("steps", "batch_size", "seq_len", "base_width"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be a positive whole number, got {getattr(self, name)}")
+        _positive(self, "steps", "batch_size", "seq_len", "base_width", "valid_batches")
+        _not_negative(self, "lr", "weight_decay", "eps", "momentum", "init_std")
+        if self.clip is not None and self.clip <= 0:
+            raise ValueError(f"clip must be above 0, got {self.clip}: leave it out for no clipping")
+        if not 0 <= self.warmup_steps <= self.steps:
+            raise ValueError(f"warmup must lie in [0, steps = {self.steps}], got {self.warmup}")
+        if self.base_width % self.model.head_dim:
+            raise ValueError(
+                f"base width {self.base_width} is not a multiple of head_dim {self.model.head_dim}: the head size is the same "
+                "in both models, choose another --base-width or --head-dim"
+            )
+        if self.model.positions == "learned" and self.seq_len > self.model.context:
+            raise ValueError(f"seq_len {self.seq_len} is longer than the model's context: pass --context {self.seq_len}")
 
     @property
     def density(self) -> float | None:
@@ -68,6 +148,87 @@ class TrainConfig:
         if self.sparsity is None:
             return None if ":" in self.pattern else 0.0625
         return 1 - self.sparsity
+
+    @property
+    def warmup_steps(self) -> int:
+        return self.steps // 10 if self.warmup is None else self.warmup
+
+    @property
+    def num_tokens(self) -> int:
+        return self.steps * self.batch_size * self.seq_len
+
+    @property
+    def id(self) -> str:
+        """Equal for equal runs: the hash of everything above."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:10]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> RunConfig:
+        try:
+            values: dict[str, Any] = json.loads(text)
+            values["model"] = ModelConfig(**values["model"])
+            values["betas"] = tuple(values["betas"])
+            return cls(**values)
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise ValueError(f"not the configuration of a run, or one of another version ({error})") from error
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a run is carried out. None of this changes its result, apart from rounding."""
+
+    out: str | None = None
+    """Folder of the run; default runs/<name made from the configuration>. Started again, a run goes on where it was."""
+    device: str = "auto"
+    """auto: a GPU if there is one."""
+    compile: bool | None = None
+    """torch.compile; default on GPUs only."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """Under torchrun: a whole model on every rank, or its shards (FSDP2)."""
+    micro_batch: int = 0
+    """Sequences per rank in one forward pass, for gradient accumulation. 0: all of a rank's sequences."""
+    save_every: int = 0
+    """Steps between checkpoints. 0: one every five minutes; one is written at the end in any case."""
+    keep: int = 2
+    """Checkpoints to keep, beside the best one."""
+    valid_every: int = 0
+    """Steps between validations. 0: five times in a run."""
+    log_every: int = 10
+    """Steps between lines of metrics.jsonl; the GPU waits for the host only then."""
+    tensorboard: bool = False
+    """Write events for TensorBoard into the run's folder."""
+    peak_tflops: float | None = None
+    """Peak of one device for the share that is shown; default the datasheet's, else the speed of a large product here."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "keep", "log_every")
+        _not_negative(self, "micro_batch", "save_every", "valid_every")
+
+
+@dataclass(frozen=True)
+class PrepareConfig:
+    """Text into token shards. Interrupted, the same command goes on where it was."""
+
+    sources: tuple[str, ...]
+    """Files or folders of text, JSONL (.jsonl, .json, also .gz) or Parquet; hf:NAME[:CONFIG] for a Hugging Face dataset, streamed; or slimpajama."""
+    out: str
+    """Folder for the shards and index.json."""
+    tokenizer: str = "bytes"
+    """bytes, gpt2, a `tokenizers` JSON file, or a folder with GPT-2 style vocabulary and merges."""
+    field: str = "text"
+    """Field or column that holds the text, in JSONL, Parquet and datasets."""
+    split: str = "train"
+    """Split of a Hugging Face dataset."""
+    encoding: str = "utf-8"
+    errors: Literal["strict", "replace", "ignore"] = "strict"
+    """What to do with bytes that are not text in that encoding."""
+    max_tokens: int | None = None
+    """Stop after so many tokens."""
+    shard_tokens: int = 100_000_000
+    """Tokens in a shard, about."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smupar.apply import parameterize
-from smupar.lm.config import ModelConfig, TrainConfig
+from smupar.lm.config import ModelConfig, RunConfig
 from smupar.plan import Plan
 from smupar.planner import Settings, make_plan
 
@@ -40,9 +40,9 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate = nn.Linear(config.width, config.ff_width, bias=False)
-        self.up = nn.Linear(config.width, config.ff_width, bias=False)
-        self.down = nn.Linear(config.ff_width, config.width, bias=False)
+        self.gate = nn.Linear(config.width, config.inner_width, bias=False)
+        self.up = nn.Linear(config.width, config.inner_width, bias=False)
+        self.down = nn.Linear(config.inner_width, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
@@ -83,7 +83,7 @@ def alibi_slopes(num_heads: int) -> Tensor:
     return 2.0 ** (-8.0 * torch.arange(1, num_heads + 1) / num_heads)
 
 
-def build(config: TrainConfig) -> tuple[GPT, Plan]:
+def build(config: RunConfig) -> tuple[GPT, Plan]:
     """A parameterized GPT and its plan, with the attention scale set."""
     model = GPT(config.model)
     plan = parameterize(model, base=_on_meta(config.model, config.base_width), **_settings(config))
@@ -97,7 +97,7 @@ def set_attention_scale(model: nn.Module, plan: Plan) -> None:
             module.scale.fill_(plan.attention_scale(module.head_dim))
 
 
-def plan_on_meta(config: TrainConfig) -> Plan:
+def plan_on_meta(config: RunConfig) -> Plan:
     """The plan ``build`` would carry out, for a model of any size, in no memory."""
     model = _on_meta(config.model, config.model.width)
     plan = make_plan(model, base=_on_meta(config.model, config.base_width), **_settings(config))
@@ -110,7 +110,7 @@ def _on_meta(config: ModelConfig, width: int) -> GPT:
         return GPT(replace(config, width=width))
 
 
-def _settings(config: TrainConfig) -> Settings:
+def _settings(config: RunConfig) -> Settings:
     return {
         "rule": config.rule,
         "density": config.density,

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from smupar.auditing import audit
 from smupar.lm import data
-from smupar.lm.config import TrainConfig
+from smupar.lm.config import RunConfig
 from smupar.lm.gpt import GPT, build
 from smupar.optim import param_groups
 
@@ -31,7 +31,7 @@ class Summary:
     seconds: float
 
 
-def train(config: TrainConfig) -> Summary:
+def train(config: RunConfig) -> Summary:
     """Trains one GPT as configured; prints its plan, then a progress bar with the loss."""
     start = time.perf_counter()
     train_text, valid_text = data.split(data.standard_library())
@@ -79,7 +79,7 @@ def next_token_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor
 
 
 @torch.no_grad()
-def validate(model: GPT, text: Tensor, config: TrainConfig) -> float:
+def validate(model: GPT, text: Tensor, config: RunConfig) -> float:
     total = 0.0
     for step in range(_VALID_BATCHES):
         inputs, targets = data.batch(text, seed=0, step=step, batch_size=config.batch_size, seq_len=config.seq_len)
