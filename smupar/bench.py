@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import math
 import resource
+import statistics
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import torch
+from torch import nn
 from tqdm import tqdm
 
 from smupar.apply import mask_of, parameterize
-from smupar.lm.config import ModelConfig, RunConfig
-from smupar.lm.gpt import GPT, plan_on_meta
+from smupar.lm import data
+from smupar.lm.config import Execution, ModelConfig, RunConfig
+from smupar.lm.cost import peak_flops
+from smupar.lm.distributed import World, pick_device
+from smupar.lm.gpt import GPT, on_meta, plan_on_meta, use_flex_attention
+from smupar.lm.recipes import gpt_610m
+from smupar.lm.shard_writer import write_tokens
+from smupar.lm.shards import TokenizerInfo, Tokens, open_tokens
+from smupar.lm.step import Stepper, next_token_loss
 
 _610M = ModelConfig(width=2048, depth=10, head_dim=64, vocab_size=50257)
 _70B = ModelConfig(width=8192, depth=87, head_dim=128, vocab_size=32000)
@@ -63,3 +75,125 @@ def _bench_plan(model: ModelConfig) -> str:
 def _peak_mib() -> float:
     """Peak resident memory of this process; Linux counts it in KiB, macOS in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+# Training
+
+
+def bench_train(*, repeats: int = 3, run: RunConfig | None = None, micro_batch: int = 16, num_steps: int = 4) -> str:
+    """Steps of the 610M model, masked by smupar against the same model without it, in turns; with plain causal attention
+    and with ALiBi."""
+    device = pick_device("auto")
+    run = replace(run or gpt_610m(), sparsity=0.75, batch_size=2 * micro_batch)
+    how = Execution(device=str(device), micro_batch=micro_batch)
+    peak = peak_flops(device, run.dtype)
+    tokens = run.batch_size * run.seq_len
+    lines = [
+        f"{_device_name(device)}, torch {torch.__version__}, {run.dtype}, {run.batch_size} x {run.seq_len} tokens a step in "
+        f"micro-batches of {micro_batch}, median of {repeats} x {num_steps} steps; peak {peak / 1e12:.0f} TFLOP/s, 6 N tokens"
+    ]
+    for positions, title in (("learned", "causal attention, learned positions"), ("alibi", "ALiBi")):
+        config = replace(run, model=replace(run.model, positions=positions, context=run.seq_len))  # type: ignore[arg-type]
+        sides = {"without smupar": _plain_step(config, how, device), "sparsity 0.75": _smupar_step(config, how, device)}
+        seconds: dict[str, list[float]] = {side: [] for side in sides}
+        for step in sides.values():  # compiles and warms up
+            _timed(step, 3, device)
+        for _ in range(repeats):
+            for side, step in sides.items():
+                seconds[side].append(_timed(step, num_steps, device))
+        lines.append(f"{title}, {_num_parameters(config):,} parameters:")
+        plain = statistics.median(seconds["without smupar"])
+        for side, times in seconds.items():
+            median = statistics.median(times)
+            share = 6 * _num_parameters(config) * tokens / median / peak
+            lines.append(
+                f"  {side:<15} {median * 1e3:7.1f} ms a step  {tokens / median:9.0f} tokens/s  {share:.1%} of peak  "
+                f"speed {plain / median:.3f}"
+            )
+    return "\n".join(lines)
+
+
+def _smupar_step(config: RunConfig, how: Execution, device: torch.device) -> Callable[[], object]:
+    stepper = Stepper(config, how, World(0, 1, device, "ddp"), _random_text(config))
+    return lambda: stepper.step(0)
+
+
+def _plain_step(config: RunConfig, how: Execution, device: torch.device) -> Callable[[], object]:
+    """What a user would write without smupar: the same GPT, AdamW, autocast and compile, no masks, groups or factors."""
+    model = on_meta(config.model).to_empty(device=device)
+    model.tie()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    for name, scale in model.named_buffers():
+        assert name.endswith("attention.scale")
+        nn.init.constant_(scale, config.model.head_dim**-0.5)
+    on_gpu = device.type == "cuda"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=config.betas, fused=on_gpu)
+    loss_fn = torch.compile(next_token_loss, dynamic=False) if on_gpu else next_token_loss
+    if on_gpu and config.model.positions == "alibi":
+        use_flex_attention(model, config.seq_len)
+    text = _random_text(config).train
+
+    def step() -> None:
+        both = data.batch(text, seed=0, step=0, batch_size=config.batch_size, seq_len=config.seq_len)
+        inputs, targets = (part.to(device).split(how.micro_batch) for part in both)
+        for x, y in zip(inputs, targets, strict=True):
+            with torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bf16"):
+                loss = loss_fn(model, x, y) / len(inputs)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _random_text(config: RunConfig) -> data.Text:
+    tokens = np.random.default_rng(0).integers(config.model.vocab_size, size=4 * config.batch_size * config.seq_len)
+    part = Tokens([tokens.astype(np.uint32)])
+    return data.Text(part, part, data.TextFacts("random", len(part), "", 0, {}), None)
+
+
+def _timed(step: Callable[[], object], times: int, device: torch.device) -> float:
+    """Seconds of one."""
+    _wait(device)
+    start = time.perf_counter()
+    for _ in range(times):
+        step()
+    _wait(device)
+    return (time.perf_counter() - start) / times
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+
+
+def _num_parameters(config: RunConfig) -> int:
+    return sum(parameter.numel() for parameter in on_meta(config.model).parameters())
+
+
+# Data
+
+
+def bench_data(*, repeats: int = 3, num_tokens: int = 200_000_000, batch_size: int = 504, seq_len: int = 2048) -> str:
+    """Batches of the paper's size from shards of 16-bit tokens on disk, pages warm: fastest of ``repeats`` rounds of ten."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = np.random.default_rng(0).integers(50257, size=num_tokens, dtype=np.uint16)
+        write_tokens(folder, made, TokenizerInfo("random", 50257, None, ""), shard_tokens=num_tokens // 4)
+        del made
+        tokens = open_tokens(folder)
+        best = math.inf
+        for number in range(repeats):
+            start = time.perf_counter()
+            for step in range(10 * number, 10 * number + 10):
+                data.batch(tokens, seed=0, step=step, batch_size=batch_size, seq_len=seq_len)
+            best = min(best, (time.perf_counter() - start) / 10)
+    speed = batch_size * seq_len / best
+    return f"batches of {batch_size} x {seq_len} from {num_tokens:,} tokens on disk: {speed / 1e6:.0f} million tokens/s"
+
+
+BENCHES: dict[str, Callable[..., str]] = {"parameterize": bench_parameterize, "train": bench_train, "data": bench_data}

@@ -1,86 +1,185 @@
 """The command line. Each command imports what it needs when it runs, so that ``smupar --help`` is there at once.
 
-Exit codes: 0 done, 1 a check that does not pass, 2 bad input (one line says what and the remedy), 130 interrupted.
+Exit codes: 0 done, 1 a check that does not pass, 2 bad input or a full disk (one line says what and the remedy), 3 a run that
+diverged, 130 interrupted, 143 ended by SIGTERM; a training run saves before the last two.
 """
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import Annotated, Any, Literal
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from smupar import __version__
 from smupar import rules as table_1
-from smupar.lm.config import CheckConfig, RunConfig
+from smupar.lm.config import STANDARD_LIBRARY, CheckConfig, Execution, ExportConfig, GenerateConfig, PrepareConfig, RunConfig
+from smupar.lm.recipes import recipe
+
+if TYPE_CHECKING:
+    from smupar.lm.folder import Summary
 
 Run = Annotated[RunConfig, tyro.conf.OmitArgPrefixes]
+How = Annotated[Execution, tyro.conf.OmitArgPrefixes]
+Recipe = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RECIPE")]]
+_EXIT_CODES = {"finished": 0, "diverged": 3, "interrupted": 130, "terminated": 143}
 
 
-def rules(markdown: bool = False) -> None:
-    """Print Table 1: init, learning rate and forward factor of every kind of tensor under every rule.
+def commands(start: RunConfig) -> dict[str, Callable[..., None]]:
+    """All commands; ``start`` is where those that take a run begin, before their flags."""
 
-    Args:
-        markdown: Print the page docs/rules.md.
-    """
-    if markdown:
-        print(table_1.markdown(), end="")
-        return
-    rows = table_1.table()
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    def rules(markdown: bool = False) -> None:
+        """Print Table 1: init, learning rate and forward factor of every kind of tensor under every rule.
+
+        Args:
+            markdown: Print the page docs/rules.md.
+        """
+        if markdown:
+            print(table_1.markdown(), end="")
+            return
+        rows = table_1.table()
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        for row in rows:
+            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+    def plan(recipe: Recipe = "demo", /, *, config: Run = start, json: bool = False) -> None:
+        """Print the plan of a GPT without building it: every number of every parameter, in seconds at any size.
+
+        Args:
+            recipe: demo, 610m, paper-610m or paper-iso: where the flags begin.
+            json: Print it as JSON, for smupar.Plan.from_json.
+        """
+        from smupar.lm.gpt import plan_on_meta
+
+        made = plan_on_meta(config)
+        print(made.to_json() if json else made)
+
+    def train(
+        recipe: Recipe = "demo",
+        /,
+        *,
+        config: Run = start,
+        how: How = Execution(),  # noqa: B008 (frozen)
+        dry_run: bool = False,
+        gpus: int = 1,
+        gpu_gib: float = 139.0,
+        peak_share: float = 0.45,
+    ) -> None:
+        """Train a sparse GPT. Without flags: on the source of Python's standard library, a minute on two cores.
+
+        Interrupted or killed, the same command goes on from the last checkpoint. On several devices: torchrun
+        --nproc-per-node 8 -m smupar train ...
+
+        Args:
+            recipe: demo, 610m, paper-610m or paper-iso: where the flags begin.
+            dry_run: Print parameters, FLOPs, memory and hours; train nothing.
+            gpus: Number of GPUs, for --dry-run.
+            gpu_gib: Memory of one, for --dry-run; default an H200's.
+            peak_share: Share of peak FLOP/s, for --dry-run; the peak is --peak-tflops, default an H200's 990.
+        """
+        if dry_run:
+            from smupar.lm.cost import report
+
+            print(report(config, how, gpus=gpus, gpu_gib=gpu_gib, peak_share=peak_share))
+            return
+        from smupar.lm.train import train as run
+
+        summary = run(config, how)
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(_ending(summary, config))
+        sys.exit(_EXIT_CODES[summary.status])
+
+    def generate(config: Annotated[GenerateConfig, tyro.conf.OmitArgPrefixes, tyro.conf.PositionalRequiredArgs]) -> None:
+        """Sample text from a run, while it is written."""
+        from smupar.lm.generate import generate as sample
+
+        for text in sample(config):
+            print(text, end="", flush=True)
+        print()
+
+    def export(config: Annotated[ExportConfig, tyro.conf.OmitArgPrefixes, tyro.conf.PositionalRequiredArgs]) -> None:
+        """Write a run's model as a folder to hand on: safetensors with all factors folded in, and a model card."""
+        from smupar.lm.export import export as write
+
+        print(write(config))
+
+    def check(config: Annotated[CheckConfig, tyro.conf.OmitArgPrefixes]) -> None:
+        """Measure whether activations, gradients and updates of the GPT keep their size over width and sparsity.
+
+        Prints a verdict with a diagnosis, writes a picture, a page and JSON; exits with 1 if the check does not pass.
+        """
+        from smupar.lm.check import check_gpt
+
+        report = check_gpt(config)
+        print(report.explain())
+        if not report.ok:
+            sys.exit(1)
+
+    def bench(what: tyro.conf.Positional[Literal["parameterize", "train", "data"]], repeats: int = 3) -> None:
+        """Measure, side by side in one run.
+
+        Args:
+            what: parameterize: its cost against a plain normal_ of the same tensors. train: the 610M model on a GPU, masked
+                against the same without smupar, causal attention and ALiBi. data: how fast shards are read.
+            repeats: Runs of each side; the fastest counts.
+        """
+        from smupar.bench import BENCHES
+
+        print(BENCHES[what](repeats=repeats))
+
+    return {
+        "rules": rules,
+        "plan": plan,
+        "check": check,
+        "train": train,
+        "generate": generate,
+        "export": export,
+        "bench": bench,
+    }
 
 
-def plan(config: Run, json: bool = False) -> None:
-    """Print the plan of a GPT without building it: every number of every parameter, in seconds at any size.
-
-    Args:
-        json: Print it as JSON, for smupar.Plan.from_json.
-    """
-    from smupar.lm.gpt import plan_on_meta
-
-    made = plan_on_meta(config)
-    print(made.to_json() if json else made)
-
-
-def train(config: Run) -> None:
-    """Train a sparse GPT on the text of Python's standard library; the defaults take about a minute on two cores."""
-    from smupar.lm.train import train as run
-
-    summary = run(config)
-    print(
-        f"train loss {summary.train_loss:.3f}, validation loss {summary.valid_loss:.3f} nats per byte "
-        f"at {summary.sparsity:.1%} sparsity, rule {config.rule}, base LR {config.lr:g}; {summary.seconds:.0f} s"
+def _ending(summary: Summary, config: RunConfig) -> str:
+    """The last line of a run."""
+    if summary.status in ("interrupted", "terminated"):
+        return f"{summary.status} and saved at step {summary.steps} of {config.steps}: the same command goes on"
+    if summary.status == "diverged":
+        return (
+            f"diverged: the loss is no number at step {summary.steps}, base LR {config.lr:g}: lower --lr, "
+            f"or set --clip; {summary.folder} says so"
+        )
+    return (
+        f"train loss {summary.train_loss:.3f}, validation loss {summary.valid_loss:.3f} nats per token at "
+        f"{summary.sparsity:.1%} sparsity, rule {config.rule}, base LR {config.lr:g}; {summary.seconds:.0f} s; "
+        f"sample from it: smupar generate {summary.folder}"
     )
 
 
-def check(config: Annotated[CheckConfig, tyro.conf.OmitArgPrefixes]) -> None:
-    """Measure whether activations, gradients and updates of the GPT keep their size over width and sparsity.
+def prepare(config: Annotated[PrepareConfig, tyro.conf.OmitArgPrefixes, tyro.conf.PositionalRequiredArgs]) -> None:
+    """Turn text, JSONL, Parquet or a Hugging Face dataset into token shards that `smupar train --data` reads."""
+    from smupar.lm.prepare import prepare as make
 
-    Prints a verdict with a diagnosis, writes a picture, a page and JSON; exits with 1 if the check does not pass.
-    """
-    from smupar.lm.check import check_gpt
-
-    report = check_gpt(config)
-    print(report.explain())
-    if not report.ok:
-        sys.exit(1)
+    index = make(config)
+    print(
+        f"{index.num_tokens:,} tokens of {index.num_documents:,} documents ({index.tokenizer.name}, vocabulary "
+        f"{index.tokenizer.vocab_size:,}) in {len(index.shards)} shard{'s' if len(index.shards) > 1 else ''}: "
+        f"smupar train --data {config.out}"
+    )
 
 
-def bench(what: tyro.conf.Positional[Literal["parameterize"]], repeats: int = 3) -> None:
-    """Measure, side by side in one run. parameterize: its cost against a plain normal_ of the same tensors.
+def verify(folder: tyro.conf.Positional[str]) -> None:
+    """Compare every shard with its checksum, and say what is in the folder.
 
     Args:
-        what: The benchmark.
-        repeats: Runs of each side; the fastest counts.
+        folder: Made by `smupar data prepare`.
     """
-    from smupar.bench import bench_parameterize
+    from smupar.lm.shards import verify as compare
 
-    print(bench_parameterize(repeats=repeats))
-
-
-COMMANDS: dict[str, Any] = {"rules": rules, "plan": plan, "check": check, "train": train, "bench": bench}
+    index = compare(folder)
+    print(f"{folder}: {index.num_tokens:,} tokens, {index.num_documents:,} documents, {index.tokenizer.name}: intact")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -88,16 +187,56 @@ def main(argv: list[str] | None = None) -> None:
     if argv == ["--version"]:
         print(f"smupar {__version__}, Python {sys.version.split()[0]}")
         return
+    warnings.showwarning = lambda message, *_, **__: print(f"smupar: note: {message}", file=sys.stderr)
     try:
-        tyro.extras.subcommand_cli_from_dict(
-            COMMANDS,
-            prog="smupar",
-            description="Tune a small dense model, train wide sparse ones with the same hyperparameters.",
-            args=argv or ["--help"],
-        )
-    except (ValueError, FloatingPointError, FileNotFoundError) as error:
+        _run(argv or ["--help"])
+    except (ValueError, OSError, ModuleNotFoundError) as error:
         print(f"smupar: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("\nsmupar: interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+def _run(argv: list[str]) -> None:
+    if argv[0] == "data":
+        tyro.extras.subcommand_cli_from_dict(
+            {"prepare": prepare, "verify": verify},
+            prog="smupar data",
+            description="Text on disk, as tokens.",
+            args=argv[1:] or ["--help"],
+        )
+        return
+    tyro.extras.subcommand_cli_from_dict(
+        {**commands(_start(argv)), "data": lambda: None},
+        prog="smupar",
+        description="Tune a small dense model, train wide sparse ones with the same hyperparameters.",
+        args=argv,
+    )
+
+
+def _start(argv: list[str]) -> RunConfig:
+    """Where the flags of a run begin: its recipe, which depends on the rule, with a vocabulary that fits its data."""
+    if argv[0] not in ("train", "plan"):
+        return RunConfig()
+    name = argv[1] if len(argv) > 1 and not argv[1].startswith("-") else "demo"
+    start = recipe(name, _flag(argv, "--rule") or "smupar")
+    text = _flag(argv, "--data")
+    if text is None or text == STANDARD_LIBRARY:
+        return start
+    from smupar.lm.data import padded_vocab
+    from smupar.lm.shards import read_index
+
+    needed = read_index(text).tokenizer.vocab_size
+    if needed <= start.model.vocab_size:
+        return start
+    return replace(start, model=replace(start.model, vocab_size=padded_vocab(needed)))
+
+
+def _flag(argv: list[str], flag: str) -> str | None:
+    for word, after in zip(argv, [*argv[1:], None], strict=True):
+        if word == flag:
+            return after
+        if word.startswith(flag + "="):
+            return word.partition("=")[2]
+    return None

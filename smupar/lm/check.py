@@ -13,7 +13,7 @@ from smupar.coordinates.report import Report
 from smupar.lm import data
 from smupar.lm.config import CheckConfig, ModelConfig, RunConfig
 from smupar.lm.gpt import GPT, set_attention_scale
-from smupar.lm.train import next_token_loss
+from smupar.lm.step import next_token_loss
 
 
 def check_gpt(config: CheckConfig) -> Report:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field
+from fractions import Fraction
 from typing import Any, Literal
 
 STANDARD_LIBRARY = "stdlib"
@@ -36,8 +37,10 @@ class ModelConfig:
     depth: int = 2
     head_dim: int = 32
     vocab_size: int = 256
-    ff_width: int = 0
-    """Inner width of the MLP. 0: 8/3 of the width for SwiGLU and 4 times for GELU, rounded down to a multiple of head_dim."""
+    ff_ratio: float | None = None
+    """Inner width of the MLP over the model's; default 8/3 for SwiGLU, 4 for GELU."""
+    ff_multiple: int | None = None
+    """The inner width is rounded down to a multiple of this; default head_dim."""
     positions: Literal["alibi", "rotary", "learned", "none"] = "alibi"
     activation: Literal["swiglu", "gelu"] = "swiglu"
     biases: bool = False
@@ -51,13 +54,14 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _positive(self, "width", "depth", "head_dim", "vocab_size", "context")
-        _not_negative(self, "ff_width")
         if self.width % self.head_dim:
             near = max(1, round(self.width / self.head_dim)) * self.head_dim
             raise ValueError(
                 f"width {self.width} is not a multiple of head_dim {self.head_dim}: --width {near} would be, "
                 "or choose another --head-dim"
             )
+        if (self.ff_ratio is not None and not self.ff_ratio > 0) or (self.ff_multiple is not None and self.ff_multiple < 1):
+            raise ValueError(f"ff_ratio and ff_multiple must be above 0, got {self.ff_ratio} and {self.ff_multiple}")
         if self.positions == "rotary" and self.head_dim % 2:
             raise ValueError(f"rotary positions turn pairs, and head_dim {self.head_dim} is odd: choose an even --head-dim")
 
@@ -67,10 +71,11 @@ class ModelConfig:
 
     @property
     def inner_width(self) -> int:
-        if self.ff_width:
-            return self.ff_width
-        wide = 8 * self.width // 3 if self.activation == "swiglu" else 4 * self.width
-        return max(1, wide // self.head_dim) * self.head_dim
+        ratio = Fraction(8, 3) if self.activation == "swiglu" else Fraction(4)
+        if self.ff_ratio is not None:
+            ratio = Fraction(self.ff_ratio)
+        multiple = self.ff_multiple or self.head_dim
+        return max(1, int(ratio * self.width) // multiple) * multiple
 
 
 @dataclass(frozen=True)
@@ -189,7 +194,7 @@ class Execution:
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """Under torchrun: a whole model on every rank, or its shards (FSDP2)."""
     micro_batch: int = 0
-    """Sequences per rank in one forward pass, for gradient accumulation. 0: all of a rank's sequences."""
+    """Sequences per rank in one forward pass; gradients of the others are added to it. 0: as many as should fit on the GPU."""
     save_every: int = 0
     """Steps between checkpoints. 0: one every five minutes; one is written at the end in any case."""
     keep: int = 2
@@ -213,8 +218,9 @@ class PrepareConfig:
     """Text into token shards. Interrupted, the same command goes on where it was."""
 
     sources: tuple[str, ...]
-    """Files or folders of text, JSONL (.jsonl, .json, also .gz) or Parquet; hf:NAME[:CONFIG] for a Hugging Face dataset, streamed; or slimpajama."""
-    out: str
+    """Files or folders of text, JSONL (.jsonl, .json, also .gz) or Parquet; hf:NAME[:CONFIG] for a Hugging Face dataset,
+    streamed; or slimpajama."""
+    out: str = "data/text"
     """Folder for the shards and index.json."""
     tokenizer: str = "bytes"
     """bytes, gpt2, a `tokenizers` JSON file, or a folder with GPT-2 style vocabulary and merges."""
@@ -229,6 +235,9 @@ class PrepareConfig:
     """Stop after so many tokens."""
     shard_tokens: int = 100_000_000
     """Tokens in a shard, about."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "shard_tokens", *(() if self.max_tokens is None else ("max_tokens",)))
 
 
 @dataclass(frozen=True)
@@ -252,3 +261,36 @@ class CheckConfig:
     seq_len: int = 64
     out: str = "runs/check"
     """Folder for check.png, check.html and check.json."""
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """Sampling from a run or an export."""
+
+    folder: str
+    """Of a run, of one of its checkpoints, or of an export."""
+    prompt: str = "\n"
+    tokens: int = 300
+    """How many to generate; the text may end before."""
+    temperature: float = 0.8
+    """0: always the likeliest token."""
+    top_k: int = 50
+    """Choose among this many tokens; 0: among all."""
+    seed: int = 0
+    device: str = "auto"
+    """auto: a GPU if there is one."""
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """A folder to hand on."""
+
+    folder: str
+    """Of a run, or of one of its checkpoints."""
+    out: str
+    """Folder to write."""
+    format: Literal["dense", "sparse"] = "dense"
+    """dense: zeros stored; sparse: only the kept weights, as CSR."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    best: bool = False
+    """The checkpoint with the lowest validation loss instead of the last."""

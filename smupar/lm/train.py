@@ -1,87 +1,279 @@
-"""The training loop: ``train(config)`` builds, trains and reports one run."""
+"""The training loop: ``train(config, how)`` builds, trains and reports one run, on one process or many. There is no other.
+
+Started again with the same configuration and folder, a run goes on from its last checkpoint, on a CPU with the same bits.
+Everything a step needs is a pure function of (config, step), so a checkpoint is weights, masks, optimizer state and a number.
+"""
 
 from __future__ import annotations
 
 import math
+import signal
 import sys
+import threading
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
-from smupar.auditing import audit
-from smupar.lm import data
-from smupar.lm.config import RunConfig
-from smupar.lm.gpt import GPT, build
-from smupar.optim import param_groups
+from smupar import __version__
+from smupar.lm import checkpoint, data
+from smupar.lm.config import Execution, RunConfig
+from smupar.lm.cost import peak_flops
+from smupar.lm.distributed import World, join
+from smupar.lm.folder import RunFolder, Status, Summary, default_folder, read_summary
+from smupar.lm.schedule import lr_share
+from smupar.lm.step import Stepper
 
-_WARMUP_SHARE = 0.1
-_FINAL_SHARE = 0.1  # linear decay to a tenth of the peak, as in the paper
-_VALID_BATCHES = 20
-
-
-@dataclass(frozen=True)
-class Summary:
-    sparsity: float  # of the hidden weights
-    train_loss: float  # mean of the last 5 % of the steps, in nats per byte
-    valid_loss: float
-    seconds: float
+_SAVE_SECONDS = 300.0
+_NUM_VALIDATIONS = 5
 
 
-def train(config: RunConfig) -> Summary:
-    """Trains one GPT as configured; prints its plan, then a progress bar with the loss."""
-    start = time.perf_counter()
-    train_text, valid_text = data.split(data.standard_library())
-    model, plan = build(config)
-    print(plan)
-    optimizer = torch.optim.AdamW(param_groups(model, plan, lr=config.lr, weight_decay=config.weight_decay), betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_share(step, config.steps))
-    audit(model, plan, optimizer)
-    losses: list[float] = []
-    steps = tqdm(
-        range(config.steps), desc="training", unit="step", file=sys.stdout, mininterval=0.5 if sys.stdout.isatty() else 5
-    )
-    for step in steps:
-        inputs, targets = data.batch(
-            train_text, seed=config.seed, step=step, batch_size=config.batch_size, seq_len=config.seq_len
+def train(config: RunConfig, how: Execution | None = None) -> Summary:
+    """Trains one GPT as configured: prints its plan, shows progress, leaves metrics and checkpoints in the run's folder."""
+    how = how or Execution()
+    path = Path(how.out) if how.out else default_folder(config)
+    with join(how) as world, _Stop() as stop:
+        if not world.is_main:
+            world.wait()  # while the main rank looks at text and folder
+            summary = read_summary(path)
+            return summary or _Loop(config, how, world, data.open_text(config, check=False), path, None, stop).run()
+        text = data.open_text(config)
+        folder = RunFolder(path, config, text)
+        try:
+            world.wait()
+            summary = read_summary(path)
+            if summary:
+                print(f"{path} has ended already; for another run of the same configuration choose another --out")
+            return summary or _Loop(config, how, world, text, path, folder, stop).run()
+        finally:
+            folder.close()
+
+
+@dataclass
+class _Progress:
+    """What a checkpoint holds beside tensors."""
+
+    step: int = 0
+    seconds: float = 0.0
+    losses: list[float] = field(default_factory=list)  # of the last 5 % of the steps
+    valid_loss: float | None = None
+    best_valid_loss: float | None = None
+    best_step: int | None = None
+
+
+class _Loop:
+    def __init__(
+        self,
+        config: RunConfig,
+        how: Execution,
+        world: World,
+        text: data.Text,
+        path: Path,
+        folder: RunFolder | None,
+        stop: _Stop,
+    ) -> None:
+        self.config, self.how, self.world, self.folder, self.stop = config, how, world, folder, stop
+        self.path, self.checkpoints = path, path / "checkpoints"
+        self.stepper = Stepper(config, how, world, text)
+        self.progress = _Progress()
+        self.pending: list[Tensor] = []  # losses that the host has not asked for yet
+        self.num_parameters = sum(math.prod(row.shape) for row in self.stepper.plan)
+        self.peak = peak_flops(world.device, config.dtype, how.peak_tflops) * world.size
+        self.valid_every = how.valid_every or max(1, config.steps // _NUM_VALIDATIONS)
+
+    def run(self) -> Summary:
+        self._say(str(self.stepper.plan))
+        self._resume()
+        first = self.progress.step
+        bar = tqdm(
+            total=self.config.steps,
+            initial=first,
+            desc="training",
+            unit="step",
+            disable=not self.world.is_main,
+            mininterval=0.5 if sys.stderr.isatty() else 10,
         )
-        loss = next_token_loss(model, inputs, targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        losses.append(loss.item())
-        if not math.isfinite(losses[-1]):
-            raise FloatingPointError(f"the loss is {losses[-1]} at step {step}: lower --lr (now {config.lr:g})")
-        steps.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
-    tail = losses[-max(1, config.steps // 20) :]
-    return Summary(
-        sparsity=plan.hidden_sparsity,
-        train_loss=sum(tail) / len(tail),
-        valid_loss=validate(model, valid_text, config),
-        seconds=time.perf_counter() - start,
-    )
+        events = _Events(self.path) if self.how.tensorboard and self.world.is_main else None
+        saved_at = since = time.perf_counter()
+        status: Status = "finished"
+        with bar:
+            for step in range(first, self.config.steps):
+                self.pending.append(self.stepper.step(step))
+                bar.update()
+                done = step + 1
+                last = done == self.config.steps
+                validate, save = last or done % self.valid_every == 0, last or _due(done, self.how.save_every)
+                alone_and_stopped = self.world.size == 1 and self.stop.asked
+                if not (validate or save or done % self.how.log_every == 0 or alone_and_stopped):
+                    continue
+                losses = self._collect(done)
+                now = time.perf_counter()
+                speed = len(losses) * self.config.batch_size * self.config.seq_len / (now - since)
+                self.progress.seconds += now - since
+                row: dict[str, Any] = {"step": done, "loss": _mean(losses), "lr": self.config.lr * lr_share(step, self.config)}
+                row |= {"tokens": self._tokens(done), "tokens_per_second": speed}
+                bar.set_postfix_str(f"loss {row['loss']:.3f}, {_short(speed)} tokens/s, {self._share(speed):.0%} of peak")
+                if not all(math.isfinite(loss) for loss in losses):
+                    status = "diverged"
+                else:
+                    stop, late = self.world.any(self.stop.asked, time.perf_counter() - saved_at > _SAVE_SECONDS)
+                    if validate:
+                        save |= self._validate(done)
+                        row["valid_loss"] = self.progress.valid_loss
+                self._log(row, events)
+                if status == "diverged":
+                    break
+                if save or stop or (late and not self.how.save_every):
+                    self._save()
+                    saved_at = time.perf_counter()
+                if stop and not last:
+                    status = self.stop.status
+                    break
+                since = time.perf_counter()
+        if events:
+            events.close()
+        valid_loss = self.progress.valid_loss
+        if status == "finished" and (valid_loss is None or not math.isfinite(valid_loss)):
+            status = "diverged"
+        summary = self._summary(status)
+        if self.folder and status in ("finished", "diverged"):
+            self.folder.write_summary(summary)
+        self.world.wait()
+        return summary
+
+    def _resume(self) -> None:
+        path = checkpoint.latest(self.checkpoints)
+        if path is not None:
+            state = checkpoint.load(path, self.stepper.model, self.stepper.optimizers)
+            self.progress = _Progress(**state)
+            self._say(f"going on from step {self.progress.step} of {self.config.steps}, in {self.path}")
+        else:
+            self._say(f"training in {self.path}")
+        if self.folder:
+            self.folder.resume_metrics(self.progress.step)
+
+    def _collect(self, done: int) -> list[float]:
+        """Fetches the losses that are waiting, averaged over ranks. Here the host waits for the GPU."""
+        losses: list[float] = self.world.mean(torch.stack(self.pending)).tolist()
+        self.pending.clear()
+        tail = max(1, self.config.steps // 20)
+        self.progress.losses = [*self.progress.losses, *losses][-tail:]
+        self.progress.step = done
+        return losses
+
+    def _validate(self, done: int) -> bool:
+        """Whether this is the best so far."""
+        self.progress.valid_loss = loss = self.stepper.validate()
+        best = self.progress.best_valid_loss
+        if math.isfinite(loss) and (best is None or loss < best):
+            self.progress.best_valid_loss, self.progress.best_step = loss, done
+            return True
+        return False
+
+    def _save(self) -> None:
+        state = {name: value for name, value in asdict(self.progress).items() if name != "step"}
+        checkpoint.save(self.checkpoints, self.progress.step, self.stepper.model, self.stepper.optimizers, state, self.world)
+        if self.world.is_main:
+            checkpoint.prune(self.checkpoints, keep=self.how.keep, best=self.progress.best_step)
+
+    def _log(self, row: dict[str, Any], events: _Events | None) -> None:
+        if self.folder:
+            self.folder.log(row)
+        if events:
+            events.write(row)
+
+    def _summary(self, status: Status) -> Summary:
+        progress, tokens = self.progress, self._tokens(self.progress.step)
+        train_loss = _mean(progress.losses)
+        device = torch.cuda.get_device_name(self.world.device) if self.world.device.type == "cuda" else self.world.device.type
+        return Summary(
+            id=self.config.id,
+            status=status,
+            folder=str(self.path),
+            steps=progress.step,
+            num_tokens=tokens,
+            num_parameters=self.num_parameters,
+            sparsity=self.stepper.plan.hidden_sparsity,
+            train_loss=train_loss if math.isfinite(train_loss) else None,
+            valid_loss=None if status == "diverged" else progress.valid_loss,
+            best_valid_loss=progress.best_valid_loss,
+            best_step=progress.best_step,
+            seconds=progress.seconds,
+            tokens_per_second=tokens / progress.seconds if progress.seconds else 0.0,
+            device=device,
+            num_ranks=self.world.size,
+            num_threads=torch.get_num_threads(),
+            versions={"smupar": __version__, "torch": torch.__version__, "python": sys.version.split()[0]},
+        )
+
+    def _tokens(self, steps: int) -> int:
+        return steps * self.config.batch_size * self.config.seq_len
+
+    def _share(self, tokens_per_second: float) -> float:
+        """Of the peak, counting 6 FLOPs per parameter and token, as is usual."""
+        return 6 * self.num_parameters * tokens_per_second / self.peak
+
+    def _say(self, text: str) -> None:
+        if self.world.is_main:
+            print(text, flush=True)
 
 
-def lr_share(step: int, steps: int) -> float:
-    """Warm-up over the first tenth, then linear decay to a tenth."""
-    warmup = max(1, int(_WARMUP_SHARE * steps))
-    if step < warmup:
-        return (step + 1) / warmup
-    return 1 - (1 - _FINAL_SHARE) * (step - warmup) / max(1, steps - warmup)
+class _Stop:
+    """Notes SIGTERM and SIGINT, so that the loop can save before it ends; the second SIGINT ends it at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.status: Status = "terminated"
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _Stop:
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python does not allow it
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.asked = True
+        self.status = "interrupted" if number == signal.SIGINT else "terminated"
 
 
-def next_token_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
+class _Events:
+    """TensorBoard, for those who asked for it."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError("--tensorboard needs a package: pip install tensorboard") from error
+        self._writer = SummaryWriter(str(path / "tensorboard"))
+
+    def write(self, row: dict[str, Any]) -> None:
+        for name, value in row.items():
+            if name != "step":
+                self._writer.add_scalar(name, value, row["step"])
+
+    def close(self) -> None:
+        self._writer.close()
 
 
-@torch.no_grad()
-def validate(model: GPT, text: Tensor, config: RunConfig) -> float:
-    total = 0.0
-    for step in range(_VALID_BATCHES):
-        inputs, targets = data.batch(text, seed=0, step=step, batch_size=config.batch_size, seq_len=config.seq_len)
-        total += next_token_loss(model, inputs, targets).item()
-    return total / _VALID_BATCHES
+def _due(done: int, every: int) -> bool:
+    return bool(every) and done % every == 0
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def _short(value: float) -> str:
+    return f"{value / 1e6:.2f}M" if value >= 1e6 else f"{value / 1e3:.1f}k" if value >= 1e3 else f"{value:.0f}"

@@ -1,0 +1,181 @@
+"""Checkpoints: a folder ``step-00000100`` with weights, masks and optimizer state as safetensors, and ``state.json``.
+
+torch.distributed.checkpoint writes and reads them, each rank its own shards, so that a run saved on two ranks goes on with
+one or four. Nothing in them is a pickle. A checkpoint is written under another name and renamed when complete: what has the
+right name is whole, whenever the process was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
+from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+
+from smupar.lm.distributed import World
+from smupar.lm.shards import sync_folder, write_atomic
+
+_PREFIX, _UNFINISHED = "step-", ".unfinished-"
+
+
+def save(
+    folder: Path, step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer], state: dict[str, Any], world: World
+) -> None:
+    """Writes ``folder/step-<step>``, or nothing: on a full disk what is there already stays as it is."""
+    final, unfinished = folder / folder_name(step), folder / f"{_UNFINISHED}{step:08d}"
+    if final.exists():
+        return
+    try:
+        if world.is_main:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+        world.wait()
+        _write(unfinished / "model", weights(model), world)
+        _write(unfinished / "optimizer", optimizer_state(model, optimizers), world)
+        if world.is_main:
+            write_atomic(unfinished / "state.json", json.dumps({"step": step, **state}))
+            unfinished.replace(final)
+            sync_folder(folder)
+    except (OSError, SafetensorError, CheckpointException) as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        kept = latest(folder)
+        raise OSError(
+            f"the checkpoint of step {step} could not be written to {folder}: {_reason(error)}. "
+            + (f"That of step {step_of(kept)} is intact" if kept else "There is none yet")
+            + ": make room and start the same command again"
+        ) from error
+    world.wait()
+
+
+def load(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
+    """Reads weights, masks and optimizer state into model and optimizers; returns ``state.json``."""
+    _read(path / "model", weights(model))
+    wanted = _allocate_state(path / "optimizer", model, optimizers)
+    _read(path / "optimizer", wanted)
+    return read_state(path)
+
+
+def load_weights(path: Path, model: nn.Module) -> None:
+    _read(path / "model", weights(model))
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads((path / "state.json").read_text())
+    return state
+
+
+def latest(folder: Path) -> Path | None:
+    return max(_complete(folder), key=step_of, default=None)
+
+
+def folder_name(step: int) -> str:
+    return f"{_PREFIX}{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix(_PREFIX))
+
+
+def prune(folder: Path, *, keep: int, best: int | None) -> None:
+    """Removes all but the last ``keep`` and the best, and what was left unfinished by a killed process."""
+    for path in folder.glob(f"{_UNFINISHED}*"):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in sorted(_complete(folder), key=step_of)[:-keep]:
+        if step_of(path) != best:
+            # Renamed first: a half-removed folder must not look like a checkpoint.
+            doomed = path.with_name(f"{_UNFINISHED}{path.name.removeprefix(_PREFIX)}")
+            path.replace(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _complete(folder: Path) -> list[Path]:
+    return [path for path in folder.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdigit()]
+
+
+# What is in a checkpoint
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters, tied ones once, and persistent buffers, which are the masks. The tensors themselves, not copies."""
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    buffers = dict(model.named_buffers())
+    return parameters | {name: buffers[name] for name in model.state_dict() if name in buffers}
+
+
+def optimizer_state(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
+    """``<parameter>/<what>``, such as ``norm.weight/exp_avg``. Learning rates and the like follow from the configuration."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {
+        f"{names[id(parameter)]}/{what}": value
+        for optimizer in optimizers
+        for parameter, state in optimizer.state.items()
+        for what, value in state.items()
+        if value is not None
+    }
+
+
+def _allocate_state(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
+    """Room for the state that the checkpoint holds, laid out like the parameters, in optimizers that have made no step."""
+    stored = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    parameters = dict(model.named_parameters())
+    homes = {id(p): (o, g) for o in optimizers for g in o.param_groups for p in g["params"]}
+    for key, entry in stored.items():
+        assert isinstance(entry, TensorStorageMetadata)
+        name, _, what = key.partition("/")
+        parameter = parameters[name]
+        optimizer, group = homes[id(parameter)]
+        if tuple(entry.size) == tuple(parameter.shape):
+            value = torch.zeros_like(parameter, dtype=entry.properties.dtype, memory_format=torch.preserve_format).detach()
+        else:  # a step count, which fused optimizers keep beside the parameter and others on the CPU
+            beside = group.get("fused") or group.get("capturable")
+            device = parameter.device if beside else torch.device("cpu")
+            value = torch.zeros(entry.size, dtype=entry.properties.dtype, device=device)
+        optimizer.state[parameter][what] = value
+    return optimizer_state(model, optimizers)
+
+
+# Files
+
+
+def _write(folder: Path, tensors: dict[str, Tensor], world: World) -> None:
+    if tensors:  # plain SGD has no state
+        writer = HuggingFaceStorageWriter(str(folder), save_distributed=world.size > 1)
+        with _quiet():
+            save_tensors(tensors, storage_writer=writer, no_dist=world.size == 1)
+    elif world.is_main:
+        folder.mkdir()
+
+
+def _read(folder: Path, tensors: dict[str, Tensor]) -> None:
+    if tensors:
+        with _quiet():
+            load_tensors(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
+
+
+def _reason(error: BaseException) -> str:
+    """The cause in one line, out of what torch wraps around it."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error).strip().splitlines()[-1]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """torch warns that it saves and loads in one process, which is what was asked for."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
+        yield

@@ -1,0 +1,158 @@
+"""The folder of a run: what it is, how it went, where it can go on.
+
+config.json      the RunConfig; a run with another one is refused
+data.json        fingerprint of the text, and its tokenizer
+tokenizer.json   where the data has one
+metrics.jsonl    one line for every few steps
+checkpoints/     step-00000100, ...
+summary.json     when it ended, finished or diverged
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from smupar.lm.config import RunConfig
+from smupar.lm.data import Text, TextFacts
+from smupar.lm.shards import write_atomic
+from smupar.lm.tokenizer import TOKENIZER_FILE, Tokenizer
+
+Status = Literal["finished", "diverged", "interrupted", "terminated"]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How a run ended."""
+
+    id: str
+    status: Status
+    folder: str
+    steps: int
+    """Steps done."""
+    num_tokens: int
+    num_parameters: int
+    sparsity: float
+    """Of the hidden weights."""
+    train_loss: float | None
+    """Mean of the last 5 % of the steps, in nats per token; None if that is no number."""
+    valid_loss: float | None
+    """None if it was not reached."""
+    best_valid_loss: float | None
+    best_step: int | None
+    seconds: float
+    """Spent training, over all starts."""
+    tokens_per_second: float
+    device: str
+    num_ranks: int
+    num_threads: int
+    versions: dict[str, str]
+
+
+def default_folder(config: RunConfig) -> Path:
+    """Named so that the same command finds its run again."""
+    sparsity = "default" if config.sparsity is None else f"{config.sparsity:g}"
+    return Path("runs") / f"{config.rule}-width{config.model.width}-sparsity{sparsity}-{config.id}"
+
+
+class RunFolder:
+    """Opened by the main rank alone, which writes, and by one process at a time."""
+
+    def __init__(self, path: Path, config: RunConfig, text: Text) -> None:
+        self.path = path
+        self._metrics: IO[str] | None = None
+        self._refuse_another(config, text)
+        path.mkdir(parents=True, exist_ok=True)
+        self._lock = (path / "lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ValueError(f"another process is training in {path}: wait for it, or choose another --out") from error
+        if not (path / "config.json").exists():
+            write_atomic(path / "data.json", json.dumps(asdict(text.facts), indent=1))
+            if text.tokenizer_file is not None:
+                write_atomic(path / TOKENIZER_FILE, text.tokenizer_file.read_text())
+            write_atomic(path / "config.json", config.to_json())
+
+    def _refuse_another(self, config: RunConfig, text: Text) -> None:
+        if (self.path / "config.json").exists():
+            old = read_config(self.path)
+            if old != config:
+                raise ValueError(f"{self.path} holds another run ({_differences(old, config)}): choose another --out")
+            facts = read_facts(self.path)
+            if facts.sha256 != text.facts.sha256:
+                raise ValueError(
+                    f"the text {config.data!r} is not the one that {self.path} was started with: bring that back, "
+                    "or choose another --out"
+                )
+        elif self.path.exists() and (not self.path.is_dir() or any(p.name not in _OURS for p in self.path.iterdir())):
+            raise ValueError(f"{self.path} holds other files and no run: choose another --out")
+
+    def close(self) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
+        self._lock.close()
+
+    def write_summary(self, summary: Summary) -> None:
+        write_atomic(self.path / "summary.json", json.dumps(asdict(summary), indent=1))
+
+    def resume_metrics(self, step: int) -> None:
+        """Drops what was written beyond the checkpoint that the run goes on from, and a line that was cut off."""
+        path = self.path / "metrics.jsonl"
+        kept = []
+        for line in path.read_text().splitlines() if path.exists() else []:
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(line + "\n")
+            except json.JSONDecodeError:
+                break
+        write_atomic(path, "".join(kept))
+        self._metrics = path.open("a", buffering=1)
+
+    def log(self, row: dict[str, float]) -> None:
+        assert self._metrics is not None, "resume_metrics opens the file"
+        finite = {name: value if math.isfinite(value) else None for name, value in row.items()}  # JSON knows no NaN
+        self._metrics.write(json.dumps(finite) + "\n")
+
+
+# What a process that was killed at the very start may leave behind.
+_OURS = {"lock", "data.json", "data.json.unfinished", "tokenizer.json", "config.json.unfinished"}
+
+
+def read_summary(path: Path) -> Summary | None:
+    """None while the run has not ended."""
+    file = path / "summary.json"
+    return Summary(**json.loads(file.read_text())) if file.exists() else None
+
+
+def read_config(path: Path) -> RunConfig:
+    file = path / "config.json"
+    if not file.exists():
+        raise FileNotFoundError(
+            f"{path} is not the folder of a run, it has no config.json: `smupar train --out {path}` makes one"
+        )
+    return RunConfig.from_json(file.read_text())
+
+
+def read_facts(path: Path) -> TextFacts:
+    return TextFacts(**json.loads((path / "data.json").read_text()))
+
+
+def read_run_tokenizer(path: Path) -> Tokenizer:
+    file = path / TOKENIZER_FILE
+    return Tokenizer(read_facts(path).tokenizer["name"], file.read_text() if file.exists() else None)
+
+
+def _differences(old: RunConfig, new: RunConfig) -> str:
+    a, b = _flat(old), _flat(new)
+    different = [f"{name} {a[name]} there, {b[name]} here" for name in a if a[name] != b[name]]
+    return "; ".join(different[:4]) + (f"; and {len(different) - 4} more" if len(different) > 4 else "")
+
+
+def _flat(config: RunConfig) -> dict[str, Any]:
+    values = asdict(config)
+    return values.pop("model") | values

@@ -1,0 +1,101 @@
+"""One step of a run: the model on its device, its optimizers, and the function from a step's number to its loss."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from smupar.auditing import audit
+from smupar.lm import data
+from smupar.lm.config import Execution, RunConfig
+from smupar.lm.cost import fitting_micro_batch
+from smupar.lm.data import Text
+from smupar.lm.distributed import World, accumulate, place, wrap
+from smupar.lm.gpt import use_flex_attention
+from smupar.lm.optimizers import make_optimizers, set_lr
+from smupar.lm.schedule import lr_share
+from smupar.lm.shards import Tokens
+
+
+def next_token_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
+
+
+class Stepper:
+    """``step(n)`` does step n of the run and returns its loss, a tensor, so that a GPU need not wait to be asked for it."""
+
+    def __init__(self, config: RunConfig, how: Execution, world: World, text: Text) -> None:
+        self.config, self.world, self.text = config, world, text
+        self.rows = world.share_of(config.batch_size)
+        self.num_micro = _num_micro_batches(self.rows[1] - self.rows[0], how.micro_batch or _fitting(config, world))
+        self.model, self.plan = place(config, world)
+        self.optimizers = make_optimizers(self.model, self.plan, config)
+        audit(self.model, self.plan, self.optimizers)
+        self.forward = wrap(self.model, world)
+        self.loss_fn = next_token_loss
+        on_gpu = world.device.type == "cuda"
+        if on_gpu if how.compile is None else how.compile:
+            self._compile(flex=on_gpu and config.model.positions == "alibi")
+
+    def _compile(self, *, flex: bool) -> None:
+        if flex:
+            use_flex_attention(self.model, self.config.seq_len)
+        if self.world.sharded:  # a block at a time, so that its weights are gathered and freed around it
+            for block in self.model.blocks:
+                block.compile(dynamic=False)
+        else:
+            self.loss_fn = torch.compile(next_token_loss, dynamic=False)
+
+    def step(self, step: int) -> Tensor:
+        set_lr(self.optimizers, lr_share(step, self.config))
+        total = torch.zeros((), device=self.world.device)
+        micro_batches = self._micro_batches(self.text.train, self.config.seed, step)
+        for number, (inputs, targets) in enumerate(micro_batches, start=1):
+            with accumulate(self.forward, last=number == self.num_micro), self._precision():
+                loss = self.loss_fn(self.forward, inputs, targets) / self.num_micro
+                loss.backward()
+            total += loss.detach()
+        if self.config.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return total
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Mean loss over the run's validation batches, the same ones each time."""
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        for step in range(self.config.valid_batches):
+            for inputs, targets in self._micro_batches(self.text.valid, 0, step):
+                with self._precision():
+                    total += self.loss_fn(self.forward, inputs, targets)
+        return self.world.mean(total / (self.config.valid_batches * self.num_micro)).item()
+
+    def _micro_batches(self, tokens: Tokens, seed: int, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+        c = self.config
+        both = data.batch(tokens, seed=seed, step=step, batch_size=c.batch_size, seq_len=c.seq_len, rows=self.rows)
+        inputs, targets = (part.to(self.world.device, non_blocking=True).chunk(self.num_micro) for part in both)
+        yield from zip(inputs, targets, strict=True)
+
+    def _precision(self) -> contextlib.AbstractContextManager[object]:
+        if self.config.dtype == "bf16" and not self.world.sharded:  # shards are gathered in bf16 already
+            return torch.autocast(self.world.device.type, torch.bfloat16)
+        return contextlib.nullcontext()
+
+
+def _fitting(config: RunConfig, world: World) -> int:
+    if world.device.type != "cuda":  # the same everywhere, so that resumed runs have the same bits
+        return config.batch_size // world.size
+    memory = torch.cuda.get_device_properties(world.device).total_memory
+    return fitting_micro_batch(config, num_ranks=world.size, sharded=world.sharded, memory=memory)
+
+
+def _num_micro_batches(num_rows: int, micro_batch: int) -> int:
+    if num_rows % micro_batch:
+        raise ValueError(f"a rank's {num_rows} sequences are no multiple of micro_batch {micro_batch}: choose a divisor")
+    return num_rows // micro_batch
