@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Run = Annotated[RunConfig, tyro.conf.OmitArgPrefixes]
 How = Annotated[Execution, tyro.conf.OmitArgPrefixes]
-Recipe = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RECIPE")]]
+Recipe = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="[RECIPE]")]]
 _EXIT_CODES = {"finished": 0, "diverged": 3, "interrupted": 130, "terminated": 143}
 
 

@@ -118,8 +118,11 @@ def wrap(model: GPT, world: World) -> nn.Module:
     """What to call in training: DDP around the model, where there are several whole ones."""
     if world.size == 1 or world.sharded:
         return model
+    # Buffers are equal on all ranks by construction and need not be sent at each forward.
+    buffers = [name for name, _ in model.named_buffers()]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)
     on_gpu = [world.device] if world.device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=on_gpu, broadcast_buffers=False, gradient_as_bucket_view=True)
+    return DistributedDataParallel(model, device_ids=on_gpu, gradient_as_bucket_view=True)
 
 
 @contextlib.contextmanager
@@ -132,3 +135,9 @@ def accumulate(forward: nn.Module, *, last: bool) -> Iterator[None]:
     if isinstance(forward, FSDPModule):
         forward.set_requires_gradient_sync(last)
     yield
+
+
+def reshard(model: nn.Module) -> None:
+    """After a forward without backward FSDP2 leaves whole parameters in place of the shards, to be freed at any time."""
+    if isinstance(model, FSDPModule):
+        model.reshard()

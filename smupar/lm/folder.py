@@ -71,6 +71,7 @@ class RunFolder:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            self._lock.close()
             raise ValueError(f"another process is training in {path}: wait for it, or choose another --out") from error
         if not (path / "config.json").exists():
             write_atomic(path / "data.json", json.dumps(asdict(text.facts), indent=1))

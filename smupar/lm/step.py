@@ -14,7 +14,7 @@ from smupar.lm import data
 from smupar.lm.config import Execution, RunConfig
 from smupar.lm.cost import fitting_micro_batch
 from smupar.lm.data import Text
-from smupar.lm.distributed import World, accumulate, place, wrap
+from smupar.lm.distributed import World, accumulate, place, reshard, wrap
 from smupar.lm.gpt import use_flex_attention
 from smupar.lm.optimizers import make_optimizers, set_lr
 from smupar.lm.schedule import lr_share
@@ -74,6 +74,7 @@ class Stepper:
             for inputs, targets in self._micro_batches(self.text.valid, 0, step):
                 with self._precision():
                     total += self.loss_fn(self.forward, inputs, targets)
+        reshard(self.model)
         return self.world.mean(total / (self.config.valid_batches * self.num_micro)).item()
 
     def _micro_batches(self, tokens: Tokens, seed: int, step: int) -> Iterator[tuple[Tensor, Tensor]]:
