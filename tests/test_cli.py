@@ -4,7 +4,17 @@ import json
 import subprocess
 import sys
 
+import numpy as np
+import pytest
+
 import smupar
+from smupar.lm.shard_writer import write_tokens
+from smupar.lm.shards import TokenizerInfo
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
 
 
 def _smupar(*args: str) -> subprocess.CompletedProcess[str]:
@@ -76,6 +86,51 @@ def test_check_without_matplotlib_still_gives_its_verdict(tmp_path):
     assert "pip install 'smupar[plot]'" in done.stderr
     assert done.stdout.startswith("SmuPar: ")
     assert [path.name for path in tmp_path.iterdir()] == ["check.json"]
+
+
+def test_dry_run_of_the_paper_recipe_prints_its_size():
+    done = _smupar("train", "paper-610m", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    lines = {line.split()[0]: line for line in done.stdout.splitlines()}
+    assert lines["parameters"].split() == ["parameters", "606,519,972"]
+    assert "11,752 steps of 504 x 2048; 20 for each parameter" in lines["tokens"]
+
+
+def test_recipe_depends_on_the_rule():
+    plan = smupar.Plan.from_json(_smupar("plan", "paper-610m", "--rule=sp", "--json").stdout)
+    assert plan.rule == "sp"
+    assert plan["embedding.weight"].init_std == 0.02  # Table 4; muP and SmuPar have Table 3's 0.08665602
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_unknown_recipe_exits_with_2_and_names_the_known_ones(command):
+    done = _smupar(command, "huge")
+    assert done.returncode == 2
+    assert done.stderr == "smupar: no recipe is called 'huge': choose one of demo, 610m, paper-610m, paper-iso\n"
+
+
+def test_recipe_behind_the_flags_is_not_taken_for_the_demo():
+    done = _smupar("train", "--dry-run", "paper-610m")
+    assert done.returncode == 2 or "606,519,972" in done.stdout
+
+
+def test_data_sets_the_vocabulary_by_itself(tmp_path):
+    write_tokens(tmp_path / "text", np.arange(1000), TokenizerInfo("tiny", 1000, None, "a" * 64))
+    done = _smupar("plan", "--data", str(tmp_path / "text"), "--json")
+    assert smupar.Plan.from_json(done.stdout)["embedding.weight"].shape == (1024, 256)
+
+
+def test_data_that_is_not_there_exits_with_2_and_the_remedy(tmp_path):
+    done = _smupar("train", "--data", str(tmp_path / "none"))
+    assert done.returncode == 2
+    assert done.stderr == f"smupar: no folder {tmp_path}/none: make it with smupar data prepare FILE --out {tmp_path}/none\n"
+
+
+def test_bad_head_size_exits_with_2_and_one_line():
+    done = _smupar("train", "--width", "100")
+    assert done.returncode == 2
+    assert done.stderr.startswith("smupar: width 100 is not a multiple of head_dim 32: --width 96 would be")
+    assert done.stderr.count("\n") == 1
 
 
 def test_version_is_printed():

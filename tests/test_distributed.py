@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import smupar
 from smupar.lm.config import ModelConfig
-from smupar.lm.gpt import GPT, alibi_slopes
+from smupar.lm.gpt import GPT
 
 WORLD, STEPS, CLIP = 2, 5, 0.2
 # Odd sizes (25, 65, 75, a vocabulary of 17), so that shards are uneven.
@@ -33,10 +33,9 @@ def base():
 
 
 def finish(model):
-    """What parameterize leaves to the user: the attention scale, and buffers that to_empty has left without values."""
+    """What parameterize leaves to the user: the attention scale."""
     for block in model.blocks:
         block.attention.scale.fill_(1 / CONFIG.head_dim)
-        block.attention.slopes.copy_(alibi_slopes(CONFIG.num_heads))
 
 
 def plain_model():

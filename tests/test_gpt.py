@@ -210,7 +210,12 @@ def test_610m_model_has_the_parameters_of_the_paper():
     block = (4 * d * d + 4 * d) + (3 * d * inner + 2 * inner + d) + 4 * d  # attention, MLP, norms, all with biases
     assert vocab * d + depth * block + 2 * d == 606_519_972
     config = recipe("paper-610m")
-    assert (config.model.width, config.model.depth, config.model.inner_width, config.model.vocab_size) == (d, depth, inner, vocab)
+    assert (config.model.width, config.model.depth, config.model.inner_width, config.model.vocab_size) == (
+        d,
+        depth,
+        inner,
+        vocab,
+    )
     assert sum(parameter.numel() for parameter in on_meta(config.model).parameters()) == 606_519_972
 
 

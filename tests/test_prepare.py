@@ -141,6 +141,21 @@ def test_rows_of_a_dataset_are_streamed(monkeypatch):
     assert not Path("other").exists()
 
 
+def test_dataset_that_breaks_off_goes_on_with_the_same_command(monkeypatch):
+    config = pytest.importorskip("datasets").config
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", Path("cache").resolve())
+    monkeypatch.setattr("smupar.lm.prepare._BATCH_PIECES", 1)
+    _write("d/train-0.jsonl", _lines(*({"text": f"row {i}"} for i in range(9))))
+    _write("d/train-1.jsonl", "{")
+    message = _message(_config("hf:d", shard_tokens=20))
+    assert "the dataset d broke off behind row 9" in message
+    assert "run the same command again" in message
+    assert sorted(_files()) == ["progress.json", "tokens-00000.bin", "tokens-00001.bin"]
+    _write("d/train-1.jsonl", _lines({"text": "row 9"}))
+    prepare(_config("hf:d", shard_tokens=20))
+    assert _text() == "".join(f"row {i}\0" for i in range(10))
+
+
 def test_several_sources_follow_each_other_with_a_bpe():
     _write("a.txt", "code of self")
     _write("b.jsonl", _lines({"text": "<|endoftext|>"}, {"text": "def"}))
@@ -177,10 +192,13 @@ def test_errors_can_be_replaced_or_ignored():
 
 def test_long_file_gives_the_tokens_it_gives_in_one_piece():
     lines = ["def line of code(self):", "", "        return self.code", "é" * 50, "\t"]
-    text = "\n".join(random.Random(0).choices(lines, k=200_000))
+    text = "\n".join(random.Random(0).choices(lines, k=50_000))
     _write("a.txt", text)
-    assert len(list(sources.Unit("a.txt", 1).read(_config("a.txt")))) == 4
-    prepare(_config("a.txt", tokenizer=_bpe(), shard_tokens=300_000))
+    pieces = list(sources.Unit("a.txt", 1).read(_config("a.txt")))
+    assert [piece.ends_document for piece in pieces] == [False, False, False, True]
+    for skip in range(5):
+        assert list(sources.Unit("a.txt", 1).read(_config("a.txt"), skip=skip)) == pieces[skip:]
+    prepare(_config("a.txt", tokenizer=_bpe(), shard_tokens=75_000))
     ids = load_tokenizer("tiny.json").encode(text)
     tokens = open_tokens("out")
     assert tokens.windows(np.array([0]), len(tokens))[0].tolist() == [*ids.tolist(), 0]

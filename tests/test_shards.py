@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from smupar.lm.files import write_atomic
 from smupar.lm.shard_writer import ShardWriter
-from smupar.lm.shards import Index, TokenizerInfo, Tokens, open_tokens, read_index, token_dtype, verify, write_atomic
+from smupar.lm.shards import Index, TokenizerInfo, Tokens, open_tokens, read_index, token_dtype, verify
 
 INFO = TokenizerInfo("tiny", 1000, 7, "0" * 64)
 

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from smupar.lm.distributed import World
-from smupar.lm.shards import sync_folder, write_atomic
+from smupar.lm.files import sync_folder, write_atomic
 
 _PREFIX, _UNFINISHED = "step-", ".unfinished-"
 

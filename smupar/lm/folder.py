@@ -10,7 +10,7 @@ summary.json     when it ended, finished or diverged
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import json
 import math
 from dataclasses import asdict, dataclass
@@ -19,7 +19,7 @@ from typing import IO, Any, Literal
 
 from smupar.lm.config import RunConfig
 from smupar.lm.data import Text, TextFacts
-from smupar.lm.shards import write_atomic
+from smupar.lm.files import locked, write_atomic
 from smupar.lm.tokenizer import TOKENIZER_FILE, Tokenizer
 
 Status = Literal["finished", "diverged", "interrupted", "terminated"]
@@ -66,18 +66,14 @@ class RunFolder:
         self.path = path
         self._metrics: IO[str] | None = None
         self._refuse_another(config, text)
-        path.mkdir(parents=True, exist_ok=True)
-        self._lock = (path / "lock").open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._lock.close()
-            raise ValueError(f"another process is training in {path}: wait for it, or choose another --out") from error
-        if not (path / "config.json").exists():
-            write_atomic(path / "data.json", json.dumps(asdict(text.facts), indent=1))
-            if text.tokenizer_file is not None:
-                write_atomic(path / TOKENIZER_FILE, text.tokenizer_file.read_text())
-            write_atomic(path / "config.json", config.to_json())
+        with contextlib.ExitStack() as held:
+            held.enter_context(locked(path))
+            if not (path / "config.json").exists():
+                write_atomic(path / "data.json", json.dumps(asdict(text.facts), indent=1))
+                if text.tokenizer_file is not None:
+                    write_atomic(path / TOKENIZER_FILE, text.tokenizer_file.read_text())
+                write_atomic(path / "config.json", config.to_json())
+            self._held = held.pop_all()
 
     def _refuse_another(self, config: RunConfig, text: Text) -> None:
         if (self.path / "config.json").exists():
@@ -90,13 +86,13 @@ class RunFolder:
                     f"the text {config.data!r} is not the one that {self.path} was started with: bring that back, "
                     "or choose another --out"
                 )
-        elif self.path.exists() and (not self.path.is_dir() or any(p.name not in _OURS for p in self.path.iterdir())):
+        elif self.path.exists() and (not self.path.is_dir() or not all(_is_ours(p.name) for p in self.path.iterdir())):
             raise ValueError(f"{self.path} holds other files and no run: choose another --out")
 
     def close(self) -> None:
         if self._metrics is not None:
             self._metrics.close()
-        self._lock.close()
+        self._held.close()
 
     def write_summary(self, summary: Summary) -> None:
         write_atomic(self.path / "summary.json", json.dumps(asdict(summary), indent=1))
@@ -120,8 +116,9 @@ class RunFolder:
         self._metrics.write(json.dumps(finite) + "\n")
 
 
-# What a process that was killed at the very start may leave behind.
-_OURS = {"lock", "data.json", "data.json.unfinished", "tokenizer.json", "config.json.unfinished"}
+def _is_ours(name: str) -> bool:
+    """What a process that was killed at the very start may leave behind."""
+    return name in ("data.json", TOKENIZER_FILE) or name.endswith(".tmp")
 
 
 def read_summary(path: Path) -> Summary | None:

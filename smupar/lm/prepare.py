@@ -21,6 +21,7 @@ import numpy as np
 from tqdm import tqdm
 
 from smupar.lm.config import PrepareConfig
+from smupar.lm.files import locked, write_atomic
 from smupar.lm.shard_writer import ShardWriter
 from smupar.lm.shards import (
     INDEX,
@@ -32,7 +33,6 @@ from smupar.lm.shards import (
     check_sizes,
     read_index,
     token_dtype,
-    write_atomic,
 )
 from smupar.lm.sources import BrokenOffError, Piece, Unit, describe, find_units
 from smupar.lm.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
@@ -90,6 +90,15 @@ def prepare(config: PrepareConfig) -> Index:
         print(f"{folder} is already prepared: nothing to do", file=sys.stderr)
         return index
     is_new = not folder.exists()
+    if folder.is_file():
+        raise ValueError(f"{folder} is a file: choose another --out")
+    with locked(folder):
+        return _prepare(folder, tokenizer, units, config, wanted, is_new=is_new)
+
+
+def _prepare(
+    folder: Path, tokenizer: Tokenizer, units: list[Unit], config: PrepareConfig, wanted: Progress, *, is_new: bool
+) -> Index:
     progress = _earlier_progress(folder, wanted) or wanted
     writer = ShardWriter(
         folder,
@@ -103,7 +112,7 @@ def prepare(config: PrepareConfig) -> Index:
         progress.write(folder)
         tokenizer.save(folder)
         _fill(writer, tokenizer, units, config, progress)
-        index = Index(tokenizer.info, writer.largest_token, tuple(writer.shards), source)
+        index = Index(tokenizer.info, writer.largest_token, tuple(writer.shards), wanted.source)
         write_atomic(folder / INDEX, index.to_json())
     except OSError as error:
         # Reading has its own errors: this one is about the folder.

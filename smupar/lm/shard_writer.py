@@ -11,7 +11,8 @@ from typing import IO
 
 import numpy as np
 
-from smupar.lm.shards import INDEX, Index, Shard, TokenizerInfo, sync_folder, token_dtype, write_atomic
+from smupar.lm.files import sync_folder, write_atomic
+from smupar.lm.shards import INDEX, Index, Shard, TokenizerInfo, token_dtype
 
 _BUFFER = 1 << 22
 

@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from smupar.lm.files import write_atomic
+
 FORMAT = "smupar-tokens/1"
 INDEX, PROGRESS, VERIFIED = "index.json", "progress.json", "verified.json"
 
@@ -89,33 +91,6 @@ class Index:
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """The smallest type that holds every id."""
     return np.dtype("u1" if vocab_size <= 1 << 8 else "<u2" if vocab_size <= 1 << 16 else "<u4")
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Either the old content or the new one is there, whenever the power fails."""
-    # The process id keeps ranks apart that write the same file at the same time.
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8", newline="") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    # A rename is durable once its folder is; Windows cannot open folders and needs no such thing.
-    if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def read_index(folder: str | Path) -> Index:

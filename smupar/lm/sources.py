@@ -1,7 +1,7 @@
 """Where text comes from: files, folders and Hugging Face datasets, as a stream of pieces.
 
-A document is a text file, a line of JSONL, a row of Parquet or of a dataset. Text files come in pieces of about a
-megabyte, so that a huge one needs little memory.
+A document is a text file, a line of JSONL, a row of Parquet or of a dataset. Text files come in pieces, so that a huge one
+needs little memory and all cores.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from smupar.lm.tokenizer import first_line, optional
 
 SLIMPAJAMA = "cerebras/SlimPajama-627B"
 
-# Bytes read and characters handed on at a time.
-_PIECE = 1 << 20
+# Bytes read and characters handed on at a time. Tokenizers run one thread per piece.
+_PIECE = 1 << 18
 _UTF8_BOM = b"\xef\xbb\xbf"
 _UNREADABLE = (".zst", ".xz", ".bz2", ".lz4", ".zip", ".tar", ".7z")
 

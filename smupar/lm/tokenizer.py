@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from smupar.lm.shards import TokenizerInfo, read_index, token_dtype, write_atomic
+from smupar.lm.files import write_atomic
+from smupar.lm.shards import TokenizerInfo, read_index, token_dtype
 
 TOKENIZER_FILE = "tokenizer.json"
 

@@ -255,7 +255,7 @@ class _Events:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ModuleNotFoundError as error:
-            raise ModuleNotFoundError("--tensorboard needs a package: pip install tensorboard") from error
+            raise ModuleNotFoundError("--tensorboard needs a package: pip install 'smupar[tensorboard]'") from error
         self._writer = SummaryWriter(str(path / "tensorboard"))
 
     def write(self, row: dict[str, Any]) -> None:

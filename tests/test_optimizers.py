@@ -1,0 +1,186 @@
+"""The optimizers that a run can name, on the built-in GPT."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from smupar.apply import mask_of
+from smupar.lm.config import ModelConfig, RunConfig
+from smupar.lm.gpt import build
+from smupar.lm.optimizers import make_optimizers, set_lr
+from smupar.lm.step import next_token_loss
+from smupar.rules import FAMILIES
+
+NAMES = ("adamw", "adam", "sgd", "muon", "lion", "nadam", "radam", "adamax", "rmsprop", "adagrad")
+# Twice the base width at a quarter of the weights: the hidden LR factor of SmuPar is 1 / (2 * 1/4) = 2 for Adam.
+TINY = RunConfig(
+    model=ModelConfig(width=64, depth=1, biases=True, activation="gelu"),
+    base_width=32,
+    sparsity=0.75,
+    lr=0.01,
+    weight_decay=0.1,
+)
+
+
+def _made(**options):
+    config = replace(TINY, **options)
+    model, plan = build(config)
+    return model, plan, make_optimizers(model, plan, config)
+
+
+def _group_of(optimizers, parameter):
+    groups = [g for one in optimizers for g in one.param_groups if any(parameter is p for p in g["params"])]
+    assert len(groups) == 1
+    return groups[0]
+
+
+def _hidden(model):
+    return model.blocks[0].attention.out.weight
+
+
+def test_names_are_all_that_have_a_rule():
+    assert set(NAMES) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_optimizer_trains_three_steps_and_keeps_masked_weights_at_zero(name):
+    model, plan, optimizers = _made(optimizer=name)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    rng = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        tokens = torch.randint(256, (2, 17), generator=rng)
+        next_token_loss(model, tokens[:, :-1], tokens[:, 1:]).backward()
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+    for row in plan:
+        parameter, mask = model.get_parameter(row.name), mask_of(model, row.name)
+        assert parameter.isfinite().all()
+        assert (mask is not None) == (row.role == "hidden")
+        if mask is not None:
+            assert (parameter[~mask] == 0).all()
+            assert (parameter[mask] != before[row.name][mask]).float().mean() > 0.99
+        else:
+            assert not torch.equal(parameter, before[row.name])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_optimizers_hold_every_parameter_once(name):
+    model, _, optimizers = _made(optimizer=name)
+    held = [id(p) for one in optimizers for group in one.param_groups for p in group["params"]]
+    assert sorted(held) == sorted(id(parameter) for parameter in model.parameters())
+    assert len(optimizers) == (2 if name == "muon" else 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_learning_rates_are_those_of_the_plan(name):
+    model, plan, optimizers = _made(optimizer=name)
+    for row in plan:
+        family = "adam" if name == "muon" and row.role != "hidden" else FAMILIES[name]
+        group = _group_of(optimizers, model.get_parameter(row.name))
+        assert group["lr"] == pytest.approx(0.01 * row.lr_factor(family))
+    expected = {"adam": 2.0, "sgd": 4.0, "muon": 1.0}[FAMILIES[name]]  # SGD: m_out / (m_in m_rho)
+    assert _group_of(optimizers, _hidden(model))["lr"] == pytest.approx(0.01 * expected)
+
+
+def test_betas_reach_every_group():
+    for name in ("adamw", "adam", "adamax", "nadam", "radam", "lion"):
+        _, _, optimizers = _made(optimizer=name, betas=(0.8, 0.7))
+        assert {tuple(group["betas"]) for group in optimizers[0].param_groups} == {(0.8, 0.7)}
+
+
+def test_epsilon_reaches_every_group():
+    for name in ("adamw", "adam", "adamax", "nadam", "radam", "rmsprop", "adagrad"):
+        _, _, optimizers = _made(optimizer=name, eps=1e-5)
+        assert {group["eps"] for group in optimizers[0].param_groups} == {1e-5}
+
+
+def test_epsilon_shrinks_with_the_width_where_asked():
+    model, _, optimizers = _made(eps=1e-5, eps_scaling="width")
+    assert _group_of(optimizers, _hidden(model))["eps"] == pytest.approx(5e-6)
+    assert _group_of(optimizers, model.embedding.weight)["eps"] == pytest.approx(5e-6)
+
+
+def test_momentum_reaches_sgd_and_muon():
+    for name in ("sgd", "muon"):
+        _, _, optimizers = _made(optimizer=name, momentum=0.5)
+        assert {group["momentum"] for group in optimizers[0].param_groups} == {0.5}
+
+
+@pytest.mark.parametrize(("decay", "hidden"), [("independent", 0.05), ("coupled", 0.1)])
+def test_weight_decay_is_divided_by_the_lr_factor_unless_coupled(decay, hidden):
+    model, _, optimizers = _made(decay=decay)
+    assert _group_of(optimizers, _hidden(model))["weight_decay"] == pytest.approx(hidden)
+    assert _group_of(optimizers, model.embedding.weight)["weight_decay"] == pytest.approx(0.1)
+
+
+def test_one_step_of_adamw_moves_kept_weights_by_their_own_learning_rate():
+    model, _, optimizers = _made(weight_decay=0.0, eps=1e-30)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    tokens = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(0))
+    next_token_loss(model, tokens[:, :-1], tokens[:, 1:]).backward()
+    set_lr(optimizers, 0.5)
+    optimizers[0].step()
+    # The first step of Adam is the sign of the gradient times the learning rate: 0.01, halved, times 2 for hidden weights.
+    for name, step in (("blocks.0.attention.out.weight", 0.01), ("norm.weight", 0.005), ("blocks.0.mlp.up.bias", 0.005)):
+        moved = (model.get_parameter(name) - before[name]).abs()
+        assert moved[moved > 0].median().item() == pytest.approx(step, rel=1e-3)
+
+
+# Muon
+
+
+def test_muon_takes_hidden_matrices_and_adamw_the_rest():
+    model, plan, (muon, adamw) = _made(optimizer="muon")
+    assert (type(muon).__name__, type(adamw).__name__) == ("Muon", "AdamW")
+    hidden = {id(model.get_parameter(row.name)) for row in plan if row.role == "hidden"}
+    assert {id(p) for group in muon.param_groups for p in group["params"]} == hidden
+
+
+def test_rest_lr_is_that_of_the_adamw_beside_muon():
+    for rest_lr, expected in ((None, 0.01), (0.003, 0.003), (0.0, 0.0)):
+        model, _, (muon, adamw) = _made(optimizer="muon", rest_lr=rest_lr)
+        assert _group_of([muon, adamw], model.embedding.weight)["lr"] == pytest.approx(expected)
+        assert _group_of([muon, adamw], _hidden(model))["lr"] == pytest.approx(0.01)
+
+
+# Schedules
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+def test_set_lr_keeps_the_ratios_of_groups_and_forgets_what_came_before(name):
+    _, _, optimizers = _made(optimizer=name, rest_lr=0.002)
+    peaks = [group["lr"] for one in optimizers for group in one.param_groups]
+    assert len(set(peaks)) > 1
+    for share in (0.25, 0.0, 1.0, 0.1):
+        set_lr(optimizers, share)
+        rates = [group["lr"] for one in optimizers for group in one.param_groups]
+        assert rates == pytest.approx([share * peak for peak in peaks])
+
+
+# Bad input
+
+
+def test_names_may_be_written_in_capitals():
+    _, _, optimizers = _made(optimizer="AdamW")
+    assert type(optimizers[0]) is torch.optim.AdamW
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("adafactor", "no factor of Table 1 fits it. Use AdamW or SGD"),
+        ("shampoo", r"no learning-rate rule is known for optimizer 'shampoo' \(known: .*adamw.*muon.*sgd\)"),
+    ],
+)
+def test_optimizer_without_a_rule_raises_with_the_remedy(name, message):
+    with pytest.raises(ValueError, match=message):
+        _made(optimizer=name)
+
+
+def test_lion_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lion_pytorch", None)
+    with pytest.raises(ModuleNotFoundError, match="torch has no Lion: pip install lion-pytorch"):
+        _made(optimizer="lion")
