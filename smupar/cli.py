@@ -11,26 +11,39 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import tyro
 
 from smupar import __version__
 from smupar import rules as table_1
+from smupar.flags import checked, twin, unchecked
 from smupar.lm.config import STANDARD_LIBRARY, CheckConfig, Execution, ExportConfig, GenerateConfig, PrepareConfig, RunConfig
 from smupar.lm.recipes import recipe
 
 if TYPE_CHECKING:
     from smupar.lm.folder import Summary
 
-Run = Annotated[RunConfig, tyro.conf.OmitArgPrefixes]
-How = Annotated[Execution, tyro.conf.OmitArgPrefixes]
+if TYPE_CHECKING:
+    Run: TypeAlias = RunConfig
+    How: TypeAlias = Execution
+    Check: TypeAlias = CheckConfig
+    Sample: TypeAlias = GenerateConfig
+    Export: TypeAlias = ExportConfig
+    Prepare: TypeAlias = PrepareConfig
+else:
+    _FLAGS, _POSITIONAL = tyro.conf.OmitArgPrefixes, tyro.conf.PositionalRequiredArgs
+    Run, How, Check = (Annotated[twin(config), _FLAGS] for config in (RunConfig, Execution, CheckConfig))
+    Sample, Export, Prepare = (
+        Annotated[twin(config), _FLAGS, _POSITIONAL] for config in (GenerateConfig, ExportConfig, PrepareConfig)
+    )
 Recipe = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="[RECIPE]")]]
 _EXIT_CODES = {"finished": 0, "diverged": 3, "interrupted": 130, "terminated": 143}
 
 
-def commands(start: RunConfig) -> dict[str, Callable[..., None]]:
-    """All commands; ``start`` is where those that take a run begin, before their flags."""
+def commands(name: str, start: RunConfig) -> dict[str, Callable[..., None]]:
+    """All commands; ``start``, the recipe called ``name``, is where those that take a run begin, before their flags."""
+    begin, default_how = unchecked(start), unchecked(Execution())
 
     def rules(markdown: bool = False) -> None:
         """Print Table 1: init, learning rate and forward factor of every kind of tensor under every rule.
@@ -46,7 +59,7 @@ def commands(start: RunConfig) -> dict[str, Callable[..., None]]:
         for row in rows:
             print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
-    def plan(recipe: Recipe = "demo", /, *, config: Run = start, json: bool = False) -> None:
+    def plan(recipe: Recipe = "demo", /, *, config: Run = begin, json: bool = False) -> None:
         """Print the plan of a GPT without building it: every number of every parameter, in seconds at any size.
 
         Args:
@@ -55,15 +68,16 @@ def commands(start: RunConfig) -> dict[str, Callable[..., None]]:
         """
         from smupar.lm.gpt import plan_on_meta
 
-        made = plan_on_meta(config)
+        _refuse_late(recipe, name)
+        made = plan_on_meta(checked(config))
         print(made.to_json() if json else made)
 
     def train(
         recipe: Recipe = "demo",
         /,
         *,
-        config: Run = start,
-        how: How = Execution(),  # noqa: B008 (frozen)
+        config: Run = begin,
+        how: How = default_how,
         dry_run: bool = False,
         gpus: int = 1,
         gpu_gib: float = 139.0,
@@ -81,6 +95,8 @@ def commands(start: RunConfig) -> dict[str, Callable[..., None]]:
             gpu_gib: Memory of one, for --dry-run; default an H200's.
             peak_share: Share of peak FLOP/s, for --dry-run; the peak is --peak-tflops, default an H200's 990.
         """
+        _refuse_late(recipe, name)
+        config, how = checked(config), checked(how)
         if dry_run:
             from smupar.lm.cost import report
 
@@ -93,28 +109,28 @@ def commands(start: RunConfig) -> dict[str, Callable[..., None]]:
             print(_ending(summary, config))
         sys.exit(_EXIT_CODES[summary.status])
 
-    def generate(config: Annotated[GenerateConfig, tyro.conf.OmitArgPrefixes, tyro.conf.PositionalRequiredArgs]) -> None:
+    def generate(config: Sample) -> None:
         """Sample text from a run, while it is written."""
         from smupar.lm.generate import generate as sample
 
-        for text in sample(config):
+        for text in sample(checked(config)):
             print(text, end="", flush=True)
         print()
 
-    def export(config: Annotated[ExportConfig, tyro.conf.OmitArgPrefixes, tyro.conf.PositionalRequiredArgs]) -> None:
+    def export(config: Export) -> None:
         """Write a run's model as a folder to hand on: safetensors with all factors folded in, and a model card."""
         from smupar.lm.export import export as write
 
-        print(write(config))
+        print(write(checked(config)))
 
-    def check(config: Annotated[CheckConfig, tyro.conf.OmitArgPrefixes]) -> None:
+    def check(config: Check) -> None:
         """Measure whether activations, gradients and updates of the GPT keep their size over width and sparsity.
 
         Prints a verdict with a diagnosis, writes a picture, a page and JSON; exits with 1 if the check does not pass.
         """
         from smupar.lm.check import check_gpt
 
-        report = check_gpt(config)
+        report = check_gpt(checked(config))
         print(report.explain())
         if not report.ok:
             sys.exit(1)
@@ -158,11 +174,11 @@ def _ending(summary: Summary, config: RunConfig) -> str:
     )
 
 
-def prepare(config: Annotated[PrepareConfig, tyro.conf.OmitArgPrefixes, tyro.conf.PositionalRequiredArgs]) -> None:
+def prepare(config: Prepare) -> None:
     """Turn text, JSONL, Parquet or a Hugging Face dataset into token shards that `smupar train --data` reads."""
     from smupar.lm.prepare import prepare as make
 
-    index = make(config)
+    index = make(checked(config))
     print(
         f"{index.num_tokens:,} tokens of {index.num_documents:,} documents ({index.tokenizer.name}, vocabulary "
         f"{index.tokenizer.vocab_size:,}) in {len(index.shards)} shard{'s' if len(index.shards) > 1 else ''}: "
@@ -187,9 +203,14 @@ def main(argv: list[str] | None = None) -> None:
     if argv == ["--version"]:
         print(f"smupar {__version__}, Python {sys.version.split()[0]}")
         return
+    # Threads that wait must not spin: beside another job on the same cores a step would take a hundred times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
     warnings.showwarning = lambda message, *_, **__: print(f"smupar: note: {message}", file=sys.stderr)
     try:
         _run(argv or ["--help"])
+    except BrokenPipeError:  # `smupar ... | head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
     except (ValueError, OSError, ModuleNotFoundError) as error:
         print(f"smupar: {error}", file=sys.stderr)
         sys.exit(2)
@@ -208,29 +229,32 @@ def _run(argv: list[str]) -> None:
         )
         return
     tyro.extras.subcommand_cli_from_dict(
-        {**commands(_start(argv)), "data": lambda: None},
+        {**commands(*_start(argv)), "data": lambda: None},
         prog="smupar",
         description="Tune a small dense model, train wide sparse ones with the same hyperparameters.",
         args=argv,
     )
 
 
-def _start(argv: list[str]) -> RunConfig:
+def _start(argv: list[str]) -> tuple[str, RunConfig]:
     """Where the flags of a run begin: its recipe, which depends on the rule, with a vocabulary that fits its data."""
-    if argv[0] not in ("train", "plan"):
-        return RunConfig()
-    name = argv[1] if len(argv) > 1 and not argv[1].startswith("-") else "demo"
+    name = argv[1] if argv[0] in ("train", "plan") and len(argv) > 1 and not argv[1].startswith("-") else "demo"
     start = recipe(name, _flag(argv, "--rule") or "smupar")
     text = _flag(argv, "--data")
     if text is None or text == STANDARD_LIBRARY:
-        return start
+        return name, start
     from smupar.lm.data import padded_vocab
     from smupar.lm.shards import read_index
 
     needed = read_index(text).tokenizer.vocab_size
-    if needed <= start.model.vocab_size:
-        return start
-    return replace(start, model=replace(start.model, vocab_size=padded_vocab(needed)))
+    if needed > start.model.vocab_size:
+        start = replace(start, model=replace(start.model, vocab_size=padded_vocab(needed)))
+    return name, start
+
+
+def _refuse_late(given: str, begun: str) -> None:
+    if given != begun:
+        raise ValueError(f"{given!r} must come first, flags change what it begins with: smupar train {given} --...")
 
 
 def _flag(argv: list[str], flag: str) -> str | None:

@@ -27,6 +27,14 @@ def _starts(tokens, *, seed=0, seq_len, steps, batch_size):
     return torch.cat([inputs[:, 0] for inputs, _ in batches]).tolist()
 
 
+def _order(count, seed):
+    """The order in which an epoch takes that many sequences, here of one token each."""
+    tokens = _counting(count + 2)
+    assert num_sequences(tokens, 1) == count
+    starts = np.array(_starts(tokens, seed=seed, seq_len=1, steps=[0], batch_size=count))
+    return starts - starts.min()
+
+
 def _keys(seed):
     return np.random.default_rng(seed).integers(2**63, size=4)
 
@@ -154,24 +162,24 @@ def test_shuffled_reaches_every_order_of_few_positions():
 
 
 @pytest.mark.parametrize("count", [1000, 1024, 1025, 4096])
-def test_shuffled_looks_random(count):
-    orders = np.stack([shuffled(np.arange(count), count, _keys(seed)) for seed in range(40)])
+def test_order_of_an_epoch_looks_random(count):
+    orders = np.stack([_order(count, seed) for seed in range(40)])
     positions = np.arange(count)
     # A random order moves a position by a third of the count, has one fixed point and rises every second time.
     assert np.abs(orders - positions).mean() == pytest.approx(count / 3, rel=0.02)
     assert (orders == positions).sum(1).mean() == pytest.approx(1, abs=0.6)
     assert (np.diff(orders) > 0).mean() == pytest.approx(0.5, abs=0.01)
-    # No two keys agree in more places than two random orders would, which is one.
+    # No two seeds agree in more places than two random orders would, which is one.
     agreements = [(orders[i] == orders[j]).sum() for i in range(40) for j in range(i)]
     assert np.mean(agreements) == pytest.approx(1, abs=0.2)
 
 
-def test_shuffled_sends_every_part_to_every_part_equally():
-    # Positions by eighths against places by eighths: chi-square with 49 degrees of freedom, so 49 +- 10 for each key.
+def test_every_part_of_an_epoch_reads_from_every_part_of_the_text_equally():
+    # Positions by eighths against places by eighths: chi-square with 49 degrees of freedom, so 49 +- 10 for each seed.
     count, parts = 4000, 8
     statistics = []
     for seed in range(40):
-        order = shuffled(np.arange(count), count, _keys(seed))
+        order = _order(count, seed)
         table = np.zeros((parts, parts))
         np.add.at(table, (np.arange(count) * parts // count, order * parts // count), 1)
         expected = count / parts**2

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from smupar.apply import mask_of
+from smupar.lm import checkpoint
 from smupar.lm.config import ModelConfig, RunConfig
+from smupar.lm.distributed import World
 from smupar.lm.gpt import build
 from smupar.lm.optimizers import make_optimizers, set_lr
 from smupar.lm.step import next_token_loss
@@ -30,6 +32,15 @@ def _made(**options):
     return model, plan, make_optimizers(model, plan, config)
 
 
+def _train(model, optimizers, steps):
+    for step in steps:
+        tokens = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(step))
+        next_token_loss(model, tokens[:, :-1], tokens[:, 1:]).backward()
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+
+
 def _group_of(optimizers, parameter):
     groups = [g for one in optimizers for g in one.param_groups if any(parameter is p for p in g["params"])]
     assert len(groups) == 1
@@ -48,13 +59,7 @@ def test_names_are_all_that_have_a_rule():
 def test_optimizer_trains_three_steps_and_keeps_masked_weights_at_zero(name):
     model, plan, optimizers = _made(optimizer=name)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    rng = torch.Generator().manual_seed(0)
-    for _ in range(3):
-        tokens = torch.randint(256, (2, 17), generator=rng)
-        next_token_loss(model, tokens[:, :-1], tokens[:, 1:]).backward()
-        for one in optimizers:
-            one.step()
-            one.zero_grad()
+    _train(model, optimizers, range(3))
     for row in plan:
         parameter, mask = model.get_parameter(row.name), mask_of(model, row.name)
         assert parameter.isfinite().all()
@@ -119,10 +124,8 @@ def test_weight_decay_is_divided_by_the_lr_factor_unless_coupled(decay, hidden):
 def test_one_step_of_adamw_moves_kept_weights_by_their_own_learning_rate():
     model, _, optimizers = _made(weight_decay=0.0, eps=1e-30)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    tokens = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(0))
-    next_token_loss(model, tokens[:, :-1], tokens[:, 1:]).backward()
     set_lr(optimizers, 0.5)
-    optimizers[0].step()
+    _train(model, optimizers, [0])
     # The first step of Adam is the sign of the gradient times the learning rate: 0.01, halved, times 2 for hidden weights.
     for name, step in (("blocks.0.attention.out.weight", 0.01), ("norm.weight", 0.005), ("blocks.0.mlp.up.bias", 0.005)):
         moved = (model.get_parameter(name) - before[name]).abs()
@@ -158,6 +161,22 @@ def test_set_lr_keeps_the_ratios_of_groups_and_forgets_what_came_before(name):
         set_lr(optimizers, share)
         rates = [group["lr"] for one in optimizers for group in one.param_groups]
         assert rates == pytest.approx([share * peak for peak in peaks])
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_optimizer_goes_on_from_a_checkpoint_with_the_same_bits(name, tmp_path):
+    model, _, optimizers = _made(optimizer=name)
+    _train(model, optimizers, range(2))
+    checkpoint.save(tmp_path, 2, model, optimizers, {}, World(0, 1, torch.device("cpu"), "ddp"))
+    _train(model, optimizers, range(2, 4))
+    again, _, new_optimizers = _made(optimizer=name)
+    checkpoint.load(tmp_path / "step-00000002", again, new_optimizers)
+    _train(again, new_optimizers, range(2, 4))
+    for parameter, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(parameter, other)
 
 
 # Bad input

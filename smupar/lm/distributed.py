@@ -89,6 +89,8 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise RuntimeError("torch sees no GPU")
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", local_rank)
         if device.type == "cuda":
