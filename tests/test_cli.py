@@ -109,7 +109,6 @@ def test_unknown_recipe_exits_with_2_and_names_the_known_ones(command):
     assert done.stderr == "smupar: no recipe is called 'huge': choose one of demo, 610m, paper-610m, paper-iso\n"
 
 
-@pytest.mark.xfail(strict=True, reason="a recipe is looked for in front of the flags only")
 def test_recipe_behind_the_flags_is_not_taken_for_the_demo():
     done = _smupar("train", "--dry-run", "paper-610m")
     assert done.returncode == 2 or "606,519,972" in done.stdout
