@@ -239,7 +239,8 @@ def _run(argv: list[str]) -> None:
 def _start(argv: list[str]) -> tuple[str, RunConfig]:
     """Where the flags of a run begin: its recipe, which depends on the rule, with a vocabulary that fits its data."""
     name = argv[1] if argv[0] in ("train", "plan") and len(argv) > 1 and not argv[1].startswith("-") else "demo"
-    start = recipe(name, _flag(argv, "--rule") or "smupar")
+    width = _flag(argv, "--width") or ""
+    start = recipe(name, _flag(argv, "--rule") or "smupar", int(width) if width.isdigit() else None)
     text = _flag(argv, "--data")
     if text is None or text == STANDARD_LIBRARY:
         return name, start

@@ -162,7 +162,6 @@ def test_csr_parts_rebuild_the_matrix(runs, tmp_path):
         assert torch.equal(sparse[name], dense[name])
 
 
-@pytest.mark.xfail(strict=True, reason="row ends are int64 and columns int32, which torch's own check refuses")
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 def test_csr_parts_are_a_torch_tensor_as_they_are(runs, tmp_path):
     sparse = load_file(_exported(runs, "smupar-alibi", tmp_path / "out", format="sparse") / "model.safetensors")
@@ -188,7 +187,6 @@ def test_dense_run_has_nothing_to_store_sparsely(runs, tmp_path):
     assert not [name for name in stored if name.endswith("values")]
 
 
-@pytest.mark.xfail(strict=True, reason="cut norms and biases are vectors, which have no rows and columns")
 def test_run_with_whole_neurons_cut_can_be_exported_sparsely(runs, tmp_path):
     out = _exported(runs, "neuron", tmp_path / "out", format="sparse")
     torch.testing.assert_close(_logits(load_model(out)[0]), _logits(load_run(runs("neuron")).model), rtol=1e-5, atol=1e-5)

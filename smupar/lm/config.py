@@ -9,12 +9,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+import math
+from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 STANDARD_LIBRARY = "stdlib"
 """The text that needs no download: the source of the running Python's standard library, as bytes."""
+
+
+def _known(config: object) -> None:
+    """Every choice is one of those that its annotation lists."""
+    for name, hint in get_type_hints(type(config)).items():
+        if get_origin(hint) is Literal and getattr(config, name) not in get_args(hint):
+            raise ValueError(f"{name} must be one of {', '.join(map(str, get_args(hint)))}, got {getattr(config, name)!r}")
 
 
 def _positive(config: object, *names: str) -> None:
@@ -25,8 +33,8 @@ def _positive(config: object, *names: str) -> None:
 
 def _not_negative(config: object, *names: str) -> None:
     for name in names:
-        if getattr(config, name) < 0:
-            raise ValueError(f"{name} must not be negative, got {getattr(config, name)}")
+        if not 0 <= getattr(config, name) < math.inf:
+            raise ValueError(f"{name} must be a number from 0 on, got {getattr(config, name)}")
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,7 @@ class ModelConfig:
     """Longest sequence, for learned positions only."""
 
     def __post_init__(self) -> None:
+        _known(self)
         _positive(self, "width", "depth", "head_dim", "vocab_size", "context")
         if self.width % self.head_dim:
             near = max(1, round(self.width / self.head_dim)) * self.head_dim
@@ -73,7 +82,7 @@ class ModelConfig:
     def inner_width(self) -> int:
         ratio = Fraction(8, 3) if self.activation == "swiglu" else Fraction(4)
         if self.ff_ratio is not None:
-            ratio = Fraction(self.ff_ratio)
+            ratio = Fraction(self.ff_ratio).limit_denominator(1000)  # 2.3 means 23/10, not the float just below
         multiple = self.ff_multiple or self.head_dim
         return max(1, int(ratio * self.width) // multiple) * multiple
 
@@ -133,6 +142,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.sparsity is not None and not 0 <= self.sparsity < 1:
             raise ValueError(f"sparsity must lie in [0, 1), got {self.sparsity}: 0.75 keeps a quarter of the hidden weights")
+        _known(self)
         _positive(self, "steps", "batch_size", "seq_len", "base_width", "valid_batches")
         _not_negative(self, "lr", "weight_decay", "eps", "momentum", "init_std")
         if self.clip is not None and self.clip <= 0:
@@ -144,6 +154,14 @@ class RunConfig:
                 f"base width {self.base_width} is not a multiple of head_dim {self.model.head_dim}: the head size is the same "
                 "in both models, choose another --base-width or --head-dim"
             )
+        base = replace(self.model, width=self.base_width)
+        if base.width != self.model.width and base.inner_width == self.model.inner_width:
+            raise ValueError(
+                f"the MLP is {base.inner_width} wide at width {base.width} and at {self.model.width}: "
+                "choose a smaller --ff-multiple"
+            )
+        if self.allocation != "uniform" and ":" in self.pattern:
+            raise ValueError(f"the pattern {self.pattern} fixes the density of every layer: leave --allocation uniform")
         if self.model.positions == "learned" and self.seq_len > self.model.context:
             raise ValueError(f"seq_len {self.seq_len} is longer than the model's context: pass --context {self.seq_len}")
 
@@ -209,6 +227,7 @@ class Execution:
     """Peak of one device for the share that is shown; default the datasheet's, else the speed of a large product here."""
 
     def __post_init__(self) -> None:
+        _known(self)
         _positive(self, "keep", "log_every")
         _not_negative(self, "micro_batch", "save_every", "valid_every")
 

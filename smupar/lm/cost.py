@@ -76,6 +76,15 @@ def fitting_micro_batch(config: RunConfig, *, num_ranks: int, sharded: bool, mem
 
 def report(config: RunConfig, how: Execution, *, gpus: int, gpu_gib: float, peak_share: float) -> str:
     """What ``smupar train --dry-run`` prints."""
+    if gpus < 1 or not gpu_gib > 0 or not 0 < peak_share <= 1:
+        raise ValueError(
+            f"--gpus {gpus}, --gpu-gib {gpu_gib:g} and --peak-share {peak_share:g} must be above 0, a share at most 1"
+        )
+    if config.batch_size % gpus or config.batch_size // gpus % (how.micro_batch or 1):
+        raise ValueError(
+            f"batch_size {config.batch_size} does not divide among {gpus} GPUs in parts of {how.micro_batch or 1}: "
+            "choose another --batch-size or --micro-batch"
+        )
     sharded, peak_tflops = how.parallel == "fsdp" and gpus > 1, how.peak_tflops or _PEAK_TFLOPS["H200"]
     micro_batch = how.micro_batch or fitting_micro_batch(config, num_ranks=gpus, sharded=sharded, memory=gpu_gib * _GIB)
     cost = estimate(config, num_ranks=gpus, micro_batch=micro_batch, sharded=sharded)
@@ -116,14 +125,16 @@ def _state_bytes(plan: Plan, config: RunConfig) -> float:
     total = 0.0
     for row in plan:
         muon = config.optimizer == "muon" and row.role != "hidden"
-        moments = _num_moments("adamw" if muon else config.optimizer)
+        moments = _num_moments("adamw" if muon else config.optimizer, config.momentum)
         copy = 2 if config.dtype == "bf16" and len(row.shape) == 2 else 0  # what the products read
         total += math.prod(row.shape) * (4 + 4 + 4 * moments + copy + row.masked)
     return total
 
 
-def _num_moments(optimizer: str) -> int:
+def _num_moments(optimizer: str, momentum: float) -> int:
     family_of(optimizer)
+    if optimizer == "sgd" and momentum == 0:
+        return 0
     return 1 if optimizer in ("sgd", "muon", "lion", "adagrad", "rmsprop") else 2
 
 

@@ -33,7 +33,7 @@ def export(config: ExportConfig) -> str:
     model_config = replace(run.config.model, tied=False)
     tensors = folded(run.model)
     if config.format == "sparse":
-        for name in [row.name for row in run.plan if row.masked]:
+        for name in [row.name for row in run.plan if row.masked and len(row.shape) == 2]:
             mask = mask_of(run.model, name)
             assert mask is not None
             csr = to_csr(tensors.pop(name), mask)

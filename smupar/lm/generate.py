@@ -40,10 +40,9 @@ def sample(model: GPT, prompt: list[int], config: GenerateConfig, *, vocab_size:
     device = model.embedding.weight.device
     rng = torch.Generator(device=device).manual_seed(config.seed)
     if model.config.positions == "learned" and len(prompt) + config.tokens > model.config.context:
-        raise ValueError(
-            f"the model has positions for {model.config.context} tokens; the prompt has {len(prompt)}: "
-            f"pass --tokens {max(0, model.config.context - len(prompt))} or fewer"
-        )
+        room = model.config.context - len(prompt)
+        remedy = f"pass --tokens {room} or fewer" if room > 0 else "shorten the prompt"
+        raise ValueError(f"the model has positions for {model.config.context} tokens, the prompt has {len(prompt)}: {remedy}")
     caches = [Cache() for _ in model.blocks]
     tokens = torch.tensor([prompt], device=device)
     for _ in range(config.tokens):

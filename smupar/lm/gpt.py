@@ -178,7 +178,7 @@ def build(config: RunConfig) -> tuple[GPT, Plan]:
 
 def parameterized(model: GPT, config: RunConfig, *, reset: bool | None = None) -> Plan:
     """Parameterizes a GPT in place as the run says; ``reset`` is that of ``parameterize``."""
-    plan = parameterize(model, base=on_meta(replace(config.model, width=config.base_width)), reset=reset, **_settings(config))
+    plan = parameterize(model, base=_base(config), reset=reset, **_settings(config))
     set_attention_scale(model, plan)
     return plan
 
@@ -191,8 +191,7 @@ def set_attention_scale(model: nn.Module, plan: Plan) -> None:
 
 def plan_on_meta(config: RunConfig) -> Plan:
     """The plan ``build`` would carry out, for a model of any size, in no memory."""
-    base = on_meta(replace(config.model, width=config.base_width))
-    plan = make_plan(on_meta(config.model), base=base, **_settings(config))
+    plan = make_plan(on_meta(config.model), base=_base(config), **_settings(config))
     plan.attention_scale(config.model.head_dim)  # build sets it
     return plan
 
@@ -200,6 +199,10 @@ def plan_on_meta(config: RunConfig) -> Plan:
 def on_meta(config: ModelConfig) -> GPT:
     with torch.device("meta"):
         return GPT(config)
+
+
+def _base(config: RunConfig) -> GPT:
+    return on_meta(replace(config.model, width=config.base_width))
 
 
 def _settings(config: RunConfig) -> Settings:
@@ -214,4 +217,8 @@ def _settings(config: RunConfig) -> Settings:
         "init_std": config.init_std,
         "alpha_input": config.alpha_input,
         "alpha_output": config.alpha_output,
+        # As wide as its base, a model does not show which of its dimensions scale: a third one does.
+        "delta": on_meta(replace(config.model, width=2 * config.base_width))
+        if config.model.width == config.base_width
+        else None,
     }

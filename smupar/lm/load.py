@@ -66,8 +66,11 @@ def load_model(folder: str | Path, *, device: torch.device | None = None) -> tup
 
 
 def _is_export(path: Path) -> bool:
-    file = path / "config.json"
-    return file.exists() and json.loads(file.read_text()).get("format") == EXPORT_FORMAT
+    try:
+        described = json.loads((path / "config.json").read_text())
+    except (OSError, json.JSONDecodeError):
+        return False
+    return isinstance(described, dict) and described.get("format") == EXPORT_FORMAT
 
 
 def load_export(path: Path) -> GPT:
@@ -89,13 +92,13 @@ def _export_tokenizer(path: Path) -> Tokenizer:
 
 def to_csr(weight: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
     """Kept weights row by row, zeros among them too: the mask is part of the model."""
-    counts = mask.sum(1)
-    crow = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
-    return {"crow_indices": crow, "col_indices": mask.nonzero()[:, 1].to(torch.int32), "values": weight[mask]}
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), mask.sum(1).cumsum(0)])
+    index = torch.int32 if int(starts[-1]) < 2**31 else torch.int64
+    return {"crow_indices": starts.to(index), "col_indices": mask.nonzero()[:, 1].to(index), "values": weight[mask]}
 
 
 def from_csr(crow: torch.Tensor, col: torch.Tensor, values: torch.Tensor, *, num_columns: int) -> torch.Tensor:
-    rows = torch.repeat_interleave(torch.arange(len(crow) - 1), crow.diff())
+    rows = torch.repeat_interleave(torch.arange(len(crow) - 1), crow.long().diff())
     dense = torch.zeros(len(crow) - 1, num_columns, dtype=values.dtype)
     dense[rows, col.long()] = values
     return dense

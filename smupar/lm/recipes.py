@@ -1,4 +1,5 @@
-"""Named starting points for runs: functions of the rule that return a full configuration. Flags change single fields."""
+"""Named starting points for runs: functions that return a full configuration, of which flags change single fields. Rule and
+width are given because in the paper's settings others follow from them."""
 
 from __future__ import annotations
 
@@ -8,18 +9,18 @@ from dataclasses import replace
 from smupar.lm.config import ModelConfig, RunConfig
 
 
-def demo(rule: str = "smupar") -> RunConfig:
+def demo(rule: str = "smupar", width: int | None = None) -> RunConfig:
     """A small sparse GPT on the source of Python's standard library: a minute on a laptop."""
     return RunConfig(rule=rule)
 
 
-def gpt_610m(rule: str = "smupar") -> RunConfig:
+def gpt_610m(rule: str = "smupar", width: int | None = None) -> RunConfig:
     """The size of the paper's largest model, shaped for a GPU: no biases, vocabulary padded to 50,304, bf16."""
     paper = paper_610m(rule)
     return replace(paper, model=replace(paper.model, ff_multiple=None, vocab_size=50304, biases=False))
 
 
-def paper_610m(rule: str = "smupar") -> RunConfig:
+def paper_610m(rule: str = "smupar", width: int | None = None) -> RunConfig:
     """Figure 3 and Table 2: 606,519,972 parameters, 12.1B tokens of SlimPajama, decay to zero."""
     # Widths, batch, steps, LR, init, alphas and schedule are Table 4's. The paper does not print the MLP's width, the
     # vocabulary, betas, epsilon, decay or clipping: 8/3 of the width, GPT-2's, and the defaults of RunConfig are ours.
@@ -33,7 +34,7 @@ def paper_610m(rule: str = "smupar") -> RunConfig:
     return _tuned(run, rule, sp_lr=2e-4)
 
 
-def paper_iso(rule: str = "smupar") -> RunConfig:
+def paper_iso(rule: str = "smupar", width: int | None = None) -> RunConfig:
     """Figure 10: ten layers, 1B tokens; widths 768, 1088, 1536, 2176 at sparsity 0, 0.5, 0.75, 0.875."""
     run = RunConfig(
         model=ModelConfig(width=768, depth=10, head_dim=64, vocab_size=50257, ff_multiple=1, biases=True),
@@ -42,7 +43,7 @@ def paper_iso(rule: str = "smupar") -> RunConfig:
         warmup=190,
         batch_size=256,
     )
-    return _tuned(run, rule, sp_lr=6e-4)
+    return _tuned(run, rule, sp_lr=6e-4 if (width or 768) <= 1088 else 2e-4)
 
 
 def _tuned(run: RunConfig, rule: str, *, sp_lr: float) -> RunConfig:
@@ -53,7 +54,7 @@ def _tuned(run: RunConfig, rule: str, *, sp_lr: float) -> RunConfig:
     return replace(run, lr=1.62e-2, init_std=0.08665602, alpha_input=9.1705, alpha_output=1.0951835)
 
 
-RECIPES: dict[str, Callable[[str], RunConfig]] = {
+RECIPES: dict[str, Callable[[str, int | None], RunConfig]] = {
     "demo": demo,
     "610m": gpt_610m,
     "paper-610m": paper_610m,
@@ -61,7 +62,7 @@ RECIPES: dict[str, Callable[[str], RunConfig]] = {
 }
 
 
-def recipe(name: str, rule: str = "smupar") -> RunConfig:
+def recipe(name: str, rule: str = "smupar", width: int | None = None) -> RunConfig:
     if name not in RECIPES:
         raise ValueError(f"no recipe is called {name!r}: choose one of {', '.join(RECIPES)}")
-    return RECIPES[name](rule)
+    return RECIPES[name](rule, width)
