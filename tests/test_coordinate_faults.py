@@ -13,7 +13,7 @@ import smupar.planner
 from smupar.lm import data
 from smupar.lm.config import ModelConfig
 from smupar.lm.gpt import GPT, set_attention_scale
-from smupar.lm.train import next_token_loss
+from smupar.lm.step import next_token_loss
 
 TEXT = torch.tensor(list(Path(smupar.planner.__file__).read_bytes()))  # any real text will do
 

@@ -25,7 +25,7 @@ from smupar.coordinates.verdict import EXCEPTION, FAIL, LATER, PASS, UNCLEAR, Sl
 from smupar.lm import data
 from smupar.lm.config import ModelConfig
 from smupar.lm.gpt import GPT, Attention, set_attention_scale
-from smupar.lm.train import next_token_loss
+from smupar.lm.step import next_token_loss
 
 # Models
 
