@@ -1,8 +1,8 @@
 """Planted faults, one at a time: the diagnosis must name the right cause and the right layer or group, and stay silent on the
 untouched model."""
 
-from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,9 +13,10 @@ import smupar.planner
 from smupar.lm import data
 from smupar.lm.config import ModelConfig
 from smupar.lm.gpt import GPT, set_attention_scale
+from smupar.lm.shards import Tokens
 from smupar.lm.step import next_token_loss
 
-TEXT = torch.tensor(list(Path(smupar.planner.__file__).read_bytes()))  # any real text will do
+TEXT = Tokens([np.fromfile(smupar.planner.__file__, dtype=np.uint8)])  # any real text will do
 
 
 def batches(num=3):
