@@ -11,7 +11,7 @@ What is added to a model, all of it keyed by name and put back by ``attach`` fro
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -135,6 +135,17 @@ def scales_output(module: nn.Module) -> bool:
     """Whether the hook that applies the forward factor is in place."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     return _scale_input in hooks or _scale_output in hooks
+
+
+def add_missing_factors(models: Sequence[nn.Module], plans: Sequence[Plan]) -> None:
+    """Gives embeddings and unembeddings without a forward factor one of 1, so that models of different rules can be batched."""
+    for model, plan in zip(models, plans, strict=True):
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            module = model.get_submodule(parent_path(name))
+            # A further name of a tied table has no row.
+            outer = name not in plan or plan[name].role in ("embedding", "unembedding")
+            if outer and parameter.ndim > 1 and not hasattr(module, FACTOR):
+                _set_factor(module, 1.0, parameter)
 
 
 # Before anything changes

@@ -8,8 +8,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from smupar.lm.gpt import GPT, on_meta, plan_on_meta, use_flex_attention
 from smupar.lm.recipes import gpt_610m
 from smupar.lm.shard_writer import write_tokens
 from smupar.lm.shards import TokenizerInfo, Tokens, open_tokens
+from smupar.lm.stack import GPTStack
 from smupar.lm.step import Stepper, next_token_loss
 
 _610M = ModelConfig(width=2048, depth=10, head_dim=64, vocab_size=50257)
@@ -176,6 +178,57 @@ def _num_parameters(config: RunConfig) -> int:
     return sum(parameter.numel() for parameter in on_meta(config.model).parameters())
 
 
+# Sweeps
+
+
+_STACKED = {256: 64, 512: 32, 1024: 16, 2048: 8}
+_CASES = ((256, 512), (256, 8192), (512, 8192), (1024, 8192), (2048, 8192))
+
+
+def bench_sweep(*, repeats: int = 3, cases: Sequence[tuple[int, int]] = _CASES, num_steps: int = 20) -> str:
+    """Milliseconds per step and model of a 2-layer GPT with a vocabulary of 8192: the compiled loop that people write, the
+    step of ``smupar train`` (on a GPU captured as a graph), and many models stacked. (width, tokens per step) each."""
+    device = pick_device("auto")
+    how = Execution(device=str(device))
+    world = World(0, 1, device, "ddp")
+    peak = peak_flops(device, "bf16")
+    lines = [
+        f"{_device_name(device)}, torch {torch.__version__}, 2-layer GPT, vocabulary 8192, T = 256, bf16, median of "
+        f"{repeats} x {num_steps} steps, ms per step and model; share of {peak / 1e12:.3g} TFLOP/s counts 6 N tokens",
+        "width  tokens   plain loop   one by one   stacked    K  gain on plain  on one by one  share of peak",
+    ]
+    for width, tokens in cases:
+        run = RunConfig(
+            model=ModelConfig(width=width, depth=2, head_dim=64, vocab_size=8192),
+            base_width=256,
+            sparsity=0.75,
+            dtype="bf16",
+            seq_len=256,
+            batch_size=tokens // 256,
+        )
+        text, count = _random_text(run), _STACKED.get(width, 8)
+        runs = [replace(run, lr=run.lr * 2 ** (-number / count)) for number in range(count)]
+        stack = GPTStack(runs, text, device)
+        sides: dict[str, Callable[[], object]] = {
+            "plain": _plain_step(run, replace(how, micro_batch=run.batch_size), device),
+            "serial": partial(Stepper(run, how, world, text).step, 0),
+            "stacked": partial(stack.step, 0),
+        }
+        seconds: dict[str, list[float]] = {side: [] for side in sides}
+        for step in sides.values():
+            _timed(step, 6, device)
+        for _ in range(repeats):
+            for side, step in sides.items():
+                seconds[side].append(_timed(step, num_steps, device) / (count if side == "stacked" else 1))
+        plain, serial, stacked = (statistics.median(seconds[side]) for side in sides)
+        share = 6 * _num_parameters(run) * tokens / min(serial, stacked) / peak
+        lines.append(
+            f"{width:5}  {tokens:6}  {plain * 1e3:11.3f}  {serial * 1e3:11.3f}  {stacked * 1e3:8.3f}  {count:3}  "
+            f"{plain / stacked:13.2f}  {serial / stacked:13.2f}  {share:13.1%}"
+        )
+    return "\n".join(lines)
+
+
 # Data
 
 
@@ -196,4 +249,9 @@ def bench_data(*, repeats: int = 3, num_tokens: int = 200_000_000, batch_size: i
     return f"batches of {batch_size} x {seq_len} from {num_tokens:,} tokens on disk: {speed / 1e6:.0f} million tokens/s"
 
 
-BENCHES: dict[str, Callable[..., str]] = {"parameterize": bench_parameterize, "train": bench_train, "data": bench_data}
+BENCHES: dict[str, Callable[..., str]] = {
+    "parameterize": bench_parameterize,
+    "train": bench_train,
+    "sweep": bench_sweep,
+    "data": bench_data,
+}

@@ -135,12 +135,13 @@ def commands(name: str, start: RunConfig) -> dict[str, Callable[..., None]]:
         if not report.ok:
             sys.exit(1)
 
-    def bench(what: tyro.conf.Positional[Literal["parameterize", "train", "data"]], repeats: int = 3) -> None:
+    def bench(what: tyro.conf.Positional[Literal["parameterize", "train", "sweep", "data"]], repeats: int = 3) -> None:
         """Measure, side by side in one run.
 
         Args:
             what: parameterize: its cost against a plain normal_ of the same tensors. train: the 610M model on a GPU, masked
-                against the same without smupar, causal attention and ALiBi. data: how fast shards are read.
+                against the same without smupar, causal attention and ALiBi. sweep: many small models, one by one and
+                stacked. data: how fast shards are read.
             repeats: Runs of each side; the fastest counts.
         """
         from smupar.bench import BENCHES

@@ -1,7 +1,6 @@
 """Planted faults, one at a time: the diagnosis must name the right cause and the right layer or group, and stay silent on the
 untouched model."""
 
-
 import numpy as np
 import pytest
 import torch

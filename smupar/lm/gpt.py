@@ -46,6 +46,7 @@ class Attention(nn.Module):
         # A tensor, so that models that differ in their rule can be trained as one batch.
         self.register_buffer("scale", torch.tensor(config.head_dim**-0.5), persistent=False)
         self.block_mask: BlockMask | None = None  # set by use_flex_attention
+        self.plain = False  # set by use_plain_attention
 
     def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
         batch, length, width = x.shape
@@ -56,7 +57,10 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.extend(k, v)
         q = q * self.scale
-        if self.positions == "alibi" and self.block_mask is not None and cache is None:
+        if self.plain and cache is None:
+            scores = (q @ k.mT).float() + self.bias(q, length)
+            y = torch.softmax(scores, -1).to(v.dtype) @ v
+        elif self.positions == "alibi" and self.block_mask is not None and cache is None:
             y = flex_alibi(q, k, v, self.block_mask)
         elif self.positions == "alibi" or start:
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias(q, k.shape[2]), scale=1.0)
@@ -165,6 +169,13 @@ def use_flex_attention(model: GPT, length: int) -> None:
     for block in model.blocks:
         assert isinstance(block, Block)
         block.attention.block_mask = mask
+
+
+def use_plain_attention(model: GPT) -> None:
+    """Attention by products and a softmax: torch's fused kernels cannot be batched over models on a GPU."""
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        block.attention.plain = True
 
 
 # Parameterized

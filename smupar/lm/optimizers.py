@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from smupar.apply import attach
 from smupar.lm.config import RunConfig
@@ -16,12 +17,17 @@ from smupar.rules import family_of
 _WITH_BETAS = {"adamw", "adam", "adamax", "nadam", "radam", "lion"}
 _WITH_EPS = {"adamw", "adam", "adamax", "nadam", "radam", "rmsprop", "adagrad"}
 _FUSED = {"adamw", "adam", "sgd", "adagrad"}
+CAPTURABLE = ("adamw", "adam")
+"""Those whose step torch can put into a CUDA graph."""
 
 
-def make_optimizers(model: GPT, plan: Plan, config: RunConfig) -> list[torch.optim.Optimizer]:
-    """One optimizer, or Muon and the AdamW beside it."""
+def make_optimizers(model: GPT, plan: Plan, config: RunConfig, *, capturable: bool = False) -> list[torch.optim.Optimizer]:
+    """One optimizer, or Muon and the AdamW beside it. A capturable one has its learning rates on the GPU."""
     name = config.optimizer.lower()
     family_of(name)  # names an unknown one, with the remedy
+    if capturable:
+        lr = torch.tensor(config.lr, device=next(model.parameters()).device)
+        return [_make(name, model, plan, config, lr=lr, capturable=True)]
     if name != "muon":
         return [_make(name, model, plan, config, lr=config.lr)]
     muon = _make("muon", model, plan, config, lr=config.lr, only="hidden")
@@ -34,10 +40,23 @@ def set_lr(optimizers: list[torch.optim.Optimizer], share: float) -> None:
     """Every group's learning rate as a share of its own peak, so that ratios stay."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = group.setdefault("peak_lr", group["lr"]) * share
+            peak = group.setdefault("peak_lr", float(group["lr"]))
+            if isinstance(group["lr"], Tensor):  # the one that a captured step reads
+                group["lr"].fill_(peak * share)
+            else:
+                group["lr"] = peak * share
 
 
-def _make(name: str, model: GPT, plan: Plan, config: RunConfig, *, lr: float, only: str | None = None) -> torch.optim.Optimizer:
+def _make(
+    name: str,
+    model: GPT,
+    plan: Plan,
+    config: RunConfig,
+    *,
+    lr: float | Tensor,
+    only: str | None = None,
+    capturable: bool = False,
+) -> torch.optim.Optimizer:
     groups = param_groups(
         model,
         plan,
@@ -49,7 +68,7 @@ def _make(name: str, model: GPT, plan: Plan, config: RunConfig, *, lr: float, on
         eps_value=config.eps if name in _WITH_EPS else None,
         only=only,
     )
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"capturable": True} if capturable else {}
     if name in _WITH_BETAS:
         options["betas"] = config.betas
     if name in ("sgd", "muon"):

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smupar.auditing import audit
+from smupar.graphs import Graphed
 from smupar.lm import data
 from smupar.lm.config import Execution, RunConfig
 from smupar.lm.cost import fitting_micro_batch
 from smupar.lm.data import Text
 from smupar.lm.distributed import World, accumulate, place, reshard, wrap
 from smupar.lm.gpt import use_flex_attention
-from smupar.lm.optimizers import make_optimizers, set_lr
+from smupar.lm.optimizers import CAPTURABLE, make_optimizers, set_lr
 from smupar.lm.schedule import lr_share
 from smupar.lm.shards import Tokens
 
@@ -33,13 +34,17 @@ class Stepper:
         self.rows = world.share_of(config.batch_size)
         self.num_micro = _num_micro_batches(self.rows[1] - self.rows[0], how.micro_batch or _fitting(config, world))
         self.model, self.plan = place(config, world)
-        self.optimizers = make_optimizers(self.model, self.plan, config)
+        on_gpu = world.device.type == "cuda"
+        compiled = on_gpu if how.compile is None else how.compile
+        # One GPU, one pass: the whole step can be captured.
+        captured = on_gpu and compiled and world.size == 1 and self.num_micro == 1 and config.optimizer in CAPTURABLE
+        self.optimizers = make_optimizers(self.model, self.plan, config, capturable=captured)
         audit(self.model, self.plan, self.optimizers)
         self.forward = wrap(self.model, world)
         self.loss_fn = next_token_loss
-        on_gpu = world.device.type == "cuda"
-        if on_gpu if how.compile is None else how.compile:
+        if compiled:
             self._compile(flex=on_gpu and config.model.positions == "alibi")
+        self._update: Callable[..., Tensor] = Graphed(self._passes) if captured else self._passes
 
     def _compile(self, *, flex: bool) -> None:
         if flex:
@@ -52,18 +57,23 @@ class Stepper:
 
     def step(self, step: int) -> Tensor:
         set_lr(self.optimizers, lr_share(step, self.config))
+        return self._update(*self._batch(self.text.train, self.config.seed, step)).clone()
+
+    def _passes(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """All micro-batches, then the optimizers."""
         total = torch.zeros((), device=self.world.device)
-        micro_batches = self._micro_batches(self.text.train, self.config.seed, step)
-        for number, (inputs, targets) in enumerate(micro_batches, start=1):
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        micro_batches = zip(inputs.chunk(self.num_micro), targets.chunk(self.num_micro), strict=True)
+        for number, (some_inputs, some_targets) in enumerate(micro_batches, start=1):
             with accumulate(self.forward, last=number == self.num_micro), self._precision():
-                loss = self.loss_fn(self.forward, inputs, targets) / self.num_micro
+                loss = self.loss_fn(self.forward, some_inputs, some_targets) / self.num_micro
                 loss.backward()
             total += loss.detach()
         if self.config.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
         for optimizer in self.optimizers:
             optimizer.step()
-            optimizer.zero_grad()
         return total
 
     @torch.no_grad()
@@ -71,17 +81,19 @@ class Stepper:
         """Mean loss over the run's validation batches, the same ones each time."""
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for step in range(self.config.valid_batches):
-            for inputs, targets in self._micro_batches(self.text.valid, 0, step):
+            inputs, targets = (part.chunk(self.num_micro) for part in self._batch(self.text.valid, 0, step))
+            for some_inputs, some_targets in zip(inputs, targets, strict=True):
                 with self._precision():
-                    total += self.loss_fn(self.forward, inputs, targets)
+                    total += self.loss_fn(self.forward, some_inputs, some_targets)
         reshard(self.model)
         return self.world.mean(total / (self.config.valid_batches * self.num_micro)).item()
 
-    def _micro_batches(self, tokens: Tokens, seed: int, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _batch(self, tokens: Tokens, seed: int, step: int) -> tuple[Tensor, Tensor]:
+        """This rank's rows, on its device."""
         c = self.config
         both = data.batch(tokens, seed=seed, step=step, batch_size=c.batch_size, seq_len=c.seq_len, rows=self.rows)
-        inputs, targets = (part.to(self.world.device, non_blocking=True).chunk(self.num_micro) for part in both)
-        yield from zip(inputs, targets, strict=True)
+        inputs, targets = (part.to(self.world.device, non_blocking=True) for part in both)
+        return inputs, targets
 
     def _precision(self) -> contextlib.AbstractContextManager[object]:
         if self.config.dtype == "bf16" and not self.world.sharded:  # shards are gathered in bf16 already

@@ -1,0 +1,121 @@
+"""Runs that share shapes, trained as one stack."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import torch
+from torch import Tensor, nn
+
+from smupar.lm import data
+from smupar.lm.config import RunConfig
+from smupar.lm.data import Text
+from smupar.lm.gpt import GPT, build, use_flex_attention, use_plain_attention
+from smupar.lm.schedule import lr_share
+from smupar.lm.shards import Tokens
+from smupar.lm.step import next_token_loss
+from smupar.plan import Plan
+from smupar.planner import PlanWarning
+from smupar.stacked import SUPPORTED, Hyperparameters, Stack
+
+# What runs of a stack may differ in.
+_FREE: tuple[str, ...] = (
+    *("rule", "base_width", "sparsity", "pattern", "allocation", "init_std", "alpha_input", "alpha_output"),
+    *("lr", "rest_lr", "eps", "eps_scaling", "weight_decay", "decay", "clip", "schedule", "warmup", "seed"),
+)
+
+
+def stack_key(config: RunConfig) -> str | None:
+    """Equal for runs that can be stacked; None for one that cannot."""
+    if config.optimizer not in SUPPORTED:
+        return None
+    fixed = {name: value for name, value in asdict(config).items() if name not in _FREE}
+    return json.dumps({**fixed, "clips": config.clip is not None})
+
+
+class GPTStack:
+    """``step(n)`` does step n of every run and returns their losses. ``refill`` starts with other runs of the same key."""
+
+    def __init__(
+        self,
+        configs: Sequence[RunConfig],
+        text: Text,
+        device: torch.device,
+        *,
+        compile: bool | None = None,  # noqa: A002 (torch's word)
+    ) -> None:
+        self.text, self.device = text, device
+        first, on_gpu = configs[0], device.type == "cuda"
+        compiled = on_gpu if compile is None else compile
+        models, plans = self._built(configs)
+        if on_gpu and len(configs) == 1 and compiled and first.model.positions == "alibi":
+            use_flex_attention(models[0], first.seq_len)
+        elif on_gpu and len(configs) > 1:
+            for model in models:
+                use_plain_attention(model)
+        self.num_parameters = sum(parameter.numel() for parameter in models[0].parameters())
+        self.stack = Stack(
+            models,
+            plans,
+            _loss,
+            [hyperparameters(config) for config in configs],
+            optimizer=first.optimizer,
+            compile=compiled,
+            dtype=torch.bfloat16 if first.dtype == "bf16" else None,
+            own_batches=len(self.seeds) > 1,
+        )
+
+    def refill(self, configs: Sequence[RunConfig]) -> None:
+        several = len(self.seeds) > 1
+        models, plans = self._built(configs)
+        assert several == (len(self.seeds) > 1), "stacks with one batch for all are apart from those with several"
+        self.stack.refill(models, plans, [hyperparameters(config) for config in configs])
+
+    def _built(self, configs: Sequence[RunConfig]) -> tuple[list[GPT], list[Plan]]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PlanWarning)  # a study says once what it is about
+            made = [build(config) for config in configs]
+        self.configs = list(configs)
+        self.seeds = sorted({config.seed for config in configs})
+        self.sparsities = [plan.hidden_sparsity for _, plan in made]
+        return [model.to(self.device) for model, _ in made], [plan for _, plan in made]
+
+    def step(self, step: int) -> Tensor:
+        return self.stack.step(self._batch(self.text.train, step), [lr_share(step, config) for config in self.configs])
+
+    def validate(self) -> list[float]:
+        """Mean loss of every run over its validation batches, which are the same for all."""
+        first = self.configs[0]
+        total = torch.zeros(len(self.configs), dtype=torch.float64, device=self.device)
+        for step in range(first.valid_batches):
+            batch = self._of_seed(self.text.valid, 0, step)
+            if len(self.seeds) > 1:
+                batch = (batch[0].expand(len(self.configs), -1, -1), batch[1].expand(len(self.configs), -1, -1))
+            total += self.stack.evaluate(batch)
+        losses: list[float] = (total / first.valid_batches).tolist()
+        return losses
+
+    def _batch(self, tokens: Tokens, step: int) -> tuple[Tensor, Tensor]:
+        if len(self.seeds) == 1:
+            return self._of_seed(tokens, self.seeds[0], step)
+        by_seed = {seed: self._of_seed(tokens, seed, step) for seed in self.seeds}
+        inputs, targets = (torch.stack([by_seed[config.seed][part] for config in self.configs]) for part in (0, 1))
+        return inputs, targets
+
+    def _of_seed(self, tokens: Tokens, seed: int, step: int) -> tuple[Tensor, Tensor]:
+        first = self.configs[0]
+        both = data.batch(tokens, seed=seed, step=step, batch_size=first.batch_size, seq_len=first.seq_len)
+        inputs, targets = (part.to(self.device, non_blocking=True) for part in both)
+        return inputs, targets
+
+
+def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return next_token_loss(model, *batch)
+
+
+def hyperparameters(config: RunConfig) -> Hyperparameters:
+    names = ("lr", "rest_lr", "betas", "eps", "eps_scaling", "momentum", "weight_decay", "decay", "clip")
+    return Hyperparameters(**{name: getattr(config, name) for name in names})

@@ -1,0 +1,379 @@
+"""Many models of equal shapes trained as one batched model, each with its own rule, density, learning rate, seed and schedule.
+
+``torch.func`` does the stacking: parameters, masks and factors get a leading dimension of models, and one batched step
+replaces many small ones. torch's optimizers know no vector of learning rates, so the updates are written out here; they are
+those of torch.optim, number for number.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from smupar.apply import add_missing_factors, mask_of
+from smupar.graphs import Graphed
+from smupar.optim import param_groups
+from smupar.plan import Plan
+from smupar.rules import family_of
+
+LossFn = Callable[[nn.Module, Any], Tensor]
+
+SUPPORTED = ("adamw", "adam", "sgd", "lion", "muon")
+# torch.optim.Muon's defaults.
+_MUON_COEFFICIENTS, _MUON_STEPS, _MUON_EPS = (3.4445, -4.775, 2.0315), 5, 1e-7
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """Of one model's optimizer; the arguments of ``param_groups`` and of the optimizer, with torch's defaults."""
+
+    lr: float
+    rest_lr: float | None = None
+    """muon: of AdamW on what is not hidden; default lr."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    eps_scaling: str = "constant"
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    decay: str = "independent"
+    clip: float | None = None
+
+
+class Stack:
+    """``step(batch, lr_share)`` trains all models by one step and returns their losses.
+
+    models      of one class and equal shapes, parameterized; the stack works on copies of their tensors, see ``write_back``
+    loss_fn     (model, batch) -> scalar, as for one model
+    optimizer   one of ``SUPPORTED``, the same for all
+    compile     torch.compile, and on a GPU a CUDA graph
+    own_batches whether a batch has a leading dimension of models
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        plans: Sequence[Plan],
+        loss_fn: LossFn,
+        hyperparameters: Sequence[Hyperparameters],
+        *,
+        optimizer: str = "adamw",
+        compile: bool = False,  # noqa: A002 (torch's word)
+        dtype: torch.dtype | None = None,
+        own_batches: bool = False,
+    ) -> None:
+        self.kind = optimizer.lower()
+        self.betas, self.momentum = hyperparameters[0].betas, hyperparameters[0].momentum
+        self.hidden = {row.name for row in plans[0] if row.role == "hidden"}
+        # A compiled or captured step knows where its tensors are: another set of models is copied into them.
+        self.tensors = self._gathered(models, plans, hyperparameters)
+        self.models, self.num_steps = list(models), 0
+        self.device = self.tensors["alive"].device
+        template = _Loss(copy.deepcopy(self.models[0]).to("meta"), loss_fn)
+        autocast = (self.device.type, dtype) if dtype is not None else None
+        self._losses = _Losses(
+            template, _aliases(self.models[0]), autocast, own_batches=own_batches, single=len(self.models) == 1
+        )
+        step = torch.compile(self._step, dynamic=False) if compile else self._step
+        self._call: Callable[..., Tensor] = Graphed(step) if compile and self.device.type == "cuda" else step
+        self._evaluate = torch.compile(self._losses.values, dynamic=False) if compile else self._losses.values
+
+    def __len__(self) -> int:
+        return len(self.models)
+
+    def refill(self, models: Sequence[nn.Module], plans: Sequence[Plan], hyperparameters: Sequence[Hyperparameters]) -> None:
+        """Starts anew with other models of the same shapes, as many; nothing is compiled again."""
+        fresh = self._gathered(models, plans, hyperparameters)
+        _pytree.tree_map(lambda mine, other: mine.copy_(other), self.tensors, fresh)
+        self.models, self.num_steps = list(models), 0
+
+    def step(self, batch: Sequence[Tensor], lr_share: float | Sequence[float] = 1.0) -> Tensor:
+        """Losses of all models before the update; a model whose loss is no number is left as it is from then on."""
+        self.num_steps += 1
+        share = torch.as_tensor(lr_share, dtype=torch.float32).expand(len(self)).to(self.device, non_blocking=True)
+        number = torch.tensor(float(self.num_steps)).to(self.device, non_blocking=True)
+        return self._call(share, number, *batch).clone()
+
+    @torch.no_grad()
+    def evaluate(self, batch: Sequence[Tensor]) -> Tensor:
+        """Losses of all models, which stay as they are."""
+        return self._evaluate(self.tensors["params"], self.tensors["buffers"], *batch)
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Copies the trained weights into the models."""
+        for index, model in enumerate(self.models):
+            for name, parameter in model.named_parameters():
+                parameter.copy_(self.tensors["params"][name][index])
+
+    # One step, as a function of tensors
+
+    @torch.no_grad()
+    def _step(self, share: Tensor, number: Tensor, *batch: Tensor) -> Tensor:
+        t = self.tensors
+        grads, losses = self._losses.gradients(t["params"], t["buffers"], *batch)
+        for name, mask in t["masks"].items():
+            grads[name] = grads[name].masked_fill(~mask, 0)
+        if "clip" in t:
+            norm = torch.stack([grad.square().flatten(1).sum(1) for grad in grads.values()]).sum(0).sqrt()
+            factor = (t["clip"] / (norm + 1e-6)).clamp(max=1.0)
+            grads = {name: grad * _wide(factor, grad) for name, grad in grads.items()}
+        t["alive"].logical_and_(losses.isfinite())
+        for name, param in t["params"].items():
+            lr, decay, eps = (_wide(values, param) for values in t["constants"][name])
+            new = self._updated(name, param, grads[name], lr * _wide(share, param), decay, eps, number)
+            if name in t["masks"] and self.kind == "muon":  # its update mixes entries
+                new = new.masked_fill(~t["masks"][name], 0)
+            param.copy_(torch.where(_wide(t["alive"], param), new, param))
+        return losses
+
+    def _updated(
+        self, name: str, param: Tensor, grad: Tensor, lr: Tensor, decay: Tensor, eps: Tensor, number: Tensor
+    ) -> Tensor:
+        kind = self._kind_of(name)
+        state, (beta1, beta2) = self.tensors["state"][name], self.betas
+        if kind == "lion":
+            (mean,) = state
+            update = (beta1 * mean + (1 - beta1) * grad).sign()
+            mean.mul_(beta2).add_(grad, alpha=1 - beta2)
+            return param * (1 - lr * decay) - lr * update
+        if kind == "sgd":
+            grad = grad + decay * param
+            if not state:
+                return param - lr * grad
+            (mean,) = state
+            mean.mul_(self.momentum).add_(grad)
+            return param - lr * mean
+        if kind == "muon":
+            (mean,) = state
+            mean.lerp_(grad, 1 - self.momentum)
+            update = _orthogonalised(grad.lerp(mean, self.momentum))
+            ratio = math.sqrt(max(1.0, param.shape[-2] / param.shape[-1]))
+            return param * (1 - lr * decay) - ratio * lr * update
+        if kind == "adam":
+            grad = grad + decay * param
+        else:
+            param = param * (1 - lr * decay)
+        mean, square = state
+        mean.lerp_(grad, 1 - beta1)
+        square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        correction1, correction2 = 1 - beta1**number, 1 - beta2**number
+        return param - lr / correction1 * mean / (square.sqrt() / correction2.sqrt() + eps)
+
+    def _kind_of(self, name: str) -> str:
+        return "adamw" if self.kind == "muon" and name not in self.hidden else self.kind
+
+    # Gathering
+
+    @torch.no_grad()
+    def _gathered(
+        self, models: Sequence[nn.Module], plans: Sequence[Plan], hyperparameters: Sequence[Hyperparameters]
+    ) -> dict[str, Any]:
+        """All that a step reads and writes, with a leading dimension of models."""
+        _refuse(models, plans, hyperparameters, self.kind)
+        add_missing_factors(models, plans)
+        masked = sorted(self.hidden | {row.name for plan in plans for row in plan if row.masked})
+        own = {f"{name}_mask" for name in masked}
+        params = _stacked([dict(model.named_parameters()) for model in models])
+        device = next(iter(params.values())).device
+        tensors: dict[str, Any] = {
+            "params": params,
+            "buffers": _stacked([{name: b for name, b in m.named_buffers() if name not in own} for m in models]),
+            "masks": {name: torch.stack([_mask(model, name) for model in models]) for name in masked},
+            "constants": _constants(models, plans, hyperparameters, self.kind),
+            "state": {name: self._new_state(name, param) for name, param in params.items()},
+            "alive": torch.ones(len(models), dtype=torch.bool, device=device),
+        }
+        if any(h.clip is not None for h in hyperparameters):
+            tensors["clip"] = torch.tensor([math.inf if h.clip is None else h.clip for h in hyperparameters], device=device)
+        return tensors
+
+    def _new_state(self, name: str, param: Tensor) -> list[Tensor]:
+        num = {"lion": 1, "muon": 1, "sgd": int(self.momentum != 0)}.get(self._kind_of(name), 2)
+        return [torch.zeros_like(param) for _ in range(num)]
+
+
+def train_stacked(
+    models: Sequence[nn.Module],
+    plans: Sequence[Plan],
+    loss_fn: LossFn,
+    batches: Iterable[Sequence[Tensor]],
+    *,
+    lr: float | Sequence[float],
+    optimizer: str = "adamw",
+    schedule: Callable[[int], float] | None = None,
+    compile: bool = False,  # noqa: A002 (torch's word)
+    **shared: Any,
+) -> Tensor:
+    """Trains models of equal shapes at once, in place. Returns their losses, one row for each batch.
+
+    lr          of each model, or one for all: its base learning rate, as for ``param_groups``
+    schedule    step -> share of the learning rate
+    compile     torch.compile, and on a GPU a CUDA graph
+    shared      further fields of ``Hyperparameters``, the same for all: betas, eps, weight_decay, momentum, clip, ...
+    """
+    rates = [lr] * len(models) if isinstance(lr, (int, float)) else list(lr)
+    stack = Stack(
+        models, plans, loss_fn, [Hyperparameters(rate, **shared) for rate in rates], optimizer=optimizer, compile=compile
+    )
+    share = schedule or (lambda step: 1.0)
+    losses = [stack.step(batch, share(number)) for number, batch in enumerate(batches)]
+    stack.write_back()
+    return torch.stack(losses)
+
+
+# Making one of many
+
+
+def _refuse(
+    models: Sequence[nn.Module], plans: Sequence[Plan], hyperparameters: Sequence[Hyperparameters], optimizer: str
+) -> None:
+    family_of(optimizer)
+    if optimizer not in SUPPORTED:
+        raise ValueError(f"{optimizer} cannot be stacked: use one of {', '.join(SUPPORTED)}, or train one after the other")
+    if not models or not len(models) == len(plans) == len(hyperparameters):
+        raise ValueError(
+            f"{len(models)} models, {len(plans)} plans, {len(hyperparameters)} hyperparameters: one of each needed"
+        )
+    shapes = [{name: tuple(p.shape) for name, p in model.named_parameters()} for model in models]
+    for index, other in enumerate(shapes):
+        if other != shapes[0]:
+            name = next(name for name in {**shapes[0], **other} if shapes[0].get(name) != other.get(name))
+            raise ValueError(
+                f"model {index} has {name!r} as {other.get(name)}, the first one as {shapes[0].get(name)}: "
+                "only models of equal shapes can be stacked"
+            )
+    if len({(h.betas, h.momentum) for h in hyperparameters}) > 1:
+        raise ValueError("betas and momentum must be the same for all models of a stack: make one stack for each")
+
+
+def _stacked(many: list[dict[str, Any]]) -> dict[str, Tensor]:
+    return {name: torch.stack([one[name].detach() for one in many]) for name in many[0]}
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """Further names of tied parameters: a copy on the meta device has lost the tie."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
+
+
+def _mask(model: nn.Module, name: str) -> Tensor:
+    mask = mask_of(model, name)
+    return torch.ones_like(model.get_parameter(name), dtype=torch.bool) if mask is None else mask
+
+
+def _constants(
+    models: Sequence[nn.Module], plans: Sequence[Plan], hyperparameters: Sequence[Hyperparameters], optimizer: str
+) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """By parameter name: learning rate, decay and epsilon of every model, as ``param_groups`` gives them."""
+    rows: dict[str, list[tuple[float, float, float]]] = {}
+    for model, plan, h in zip(models, plans, hyperparameters, strict=True):
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for group in _groups(model, plan, h, optimizer):
+            for parameter in group["params"]:
+                values = (group["lr"], group["weight_decay"], group.get("eps", h.eps))
+                rows.setdefault(names[id(parameter)], []).append(values)
+    device = next(models[0].parameters()).device
+    return {name: _three(torch.tensor(values, dtype=torch.float64), device) for name, values in rows.items()}
+
+
+def _three(values: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    lr, decay, eps = values.float().to(device).unbind(1)
+    return lr, decay, eps
+
+
+def _groups(model: nn.Module, plan: Plan, h: Hyperparameters, optimizer: str) -> list[dict[str, Any]]:
+    def groups(name: str, lr: float, only: str | None = None) -> list[dict[str, Any]]:
+        with_eps = name in ("adamw", "adam")
+        return param_groups(
+            model,
+            plan,
+            lr=lr,
+            weight_decay=h.weight_decay,
+            optimizer=name,
+            decay=h.decay,
+            eps=h.eps_scaling if with_eps else "constant",
+            eps_value=h.eps if with_eps else None,
+            only=only,
+        )
+
+    if optimizer == "muon":
+        rest = h.lr if h.rest_lr is None else h.rest_lr
+        return groups("muon", h.lr, "hidden") + groups("adamw", rest, "rest")
+    return groups(optimizer, h.lr)
+
+
+class _Loss(nn.Module):
+    """A module whose parameters can be swapped for one call, and whose output is the loss."""
+
+    def __init__(self, model: nn.Module, loss_fn: LossFn) -> None:
+        super().__init__()
+        self.model, self.loss_fn = model, loss_fn
+
+    def forward(self, batch: tuple[Tensor, ...]) -> Tensor:
+        return self.loss_fn(self.model, batch)
+
+
+class _Losses:
+    """The loss and its gradient as functions of stacked tensors. A single model is not batched at all, which is faster."""
+
+    def __init__(
+        self,
+        template: _Loss,
+        aliases: dict[str, str],
+        autocast: tuple[str, torch.dtype] | None,
+        *,
+        own_batches: bool,
+        single: bool,
+    ) -> None:
+        self.template, self.aliases, self.autocast = template, aliases, autocast
+        self.own_batches, self.single = own_batches, single
+
+    def _one(self, params: dict[str, Tensor], buffers: dict[str, Tensor], batch: tuple[Tensor, ...]) -> Tensor:
+        tensors = {f"model.{name}": value for name, value in {**params, **buffers}.items()}
+        tensors |= {f"model.{alias}": params[name] for alias, name in self.aliases.items()}
+        if self.autocast is None:
+            return torch.func.functional_call(self.template, tensors, (batch,))
+        device, dtype = self.autocast
+        with torch.autocast(device, dtype):
+            return torch.func.functional_call(self.template, tensors, (batch,))
+
+    def gradients(
+        self, params: dict[str, Tensor], buffers: dict[str, Tensor], *batch: Tensor
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        return self._apply(torch.func.grad_and_value(self._one), params, buffers, batch)
+
+    def values(self, params: dict[str, Tensor], buffers: dict[str, Tensor], *batch: Tensor) -> Tensor:
+        return self._apply(self._one, params, buffers, batch)
+
+    def _apply(self, fn: Callable[..., Any], params: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any) -> Any:
+        if not self.single:
+            return torch.func.vmap(fn, in_dims=(0, 0, 0 if self.own_batches else None))(params, buffers, batch)
+        first: Callable[[Any], Any] = lambda tree: _pytree.tree_map(lambda t: t[0], tree)  # noqa: E731
+        result = fn(first(params), first(buffers), first(batch) if self.own_batches else batch)
+        return _pytree.tree_map(lambda t: t[None], result)
+
+
+def _wide(values: Tensor, like: Tensor) -> Tensor:
+    """A number for each model, to be multiplied with a stacked tensor."""
+    return values.view(-1, *[1] * (like.ndim - 1))
+
+
+def _orthogonalised(update: Tensor) -> Tensor:
+    """The quintic Newton-Schulz iteration of torch.optim.Muon, on a stack of matrices."""
+    a, b, c = _MUON_COEFFICIENTS
+    x = update.bfloat16()
+    wide = x.shape[-2] <= x.shape[-1]
+    x = x if wide else x.mT
+    x = x / x.flatten(1).norm(dim=1).clamp(min=_MUON_EPS).view(-1, 1, 1)
+    for _ in range(_MUON_STEPS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x if wide else x.mT).to(update.dtype)
