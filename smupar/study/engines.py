@@ -1,0 +1,210 @@
+"""Executing runs: one after the other or stacked, with the same results. Which is faster depends on width and tokens per
+step, so ``auto`` measures.
+
+Both go through ``GPTStack``, compiled once for each shape and refilled with the next runs; what cannot be stacked goes through
+the trainer.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from smupar import __version__
+from smupar.lm import data
+from smupar.lm.config import Execution, RunConfig
+from smupar.lm.cost import estimate
+from smupar.lm.data import Text
+from smupar.lm.distributed import pick_device
+from smupar.lm.folder import Status, Summary
+from smupar.lm.stack import GPTStack, stack_key
+from smupar.lm.train import train
+from smupar.study.store import Study
+
+EngineName = Literal["auto", "serial", "stacked", "ray"]
+
+# How often losses are fetched from a GPU, and looked at for runs that diverged.
+_LOOK_EVERY = 50
+_USABLE = 0.8
+_MOST = 64
+_MEASURED_STEPS = 8
+
+
+@dataclass
+class Board:
+    """Live progress: runs done, running, diverged, time left."""
+
+    num_runs: int
+    num_steps: int
+    num_done: int = 0
+    num_diverged: int = 0
+    bar: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.bar = tqdm(
+            total=self.num_steps,
+            desc="study",
+            unit="step",
+            unit_scale=True,
+            mininterval=0.5 if sys.stderr.isatty() else 10,
+            bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed} gone, {remaining} left, {postfix}",
+        )
+
+    def steps(self, num: int, running: int) -> None:
+        self.bar.set_postfix_str(
+            f"{self.num_done} of {self.num_runs} runs done, {running} running, {self.num_diverged} diverged", refresh=False
+        )
+        self.bar.update(num)
+
+    def done(self, summary: Summary) -> None:
+        self.num_done += 1
+        self.num_diverged += summary.status == "diverged"
+
+
+def execute(
+    study: Study, configs: Sequence[RunConfig], *, engine: EngineName = "auto", device: str = "auto", address: str = "auto"
+) -> None:
+    """Runs those whose id has no finished result in the study."""
+    todo = study.missing(configs)
+    if engine == "ray":
+        from smupar.study.ray_engine import execute_on_ray
+
+        execute_on_ray(study, todo, address=address)
+        return
+    board = Board(len(todo), sum(config.steps for config in todo))
+    try:
+        for group in groups(todo):
+            run_group(study, group, engine, pick_device(device), board)
+    finally:
+        board.bar.close()
+
+
+def groups(configs: Sequence[RunConfig]) -> Iterator[list[RunConfig]]:
+    """Runs that can be stacked together; others alone."""
+    by_key: dict[str, list[RunConfig]] = {}
+    for config in configs:
+        key = stack_key(config)
+        by_key.setdefault(config.id if key is None else key, []).append(config)
+    yield from by_key.values()
+
+
+def run_group(study: Study, group: list[RunConfig], engine: EngineName, device: torch.device, board: Board) -> None:
+    if stack_key(group[0]) is None:
+        for config in group:
+            board.done(train(config, Execution(out=str(study.runs / config.id), device=str(device))))
+        return
+    text = data.open_text(group[0])
+    most = 1 if engine == "serial" else largest_stack(group[0], device)
+    stack, size = _pick(group, text, device, min(most, len(group)), measure=engine == "auto")
+    for start in range(0, len(group), size):
+        part = group[start : start + size]
+        # A last part that is too short is filled up with copies, so that nothing has to be compiled for it.
+        filled = part + [part[-1]] * (size - len(part))
+        if start or stack.stack.num_steps:
+            stack.refill(filled)
+        for config, (summary, rows) in zip(part, run_stack(stack, len(part), board), strict=False):
+            study.add(config, summary, rows)
+            board.done(summary)
+
+
+def _pick(group: list[RunConfig], text: Text, device: torch.device, most: int, *, measure: bool) -> tuple[GPTStack, int]:
+    """A stack of the faster size: one, or as many as there are and fit."""
+    if most == 1:
+        return GPTStack(group[:1], text, device), 1
+    # One batch for all where all have one seed; a stack keeps to what it began with.
+    stacked = GPTStack(group[:most], text, device)
+    if not measure:
+        return stacked, most
+    single = GPTStack(group[:1], text, device)
+    together, alone = _seconds(stacked, device) / most, _seconds(single, device)
+    return (stacked, most) if together <= alone else (single, 1)
+
+
+def _seconds(stack: GPTStack, device: torch.device) -> float:
+    """Of one step, warm."""
+    on_gpu = device.type == "cuda"
+    best = math.inf
+    for number in range(_MEASURED_STEPS if on_gpu else 3):
+        start = time.perf_counter()
+        stack.step(number)
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def largest_stack(config: RunConfig, device: torch.device) -> int:
+    """How many such runs should fit into the device's memory at once."""
+    cost = estimate(config)
+    model = config.model
+    # Attention by products keeps its scores, in fp32 and as weights, in every layer.
+    scores = 8 * model.depth * model.num_heads * config.batch_size * config.seq_len**2
+    each = cost.state_bytes + cost.activation_bytes + scores + cost.num_parameters * 8
+    on_gpu = device.type == "cuda"
+    memory = float(torch.cuda.get_device_properties(device).total_memory) if on_gpu else _free_memory()
+    return max(1, min(_MOST, int(_USABLE * memory / each)))
+
+
+def _free_memory() -> float:
+    return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def run_stack(stack: GPTStack, num_real: int, board: Board) -> list[tuple[Summary, list[dict[str, Any]]]]:
+    """Trains a stack to its end; summaries and metrics of its first ``num_real`` runs."""
+    config = stack.configs[0]
+    start = time.perf_counter()
+    pending: list[Tensor] = []
+    losses = torch.empty(0, len(stack.configs))
+    for step in range(config.steps):
+        pending.append(stack.step(step))
+        if len(pending) == _LOOK_EVERY or step + 1 == config.steps:
+            losses = torch.cat([losses, torch.stack(pending).cpu()])
+            board.steps(len(pending) * num_real, num_real)
+            pending.clear()
+            if not losses[-1, :num_real].isfinite().any():  # nothing left to train
+                board.steps((config.steps - step - 1) * num_real, num_real)
+                break
+    valid = stack.validate()
+    seconds = (time.perf_counter() - start) / num_real
+    return [_ended(stack, index, losses[:, index].tolist(), valid[index], seconds) for index in range(num_real)]
+
+
+def _ended(
+    stack: GPTStack, index: int, losses: list[float], valid_loss: float, seconds: float
+) -> tuple[Summary, list[dict[str, Any]]]:
+    config = stack.configs[index]
+    finite = next((number for number, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
+    status: Status = "finished" if finite == config.steps and math.isfinite(valid_loss) else "diverged"
+    tail = losses[: finite or 1][-max(1, config.steps // 20) :]
+    tokens = finite * config.batch_size * config.seq_len
+    summary = Summary(
+        id=config.id,
+        status=status,
+        folder=config.id,
+        steps=finite,
+        num_tokens=tokens,
+        num_parameters=stack.num_parameters,
+        sparsity=stack.sparsities[index],
+        train_loss=sum(tail) / len(tail) if math.isfinite(sum(tail)) else None,
+        valid_loss=valid_loss if status == "finished" else None,
+        best_valid_loss=valid_loss if status == "finished" else None,
+        best_step=finite if status == "finished" else None,
+        seconds=seconds,
+        tokens_per_second=tokens / seconds,
+        device=torch.cuda.get_device_name(stack.device) if stack.device.type == "cuda" else stack.device.type,
+        num_ranks=1,
+        num_threads=torch.get_num_threads(),
+        versions={"smupar": __version__, "torch": torch.__version__, "python": sys.version.split()[0]},
+    )
+    every = max(1, config.steps // 50)
+    rows = [{"step": step, "loss": losses[step - 1]} for step in range(every, finite + 1, every)]
+    return summary, rows

@@ -1,0 +1,131 @@
+"""A study on disk: a folder with one folder per run, named by the run's id. A run whose summary is there is finished.
+
+study.json       what the study is, and the command that made it
+runs/<id>/       config.json, metrics.jsonl, and, last, summary.json
+table.csv        one row per run, made from them; also table.json
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from smupar import __version__
+from smupar.lm.config import RunConfig
+from smupar.lm.files import locked, write_atomic
+from smupar.lm.folder import Summary, read_config, read_summary
+
+FORMAT = "smupar-study/1"
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished run."""
+
+    config: RunConfig
+    summary: Summary
+
+    @property
+    def loss(self) -> float:
+        """What sweeps compare: the mean over the last 5 % of the steps; infinite if the run diverged."""
+        loss = self.summary.train_loss
+        return float("inf") if loss is None or self.summary.status == "diverged" else loss
+
+
+class Study:
+    """``with Study.open(...) as study``: one process at a time adds runs, others may read."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.runs = self.folder / "runs"
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(cls, folder: str | Path, definition: dict[str, Any], command: str) -> Iterator[Study]:
+        """Makes the folder, or goes on in it if it holds the same study of the same version."""
+        study = cls(folder)
+        if study.folder.exists() and not (study.folder / "study.json").exists() and any(study.folder.iterdir()):
+            raise ValueError(f"{folder} holds other files and no study: choose another --out")
+        with locked(study.folder):
+            described = {"format": FORMAT, "version": __version__, "definition": _plain(definition), "command": command}
+            if (study.folder / "study.json").exists():
+                _refuse_another(study, described)
+            else:
+                write_atomic(study.folder / "study.json", json.dumps(described, indent=1))
+            study.runs.mkdir(exist_ok=True)
+            yield study
+
+    def describe(self) -> dict[str, Any]:
+        """study.json."""
+        try:
+            described: dict[str, Any] = json.loads((self.folder / "study.json").read_text())
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{self.folder} is not the folder of a study: it has no study.json") from error
+        return described
+
+    def missing(self, configs: Sequence[RunConfig]) -> list[RunConfig]:
+        """Those without a finished result, each once."""
+        unique = {config.id: config for config in configs}
+        return [config for id_, config in unique.items() if not (self.runs / id_ / "summary.json").exists()]
+
+    def add(self, config: RunConfig, summary: Summary, metrics: Sequence[dict[str, Any]] = ()) -> None:
+        """Writes a finished run; its summary comes last."""
+        folder = self.runs / config.id
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / "config.json", config.to_json())
+        write_atomic(folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in metrics))
+        write_atomic(folder / "summary.json", json.dumps(asdict(summary), indent=1))
+
+    def results(self, configs: Sequence[RunConfig] | None = None) -> list[Result]:
+        """Of these runs, in their order; default all finished ones."""
+        if configs is None:
+            folders = sorted(path.parent for path in self.runs.glob("*/summary.json"))
+            configs = [read_config(folder) for folder in folders]
+        found = [(config, read_summary(self.runs / config.id)) for config in configs]
+        return [Result(config, summary) for config, summary in found if summary is not None]
+
+    def write_table(self) -> None:
+        rows = [row_of(result) for result in self.results()]
+        write_atomic(self.folder / "table.json", json.dumps(rows, indent=1))
+        text = io.StringIO()
+        writer = csv.DictWriter(text, fieldnames=list(rows[0]) if rows else [])
+        writer.writeheader()
+        writer.writerows(rows)
+        write_atomic(self.folder / "table.csv", text.getvalue())
+
+
+def row_of(result: Result) -> dict[str, Any]:
+    """A run as a flat row: its configuration, then how it ended. The speed is left out, so that tables can be compared."""
+    config = asdict(result.config)
+    model = config.pop("model")
+    names = ("status", "steps", "train_loss", "valid_loss", "num_parameters")
+    summary = {name: getattr(result.summary, name) for name in names}
+    summary["hidden_sparsity"] = result.summary.sparsity
+    summary["steps_done"] = summary.pop("steps")
+    config["betas"] = " ".join(map(str, config["betas"]))
+    return {"id": result.config.id, **model, **config, **summary}
+
+
+def _refuse_another(study: Study, wanted: dict[str, Any]) -> None:
+    there = study.describe()
+    if there.get("format") != FORMAT or there["version"] != wanted["version"]:
+        raise ValueError(
+            f"{study.folder} was made by smupar {there.get('version')}, this is {wanted['version']}: choose another --out"
+        )
+    old, new = there["definition"], wanted["definition"]
+    different = [
+        f"{name} {old.get(name)} there, {new.get(name)} here" for name in {**old, **new} if old.get(name) != new.get(name)
+    ]
+    if different:
+        raise ValueError(f"{study.folder} holds another study ({'; '.join(different[:4])}): choose another --out")
+
+
+def _plain(value: Any) -> Any:
+    """As JSON would give it back."""
+    return json.loads(json.dumps(value))
