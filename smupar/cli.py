@@ -6,7 +6,9 @@ diverged, 130 interrupted, 143 ended by SIGTERM; a training run saves before the
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import shlex
 import sys
 import warnings
 from collections.abc import Callable
@@ -20,6 +22,7 @@ from smupar import rules as table_1
 from smupar.flags import checked, twin, unchecked
 from smupar.lm.config import STANDARD_LIBRARY, CheckConfig, Execution, ExportConfig, GenerateConfig, PrepareConfig, RunConfig
 from smupar.lm.recipes import recipe
+from smupar.study.config import EngineConfig, TransferConfig
 
 if TYPE_CHECKING:
     from smupar.lm.folder import Summary
@@ -28,12 +31,16 @@ if TYPE_CHECKING:
     Run: TypeAlias = RunConfig
     How: TypeAlias = Execution
     Check: TypeAlias = CheckConfig
+    Engine: TypeAlias = EngineConfig
+    Transfer: TypeAlias = TransferConfig
     Sample: TypeAlias = GenerateConfig
     Export: TypeAlias = ExportConfig
     Prepare: TypeAlias = PrepareConfig
 else:
     _FLAGS, _POSITIONAL = tyro.conf.OmitArgPrefixes, tyro.conf.PositionalRequiredArgs
-    Run, How, Check = (Annotated[twin(config), _FLAGS] for config in (RunConfig, Execution, CheckConfig))
+    Run, How, Check, Engine, Transfer = (
+        Annotated[twin(config), _FLAGS] for config in (RunConfig, Execution, CheckConfig, EngineConfig, TransferConfig)
+    )
     Sample, Export, Prepare = (
         Annotated[twin(config), _FLAGS, _POSITIONAL] for config in (GenerateConfig, ExportConfig, PrepareConfig)
     )
@@ -43,7 +50,9 @@ _EXIT_CODES = {"finished": 0, "diverged": 3, "interrupted": 130, "terminated": 1
 
 def commands(name: str, start: RunConfig) -> dict[str, Callable[..., None]]:
     """All commands; ``start``, the recipe called ``name``, is where those that take a run begin, before their flags."""
-    begin, default_how = unchecked(start), unchecked(Execution())
+    begin, default_how, default_engine = unchecked(start), unchecked(Execution()), unchecked(EngineConfig())
+    short = replace(start, steps=200, warmup=None, valid_batches=1) if name == "demo" else start
+    begin_transfer = unchecked(TransferConfig(run=short))
 
     def rules(markdown: bool = False) -> None:
         """Print Table 1: init, learning rate and forward factor of every kind of tensor under every rule.
@@ -123,6 +132,49 @@ def commands(name: str, start: RunConfig) -> dict[str, Callable[..., None]]:
 
         print(write(checked(config)))
 
+    def sweep(
+        axes: tyro.conf.Positional[tuple[str, ...]],
+        config: Run = begin,
+        how: Engine = default_engine,
+        out: str = "runs/sweep",
+    ) -> None:
+        """Run every combination of some fields' values, and write a page with curves and a table.
+
+        Args:
+            axes: FIELD=VALUE,VALUE,... for any fields of a run: lr=2^-10..2^-4 rule=sp,smupar sparsity=0,0.75
+            out: Folder of the study. Started again, only what is missing is run.
+        """
+        from smupar.study.engines import run_study
+        from smupar.study.space import grid, parse_axis
+
+        parsed = dict(parse_axis(axis) for axis in axes)
+        base = checked(config)
+        definition = {"kind": "sweep", "axes": parsed, "run": dataclasses.asdict(base)}
+        print(run_study(out, definition, _command(), list(grid(base, parsed)), checked(how)))
+
+    def transfer(config: Transfer = begin_transfer, how: Engine = default_engine, out: str = "runs/transfer") -> None:
+        """Sweep one hyperparameter on the dense proxy and on wide sparse targets; say how far each rule's optimum moved.
+
+        Args:
+            out: Folder of the study: picture.png, report.html, table.csv. Started again, only what is missing is run.
+        """
+        from smupar.study.engines import run_study
+        from smupar.study.transfer import proposals
+
+        study = checked(config)
+        definition = {"kind": "transfer", **dataclasses.asdict(study)}
+        print(run_study(out, definition, _command(), proposals(study), checked(how)))
+
+    def report(folder: tyro.conf.Positional[str]) -> None:
+        """Write the page, picture and table of a study again, from the runs that are finished.
+
+        Args:
+            folder: Of the study.
+        """
+        from smupar.study.report import read_study, write_report
+
+        print(f"{write_report(read_study(folder))}\n{folder}/report.html, picture.png, table.csv")
+
     def check(config: Check) -> None:
         """Measure whether activations, gradients and updates of the GPT keep their size over width and sparsity.
 
@@ -155,6 +207,9 @@ def commands(name: str, start: RunConfig) -> dict[str, Callable[..., None]]:
         "train": train,
         "generate": generate,
         "export": export,
+        "sweep": sweep,
+        "transfer": transfer,
+        "report": report,
         "bench": bench,
     }
 
@@ -252,6 +307,11 @@ def _start(argv: list[str]) -> tuple[str, RunConfig]:
     if needed > start.model.vocab_size:
         start = replace(start, model=replace(start.model, vocab_size=padded_vocab(needed)))
     return name, start
+
+
+def _command() -> str:
+    """What was typed, for the page of a study."""
+    return shlex.join(["smupar", *sys.argv[1:]])
 
 
 def _refuse_late(given: str, begun: str) -> None:

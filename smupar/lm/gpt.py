@@ -56,7 +56,7 @@ class Attention(nn.Module):
             q, k = rotate(q, start), rotate(k, start)
         if cache is not None:
             k, v = cache.extend(k, v)
-        q = q * self.scale
+        q = (q * self.scale).to(v.dtype)  # batched over models, the scale is no scalar and would make fp32 of bf16
         if self.plain and cache is None:
             scores = (q @ k.mT).float() + self.bias(q, length)
             y = torch.softmax(scores, -1).to(v.dtype) @ v
@@ -172,7 +172,7 @@ def use_flex_attention(model: GPT, length: int) -> None:
 
 
 def use_plain_attention(model: GPT) -> None:
-    """Attention by products and a softmax: torch's fused kernels cannot be batched over models on a GPU."""
+    """Attention by products and a softmax: torch's fused kernels cannot be batched over models everywhere."""
     for block in model.blocks:
         assert isinstance(block, Block)
         block.attention.plain = True

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from smupar.lm import data
 from smupar.lm.config import RunConfig
 from smupar.lm.data import Text
-from smupar.lm.gpt import GPT, build, use_flex_attention, use_plain_attention
+from smupar.lm.gpt import GPT, build, use_plain_attention
 from smupar.lm.schedule import lr_share
 from smupar.lm.shards import Tokens
 from smupar.lm.step import next_token_loss
@@ -51,9 +51,7 @@ class GPTStack:
         first, on_gpu = configs[0], device.type == "cuda"
         compiled = on_gpu if compile is None else compile
         models, plans = self._built(configs)
-        if on_gpu and len(configs) == 1 and compiled and first.model.positions == "alibi":
-            use_flex_attention(models[0], first.seq_len)
-        elif on_gpu and len(configs) > 1:
+        if on_gpu or first.dtype == "bf16":  # torch.func knows torch's fused kernels on the CPU in fp32 only
             for model in models:
                 use_plain_attention(model)
         self.num_parameters = sum(parameter.numel() for parameter in models[0].parameters())

@@ -28,6 +28,7 @@ from smupar.lm.distributed import pick_device
 from smupar.lm.folder import Status, Summary
 from smupar.lm.stack import GPTStack, stack_key
 from smupar.lm.train import train
+from smupar.study.config import EngineConfig
 from smupar.study.store import Study
 
 EngineName = Literal["auto", "serial", "stacked", "ray"]
@@ -70,6 +71,18 @@ class Board:
         self.num_diverged += summary.status == "diverged"
 
 
+def run_study(folder: str, definition: dict[str, Any], command: str, configs: Sequence[RunConfig], how: EngineConfig) -> str:
+    """Runs what is missing of a study and writes its page; returns what it found, and where."""
+    from smupar.study.report import write_report  # it needs matplotlib only for the picture
+
+    with Study.open(folder, definition, command) as study:
+        todo = study.missing(configs)
+        print(f"{len(configs)} runs, {len(configs) - len(todo)} of them done, in {folder}", flush=True)
+        execute(study, todo, engine=how.engine, device=how.device, address=how.address)
+        found = write_report(study)
+    return f"{found}\n{folder}/report.html, picture.png, table.csv"
+
+
 def execute(
     study: Study, configs: Sequence[RunConfig], *, engine: EngineName = "auto", device: str = "auto", address: str = "auto"
 ) -> None:
@@ -104,7 +117,9 @@ def run_group(study: Study, group: list[RunConfig], engine: EngineName, device: 
         return
     text = data.open_text(group[0])
     most = 1 if engine == "serial" else largest_stack(group[0], device)
-    stack, size = _pick(group, text, device, min(most, len(group)), measure=engine == "auto")
+    # Parts of equal size, so that the last one is not mostly filled up.
+    size = -(-len(group) // -(-len(group) // most))
+    stack, size = _pick(group, text, device, size, measure=engine == "auto")
     for start in range(0, len(group), size):
         part = group[start : start + size]
         # A last part that is too short is filled up with copies, so that nothing has to be compiled for it.

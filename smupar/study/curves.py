@@ -1,0 +1,174 @@
+"""Curves of a study, drawn twice: as a picture, and as SVG for a page, where points say their numbers when hovered."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Point:
+    x: float
+    y: float
+    """Infinite: diverged. Drawn at the top."""
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Series:
+    label: str
+    points: tuple[Point, ...]
+    colour: float = 0.0
+    """From 0, dark, to 1."""
+    dashed: bool = False
+    best: float | None = None
+    """Where the optimum lies, marked by a star."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    title: str
+    x_label: str
+    y_label: str
+    series: tuple[Series, ...]
+    marked_x: float | None = None
+    """A vertical line."""
+    marked_label: str = ""
+    log_x: bool = field(default=True)
+
+
+def y_range(panels: Sequence[Panel]) -> tuple[float, float]:
+    """The same for all panels: from the best to a bit above what is still of interest."""
+    finite = [p.y for panel in panels for series in panel.series for p in series.points if math.isfinite(p.y)]
+    if not finite:
+        return 0.0, 1.0
+    low, ordered = min(finite), sorted(finite)
+    high = max(ordered[int(0.9 * (len(ordered) - 1))], low * 1.05)
+    return low - 0.05 * (high - low), high + 0.05 * (high - low)
+
+
+# A picture
+
+
+def draw_png(panels: Sequence[Panel], path: Path, title: str = "") -> None:
+    try:
+        from matplotlib import colormaps
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("the picture needs matplotlib: pip install 'smupar[plot]'") from error
+    low, high = y_range(panels)
+    figure = Figure(figsize=(3.6 * len(panels) + 0.6, 3.9), layout="constrained")
+    axes: Any = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for panel, axis in zip(panels, axes, strict=True):
+        for series in panel.series:
+            colour = colormaps["viridis"](0.9 * series.colour)
+            points = sorted(series.points, key=lambda point: point.x)
+            shown = [min(point.y, high) for point in points]
+            style = "--" if series.dashed else "-"
+            grey = {"color": "0.45"} if series.dashed else {"color": colour}
+            axis.plot([p.x for p in points], shown, style, marker="o", markersize=3, label=series.label, **grey)
+            if series.best is not None and points:
+                nearest = min(points, key=lambda point: abs(math.log2(point.x / series.best)))  # type: ignore[operator]
+                axis.plot(nearest.x, min(nearest.y, high), marker="*", markersize=13, markeredgecolor="white", **grey)
+        if panel.marked_x is not None:
+            axis.axvline(panel.marked_x, color="0.6", linewidth=1, linestyle=":")
+        if panel.log_x:
+            axis.set_xscale("log", base=2)
+        axis.set_ylim(low, high)
+        axis.set_title(panel.title, fontsize=10)
+        axis.set_xlabel(panel.x_label)
+        axis.grid(True, alpha=0.25)
+    axes[0].set_ylabel(panels[0].y_label)
+    axes[-1].legend(fontsize=8, loc="upper right")
+    if title:
+        figure.suptitle(title, fontsize=11)
+    figure.savefig(path, dpi=150)
+
+
+# A page
+
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 380, 300, 52, 40, 26
+
+
+def draw_svg(panels: Sequence[Panel]) -> str:
+    low, high = y_range(panels)
+    return "".join(_svg(panel, low, high) for panel in panels)
+
+
+def _svg(panel: Panel, low: float, high: float) -> str:
+    xs = [_x(point.x, panel) for series in panel.series for point in series.points] or [0.0, 1.0]
+    left, right = min(xs), max(xs) if max(xs) > min(xs) else min(xs) + 1
+
+    def px(x: float) -> float:
+        return _LEFT + (_x(x, panel) - left) / (right - left) * (_WIDTH - _LEFT - 14)
+
+    def py(y: float) -> float:
+        inside = (min(y, high) - low) / (high - low)
+        return _HEIGHT - _BOTTOM - inside * (_HEIGHT - _BOTTOM - _TOP)
+
+    parts = [f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' width='{_WIDTH}' height='{_HEIGHT}' role='img'>"]
+    parts.append(f"<text x='{_WIDTH / 2}' y='16' class='title'>{html.escape(panel.title)}</text>")
+    for tick in _ticks(low, high):
+        parts.append(f"<line class='grid' x1='{_LEFT}' x2='{_WIDTH - 14}' y1='{py(tick):.1f}' y2='{py(tick):.1f}'/>")
+        parts.append(f"<text class='tick' x='{_LEFT - 6}' y='{py(tick) + 4:.1f}' text-anchor='end'>{tick:.3g}</text>")
+    for x in sorted({point.x for series in panel.series for point in series.points}):
+        label = f"2<tspan dy='-4' font-size='8'>{math.log2(x):g}</tspan>" if panel.log_x and _is_power(x) else f"{x:.3g}"
+        parts.append(f"<text class='tick' x='{px(x):.1f}' y='{_HEIGHT - _BOTTOM + 16}' text-anchor='middle'>{label}</text>")
+    parts.append(f"<text class='label' x='{_WIDTH / 2}' y='{_HEIGHT - 6}'>{html.escape(panel.x_label)}</text>")
+    if panel.marked_x is not None:
+        parts.append(
+            f"<line class='mark' x1='{px(panel.marked_x):.1f}' x2='{px(panel.marked_x):.1f}' y1='{_TOP}' "
+            f"y2='{_HEIGHT - _BOTTOM}'><title>{html.escape(panel.marked_label)}</title></line>"
+        )
+    for series in panel.series:
+        parts.append(_svg_series(series, px, py))
+    return "".join(parts) + "</svg>"
+
+
+def _svg_series(series: Series, px: Any, py: Any) -> str:
+    colour = "#777" if series.dashed else _hex(series.colour)
+    points = sorted(series.points, key=lambda point: point.x)
+    line = " ".join(f"{px(point.x):.1f},{py(point.y):.1f}" for point in points)
+    dash = " stroke-dasharray='5 4'" if series.dashed else ""
+    parts = [f"<polyline points='{line}' fill='none' stroke='{colour}' stroke-width='1.6'{dash}/>"]
+    for point in points:
+        value = "diverged" if math.isinf(point.y) else f"{point.y:.4f}"
+        text = html.escape(f"{series.label}: {value} at {point.x:.4g}. {point.text}")
+        parts.append(
+            f"<circle cx='{px(point.x):.1f}' cy='{py(point.y):.1f}' r='4' fill='{colour}' data-text='{text}'>"
+            f"<title>{text}</title></circle>"
+        )
+    return "".join(parts)
+
+
+def legend(series: Sequence[Series]) -> str:
+    items = [(html.escape(one.label), "#777" if one.dashed else _hex(one.colour)) for one in series]
+    keys = (f"<span class='key'><i style='background:{colour}'></i>{label}</span>" for label, colour in items)
+    return f"<p class='legend'>{''.join(keys)}</p>"
+
+
+def _x(x: float, panel: Panel) -> float:
+    return math.log2(x) if panel.log_x else x
+
+
+def _is_power(x: float) -> bool:
+    return x > 0 and abs(math.log2(x) - round(math.log2(x))) < 1e-9
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    step = 10 ** math.floor(math.log10((high - low) / 3))
+    step = next(step * times for times in (1, 2, 5, 10) if (high - low) / (step * times) <= 6)
+    return [step * number for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def _hex(colour: float) -> str:
+    """Between the ends of viridis, close enough."""
+    stops = [(68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (203, 220, 40)]
+    place = 0.9 * min(max(colour, 0.0), 1.0) * (len(stops) - 1)
+    index = min(int(place), len(stops) - 2)
+    mixed = (a + (b - a) * (place - index) for a, b in zip(stops[index], stops[index + 1], strict=True))
+    return "#" + "".join(f"{round(value):02x}" for value in mixed)

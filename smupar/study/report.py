@@ -1,0 +1,129 @@
+"""The page of a study: what it found, curves that say their numbers when hovered, the table, the command. Self-contained."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from smupar.lm.config import RunConfig
+from smupar.lm.files import write_atomic
+from smupar.study.config import TransferConfig
+from smupar.study.curves import Panel, Point, Series, draw_png, draw_svg, legend
+from smupar.study.store import Result, Study, row_of
+from smupar.study.transfer import analyse, panels, sentence
+
+
+def write_report(study: Study) -> str:
+    """Writes report.html, picture.png, table.csv and table.json into the study's folder; returns what the study found."""
+    described = study.describe()
+    results = study.results()
+    if not results:
+        raise ValueError(f"{study.folder} has no finished run yet: start its command again")
+    study.write_table()
+    definition = described["definition"]
+    if definition.get("kind") == "transfer":
+        config = transfer_from(definition)
+        verdicts = analyse(config, results)
+        drawn, found = panels(config, verdicts), sentence(config, verdicts)
+    else:
+        drawn, found = sweep_panels(results, definition.get("axes", {})), best_of(results)
+    page = _page(found, drawn, results, described["command"], json.dumps(definition, indent=1))
+    write_atomic(study.folder / "report.html", page)
+    if drawn:
+        draw_png(drawn, study.folder / "picture.png")
+    return found
+
+
+def transfer_from(definition: dict[str, object]) -> TransferConfig:
+    values = {name: value for name, value in definition.items() if name != "kind"}
+    run = RunConfig.from_json(json.dumps(values.pop("run")))
+    lists = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return TransferConfig(run=run, **lists)  # type: ignore[arg-type]
+
+
+def best_of(results: Sequence[Result]) -> str:
+    best = min(results, key=lambda result: result.loss)
+    diverged = sum(result.summary.status == "diverged" for result in results)
+    return f"Of {len(results)} runs, {diverged} diverged; the best ends at a loss of {best.loss:.4f}: {best.config.id}."
+
+
+def sweep_panels(results: Sequence[Result], axes: dict[str, list[object]]) -> list[Panel]:
+    """Loss over the numeric axis with most values, one curve for each combination of the others."""
+    numeric = {name: values for name, values in axes.items() if all(type(value) in (int, float) for value in values)}
+    if not numeric:
+        return []
+    axis = max(numeric, key=lambda name: len(numeric[name]))
+    curves: dict[str, list[Point]] = {}
+    for result in results:
+        row = row_of(result)
+        others = ", ".join(f"{name} {row[name]}" for name in axes if name != axis)
+        curves.setdefault(others or "loss", []).append(Point(row[axis], result.loss, result.config.id))
+    series = tuple(
+        Series(label, tuple(points), number / max(1, len(curves) - 1)) for number, (label, points) in enumerate(curves.items())
+    )
+    positive = all(point.x > 0 for points in curves.values() for point in points)
+    return [Panel("loss at the end", axis, "loss (mean of the last 5 % of steps)", series, log_x=positive)]
+
+
+_STYLE = """
+body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:1250px;padding:0 1rem;color:#222}
+h1{font-size:1.4rem}
+p.found{font-size:1.1rem;max-width:60rem}
+svg{margin:0 .5rem .5rem 0}
+svg text{font:11px system-ui,sans-serif;fill:#333}
+svg .title{font-size:13px;font-weight:600;text-anchor:middle}
+svg .label{text-anchor:middle}
+svg .grid{stroke:#e4e4e4}
+svg .mark{stroke:#888;stroke-dasharray:2 3}
+svg circle:hover{r:7;stroke:#000}
+.legend .key{margin-right:1.2rem;white-space:nowrap}
+.legend i{display:inline-block;width:1.1em;height:.28em;margin-right:.4em;vertical-align:middle}
+#tip{position:fixed;display:none;max-width:24rem;padding:.25rem .5rem;border-radius:4px;background:#222;color:#fff;
+font-size:13px;pointer-events:none}
+table{border-collapse:collapse;font-size:13px}
+th,td{padding:.15rem .6rem;border-bottom:1px solid #e4e4e4;text-align:right}
+th{position:sticky;top:0;background:#fff;cursor:pointer}
+pre{background:#f6f6f6;padding:.6rem;overflow:auto}
+"""
+
+_SCRIPT = """const tip=document.getElementById('tip');
+document.querySelectorAll('circle').forEach(c=>{c.addEventListener('mousemove',e=>{tip.textContent=c.dataset.text;
+tip.style.display='block';tip.style.left=(e.clientX+14)+'px';tip.style.top=(e.clientY+10)+'px'});
+c.addEventListener('mouseleave',()=>tip.style.display='none')});
+document.querySelectorAll('th').forEach((th,i)=>th.addEventListener('click',()=>{const b=th.closest('table').tBodies[0];
+const k=r=>{const t=r.cells[i].textContent;const n=parseFloat(t);return isNaN(n)?t:n};
+[...b.rows].sort((a,c)=>k(a)>k(c)?1:-1).forEach(r=>b.append(r))}));"""
+
+
+def _page(found: str, drawn: Sequence[Panel], results: Sequence[Result], command: str, definition: str) -> str:
+    names = {panel_series.label: panel_series for panel in drawn for panel_series in panel.series}
+    charts = legend(list(names.values())) + draw_svg(drawn) if drawn else ""
+    return (
+        "<!doctype html><html lang='en'><meta charset='utf-8'><title>smupar study</title>"
+        f"<style>{_STYLE}</style><h1>Study</h1><p class='found'>{html.escape(found)}</p>{charts}<div id='tip'></div>"
+        f"<h2>Runs</h2>{_table(results)}<h2>Command</h2><pre>{html.escape(command)}</pre>"
+        f"<h2>Configuration</h2><pre>{html.escape(definition)}</pre><script>{_SCRIPT}</script></html>\n"
+    )
+
+
+def _table(results: Sequence[Result]) -> str:
+    """The columns in which runs differ, and how they ended."""
+    rows = [row_of(result) for result in results]
+    ends = ("train_loss", "valid_loss", "status")
+    fields = [name for name in rows[0] if name == "id" or (len({str(row[name]) for row in rows}) > 1 and name not in ends)]
+    columns = [*fields, *ends]
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(_cell(row[name]))}</td>" for name in columns) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _cell(value: object) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else "" if value is None else str(value)
+
+
+def read_study(folder: str | Path) -> Study:
+    study = Study(folder)
+    study.describe()  # raises if there is none
+    return study

@@ -1,0 +1,209 @@
+"""Does a hyperparameter transfer? Sweeps it on the dense proxy and on wide sparse targets under several rules, and says how far
+each rule's optimum moved and what the proxy's optimum costs on the targets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from smupar.lm.config import RunConfig
+from smupar.rules import get_rule
+from smupar.study.config import TransferConfig
+from smupar.study.curves import Panel, Point, Series
+from smupar.study.space import with_fields
+from smupar.study.store import Result
+
+_NAMES = {"lr": "learning rate", "init_std": "init std", "alpha_input": "alpha_input", "alpha_output": "alpha_output"}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Loss over the swept values, for one model under one rule; means over seeds."""
+
+    rule: str
+    width: int
+    sparsity: float
+    values: tuple[float, ...]
+    losses: tuple[float, ...]
+    """Infinite where a seed diverged."""
+    is_proxy: bool = False
+
+    @property
+    def best_index(self) -> int:
+        return min(range(len(self.losses)), key=lambda index: self.losses[index])
+
+    @property
+    def on_edge(self) -> bool:
+        return self.best_index in (0, len(self.losses) - 1)
+
+    @property
+    def best(self) -> float:
+        """The smooth minimum: of a parabola through the best value and its neighbours, over the logarithm."""
+        index = self.best_index
+        if self.on_edge or not all(math.isfinite(self.losses[index + side]) for side in (-1, 1)):
+            return self.values[index]
+        xs = [math.log2(self.values[index + side]) for side in (-1, 0, 1)]
+        ys = [self.losses[index + side] for side in (-1, 0, 1)]
+        return 2 ** _vertex(xs, ys)
+
+    @property
+    def best_loss(self) -> float:
+        return self.losses[self.best_index]
+
+    def excess(self, value: float) -> float:
+        """What a value costs, relative to the best loss: between the swept values on a straight line over the logarithm."""
+        return _interpolated(self.values, self.losses, value) / self.best_loss - 1
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How one rule did."""
+
+    rule: str
+    proxy: Curve
+    targets: tuple[Curve, ...]
+
+    @property
+    def moved(self) -> float:
+        """The largest factor between the proxy's optimum and a target's."""
+        return max(moved(self.proxy, curve) for curve in self.targets)
+
+    @property
+    def farthest(self) -> Curve:
+        """The sparsest target, of the widest."""
+        return max(self.targets, key=lambda curve: (curve.sparsity, curve.width))
+
+
+def moved(proxy: Curve, curve: Curve) -> float:
+    return 2 ** abs(math.log2(curve.best / proxy.best))
+
+
+def proposals(config: TransferConfig) -> list[RunConfig]:
+    """Every run of the study. A dense model under SmuPar is the one under muP: it is run once."""
+    runs = []
+    for curve in _curves_wanted(config):
+        runs += [run for value in axis_values(config) for run in _runs(config, *curve, value)]
+    return list({run.id: run for run in runs}.values())
+
+
+def axis_values(config: TransferConfig) -> list[float]:
+    if config.values:
+        return sorted(config.values)
+    if config.axis == "lr":
+        return [2.0**exponent for exponent in range(-11, -3)]
+    tuned = getattr(config.run, config.axis)
+    return [tuned * 2.0**exponent for exponent in range(-3, 4)]
+
+
+def analyse(config: TransferConfig, results: Iterable[Result]) -> list[Verdict]:
+    """One verdict per rule, from the results that are there."""
+    by_id = {result.config.id: result for result in results}
+    verdicts = []
+    for rule in config.rules:
+        curves = [_curve(config, by_id, *wanted) for wanted in _curves_wanted(config) if wanted[0] == rule]
+        proxy, targets = curves[0], tuple(curve for curve in curves[1:] if math.isfinite(curve.best_loss))
+        if not math.isfinite(proxy.best_loss) or not targets:
+            raise ValueError(f"all runs of {rule} diverged: sweep smaller values of {config.axis} (--values)")
+        verdicts.append(Verdict(rule, proxy, targets))
+    return verdicts
+
+
+def sentence(config: TransferConfig, verdicts: Sequence[Verdict]) -> str:
+    """The study in one sentence, with the numbers it measured, and what to doubt about them."""
+    name = _NAMES[config.axis]
+    moves = ", ".join(f"{_title(one)}'s {_times(one.moved)}" for one in verdicts)
+    first = f"From the dense proxy of width {config.run.base_width} the best {name} moved: {moves}"
+    far = verdicts[0].farthest
+    costs = ", ".join(f"{_title(one)} {_percent(one.farthest.excess(one.proxy.best))}" for one in verdicts)
+    second = f"at {far.sparsity:.4g} sparsity and width {far.width} the proxy's best {name} costs {costs}"
+    edges = [
+        f"{_title(one)} at sparsity {curve.sparsity:g}"
+        for one in verdicts
+        for curve in (one.proxy, *one.targets)
+        if curve.on_edge
+    ]
+    doubt = f" On the edge of the grid, so further away than said: {', '.join(edges)}." if edges else ""
+    return f"{first}; {second}.{doubt}"
+
+
+def panels(config: TransferConfig, verdicts: Sequence[Verdict]) -> list[Panel]:
+    name = _NAMES[config.axis]
+    made = []
+    for verdict in verdicts:
+        curves = sorted(verdict.targets, key=lambda curve: (curve.width, curve.sparsity))
+        series = [_series(verdict.proxy, f"dense proxy, width {verdict.proxy.width}", 0.0)]
+        for number, curve in enumerate(curves):
+            label = f"sparsity {curve.sparsity:.4g}" + (f", width {curve.width}" if len(config.widths) > 1 else "")
+            series.append(_series(curve, label, number / max(1, len(curves) - 1)))
+        title = f"{_title(verdict)}: best moves {_times(verdict.moved)}"
+        marked = f"best on the proxy: {verdict.proxy.best:.4g}"
+        made.append(Panel(title, name, "loss (mean of the last 5 % of steps)", tuple(series), verdict.proxy.best, marked))
+    return made
+
+
+def _series(curve: Curve, label: str, colour: float) -> Series:
+    points = tuple(Point(x, y) for x, y in zip(curve.values, curve.losses, strict=True))
+    return Series(label, points, colour, dashed=curve.is_proxy, best=curve.values[curve.best_index])
+
+
+def _curves_wanted(config: TransferConfig) -> list[tuple[str, int, float, bool]]:
+    """(rule, width, sparsity, is the proxy), the proxy first."""
+    wanted = []
+    for rule in config.rules:
+        get_rule(rule)  # names an unknown one
+        wanted.append((rule, config.run.base_width, 0.0, True))
+        wanted += [(rule, width, sparsity, False) for width in config.widths for sparsity in config.sparsities]
+    return wanted
+
+
+def _runs(config: TransferConfig, rule: str, width: int, sparsity: float, is_proxy: bool, value: float) -> list[RunConfig]:
+    fields: dict[str, object]
+    shared = "mup" if sparsity == 0 and rule != "sp" else rule
+    fields = {"rule": shared, "width": width, "sparsity": sparsity}
+    if rule == "sp":  # is given the init that fits its width, as in the paper's Table 4: 0.087 / sqrt(16) at width 4096
+        fields["init_std"] = config.run.init_std * math.sqrt(config.run.base_width / width)
+    fields[config.axis] = value
+    run = with_fields(config.run, fields)
+    return [replace(run, seed=config.run.seed + number) for number in range(config.seeds)]
+
+
+def _curve(config: TransferConfig, by_id: dict[str, Result], rule: str, width: int, sparsity: float, is_proxy: bool) -> Curve:
+    values, losses = [], []
+    for value in axis_values(config):
+        found = [by_id[run.id].loss for run in _runs(config, rule, width, sparsity, is_proxy, value) if run.id in by_id]
+        if found:
+            values.append(value)
+            losses.append(sum(found) / len(found))
+    if not values:
+        raise ValueError(f"no finished run of {rule} at width {width}, sparsity {sparsity:g}: start the same command again")
+    return Curve(rule, width, sparsity, tuple(values), tuple(losses), is_proxy)
+
+
+def _vertex(xs: Sequence[float], ys: Sequence[float]) -> float:
+    (x0, x1, x2), (y0, y1, y2) = xs, ys
+    top = (x1 - x0) ** 2 * (y1 - y2) - (x1 - x2) ** 2 * (y1 - y0)
+    bottom = (x1 - x0) * (y1 - y2) - (x1 - x2) * (y1 - y0)
+    return x1 if bottom == 0 else x1 - top / (2 * bottom)
+
+
+def _interpolated(values: Sequence[float], losses: Sequence[float], value: float) -> float:
+    if value <= values[0]:
+        return losses[0]
+    for (x0, y0), (x1, y1) in zip(zip(values, losses, strict=True), zip(values[1:], losses[1:], strict=True), strict=False):
+        if value <= x1:
+            share = math.log2(value / x0) / math.log2(x1 / x0)
+            return y0 if share == 0 else y1 if share == 1 else y0 + share * (y1 - y0)
+    return losses[-1]
+
+
+def _title(verdict: Verdict) -> str:
+    return get_rule(verdict.rule).title
+
+
+def _times(factor: float) -> str:
+    return f"{factor:.2g}x" if factor < 10 else f"{factor:.0f}x"
+
+
+def _percent(share: float) -> str:
+    return "a diverged run" if math.isinf(share) else f"{share:.1%}"
