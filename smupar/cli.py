@@ -198,6 +198,8 @@ def commands(name: str, start: RunConfig) -> dict[str, Callable[..., None]]:
         """
         from smupar.bench import BENCHES
 
+        if repeats < 1:
+            raise ValueError(f"--repeats must be at least 1, got {repeats}")
         print(BENCHES[what](repeats=repeats))
 
     return {
@@ -270,9 +272,19 @@ def main(argv: list[str] | None = None) -> None:
     except (ValueError, OSError, ModuleNotFoundError) as error:
         print(f"smupar: {error}", file=sys.stderr)
         sys.exit(2)
+    except Exception as error:
+        if not _is_of_the_machine(error):
+            raise
+        print(f"smupar: {str(error).strip().splitlines()[0]}", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         print("\nsmupar: interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+def _is_of_the_machine(error: Exception) -> bool:
+    """Out of memory or disk, told by libraries in their own words."""
+    return type(error).__name__ in ("SafetensorError", "OutOfMemoryError", "MemoryError") or "not enough memory" in str(error)
 
 
 def _run(argv: list[str]) -> None:

@@ -231,7 +231,7 @@ def test_existing_folder_is_refused_and_left_untouched(runs, tmp_path):
 
 def test_folder_that_is_no_run_raises_with_the_remedy(tmp_path):
     for folder in (tmp_path, tmp_path / "none"):
-        with pytest.raises(FileNotFoundError, match="is not the folder of a run, it has no config"):
+        with pytest.raises(FileNotFoundError, match="is not the folder of a run: it has no config"):
             export(ExportConfig(str(folder), str(tmp_path / "out")))
     assert not (tmp_path / "out").exists()
 

@@ -209,7 +209,7 @@ def test_more_tokens_than_learned_positions_raise_with_the_number_left(tmp_path)
 def test_folder_that_is_no_run_raises_with_the_remedy(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no folder .*none: give the folder of a run"):
         next(generate(_config(str(tmp_path / "none"))))
-    with pytest.raises(FileNotFoundError, match="is not the folder of a run, it has no config"):
+    with pytest.raises(FileNotFoundError, match="is not the folder of a run: it has no config"):
         next(generate(_config(str(tmp_path))))
 
 

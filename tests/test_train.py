@@ -9,6 +9,8 @@ import resource
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -317,6 +319,47 @@ def test_micro_batches_that_do_not_divide_raise(config, tmp_path):
         train(config, replace(HOW, out=str(tmp_path / "run"), micro_batch=3))
 
 
+def test_configuration_that_cannot_be_built_does_not_keep_the_folder(config, tmp_path):
+    how = replace(HOW, out=str(tmp_path / "run"))
+    with pytest.raises(ValueError, match="no learning-rate rule is known"):
+        train(replace(config, optimizer="typo"), how)
+    assert train(replace(config, steps=3), how).status == "finished"
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "no state", "state of another step"])
+def test_damaged_checkpoint_is_named_with_the_remedy(finished, config, tmp_path, damage):
+    folder = resumable(finished[0], tmp_path / "run", 27)
+    last = folder / "checkpoints" / "step-00000027"
+    (weights,) = (last / "model").glob("*.safetensors")
+    if damage == "truncated":
+        weights.write_bytes(weights.read_bytes()[:1000])
+    elif damage == "missing":
+        shutil.rmtree(last / "optimizer")
+    else:
+        (last / "state.json").write_text("{" if damage == "no state" else '{"step": 3}')
+    with pytest.raises(ValueError, match=r"the checkpoint .*step-00000027 is damaged .* delete it"):
+        train(config, replace(HOW, out=str(folder)))
+    shutil.rmtree(last)  # then it goes on from the one before
+    assert train(config, replace(HOW, out=str(folder))).status == "finished"
+
+
+def test_run_stopped_in_its_validation_validates_when_it_goes_on(config, tmp_path):
+    """The signal comes while the validation of step 10 runs, which takes for ever."""
+    folder = tmp_path / "run"
+    endless = replace(config, valid_batches=10**9)
+    process = in_process(endless, replace(HOW, out=str(folder)))
+    deadline = time.monotonic() + 60
+    while not (folder / "checkpoints" / "step-00000009").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGTERM)
+    process.join()
+    assert process.exitcode == 0, folder.with_suffix(".log").read_text()
+    assert checkpoints(folder)[-1] in ("step-00000009", "step-00000010")
+    state = json.loads((folder / "checkpoints" / checkpoints(folder)[-1] / "state.json").read_text())
+    assert state["valid_step"] is None
+
+
 # What must not change the result
 
 
@@ -445,6 +488,32 @@ def test_muon_runs_on_two_sharded_ranks_as_on_one(short, tmp_path):
     train(muon, replace(CURVE, out=str(tmp_path / "one")))
     two_ranks(muon, replace(CURVE, out=str(tmp_path / "two"), parallel="fsdp"))
     assert_same_curve(tmp_path / "two", tmp_path / "one", 1e-3)
+
+
+def test_signal_to_two_ranks_saves_first(config, tmp_path):
+    folder = tmp_path / "run"
+    flags = f"--width 64 --depth 1 --base-width 32 --steps 100000 --seq-len 16 --batch-size 2 --device cpu --out {folder}"
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "smupar",
+        "train",
+        *flags.split(" "),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
+    deadline = time.monotonic() + 90
+    while not (folder / "metrics.jsonl").exists() or len(rows(folder)) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.terminate()
+    process.wait(timeout=60)
+    (saved,) = checkpoints(folder)
+    assert saved == f"step-{rows(folder)[-1]['step']:08d}" or int(saved[-8:]) > rows(folder)[-1]["step"]
 
 
 def test_ranks_that_do_not_divide_the_batch_raise():

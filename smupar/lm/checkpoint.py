@@ -61,19 +61,37 @@ def save(
 
 def load(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
     """Reads weights, masks and optimizer state into model and optimizers; returns ``state.json``."""
-    _read(path / "model", weights(model))
-    wanted = _allocate_state(path / "optimizer", model, optimizers)
-    _read(path / "optimizer", wanted)
-    return read_state(path)
+    with _named(path):
+        state = read_state(path)
+        _read(path / "model", weights(model))
+        _read(path / "optimizer", _allocate_state(path / "optimizer", model, optimizers))
+    return state
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
-    _read(path / "model", weights(model))
+    with _named(path):
+        _read(path / "model", weights(model))
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads((path / "state.json").read_text())
+    with _named(path):
+        state: dict[str, Any] = json.loads((path / "state.json").read_text())
+        if not isinstance(state, dict) or state.get("step") != step_of(path) or "losses" not in state:
+            raise ValueError("state.json is not of this step")
     return state
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Whatever goes wrong in reading a checkpoint, in one line with the remedy."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError, AssertionError, SafetensorError, CheckpointException) as error:
+        if str(error).startswith("the checkpoint "):
+            raise
+        raise ValueError(
+            f"the checkpoint {path} is damaged ({_reason(error)}): delete it, and the run goes on from the one before, or anew"
+        ) from error
 
 
 def latest(folder: Path) -> Path | None:
@@ -170,7 +188,8 @@ def _reason(error: BaseException) -> str:
         error = next(iter(error.failures.values()))[0]
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return str(error).strip().splitlines()[-1]
+    lines = str(error).strip().splitlines()
+    return lines[-1] if lines else type(error).__name__
 
 
 @contextlib.contextmanager

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+_LARGEST = 1e30  # beyond it fp32 overflows
+
 STANDARD_LIBRARY = "stdlib"
 """The text that needs no download: the source of the running Python's standard library, as bytes."""
 
@@ -69,8 +71,10 @@ class ModelConfig:
                 f"width {self.width} is not a multiple of head_dim {self.head_dim}: --width {near} would be, "
                 "or choose another --head-dim"
             )
-        if (self.ff_ratio is not None and not self.ff_ratio > 0) or (self.ff_multiple is not None and self.ff_multiple < 1):
-            raise ValueError(f"ff_ratio and ff_multiple must be above 0, got {self.ff_ratio} and {self.ff_multiple}")
+        if (self.ff_ratio is not None and not 0 < self.ff_ratio < 1000) or (
+            self.ff_multiple is not None and self.ff_multiple < 1
+        ):
+            raise ValueError(f"ff_ratio must lie in (0, 1000), ff_multiple from 1 on, got {self.ff_ratio}, {self.ff_multiple}")
         if self.positions == "rotary" and self.head_dim % 2:
             raise ValueError(f"rotary positions turn pairs, and head_dim {self.head_dim} is odd: choose an even --head-dim")
 
@@ -97,7 +101,7 @@ class RunConfig:
     base_width: int = 64
     """Width at which lr, init_std and the alphas were tuned."""
     sparsity: float | None = None
-    """Share of hidden weights set to zero, in [0, 1). Default 0.9375, or what an N:M pattern says."""
+    """Share of hidden weights set to zero, in [0, 1); of neurons with pattern neuron. Default 0.9375, or what N:M says."""
     pattern: str = "random"
     """random, bernoulli, fan_in, N:M, N:M-transposable, block-N or neuron."""
     allocation: Literal["uniform", "er", "erk"] = "uniform"
@@ -145,8 +149,12 @@ class RunConfig:
         _known(self)
         _positive(self, "steps", "batch_size", "seq_len", "base_width", "valid_batches")
         _not_negative(self, "lr", "weight_decay", "eps", "momentum", "init_std")
-        if self.clip is not None and self.clip <= 0:
-            raise ValueError(f"clip must be above 0, got {self.clip}: leave it out for no clipping")
+        if self.lr > _LARGEST or self.momentum >= 1:
+            raise ValueError(f"lr {self.lr:g} or momentum {self.momentum:g} is too large: momentum lies below 1")
+        if self.rest_lr is not None:
+            _not_negative(self, "rest_lr")
+        if self.clip is not None and not 0 < self.clip < math.inf:
+            raise ValueError(f"clip must be a number above 0, got {self.clip}: leave it out for no clipping")
         if not 0 <= self.warmup_steps <= self.steps:
             raise ValueError(f"warmup must lie in [0, steps = {self.steps}], got {self.warmup}")
         if self.base_width % self.model.head_dim:
@@ -230,6 +238,8 @@ class Execution:
         _known(self)
         _positive(self, "keep", "log_every")
         _not_negative(self, "micro_batch", "save_every", "valid_every")
+        if self.peak_tflops is not None and not 0 < self.peak_tflops < math.inf:
+            raise ValueError(f"peak_tflops must be a number above 0, got {self.peak_tflops}")
 
 
 @dataclass(frozen=True)

@@ -67,11 +67,10 @@ def estimate(config: RunConfig, *, num_ranks: int = 1, micro_batch: int = 0, sha
 def fitting_micro_batch(config: RunConfig, *, num_ranks: int, sharded: bool, memory: float) -> int:
     """The largest part of a rank's sequences, in equal parts, that should fit into so many bytes; at least one."""
     each = config.batch_size // num_ranks
-    for size in sorted((size for size in range(1, each + 1) if each % size == 0), reverse=True):
-        cost = estimate(config, num_ranks=num_ranks, micro_batch=size, sharded=sharded)
-        if cost.state_bytes + cost.activation_bytes <= _USABLE * memory:
-            return size
-    return 1
+    one = estimate(config, num_ranks=num_ranks, micro_batch=1, sharded=sharded)
+    room = int((_USABLE * memory - one.state_bytes) / one.activation_bytes)
+    small = [size for size in range(1, math.isqrt(each) + 1) if each % size == 0]
+    return max((size for size in (*small, *(each // size for size in small)) if size <= room), default=1)
 
 
 def report(config: RunConfig, how: Execution, *, gpus: int, gpu_gib: float, peak_share: float) -> str:
@@ -124,8 +123,8 @@ def _kept(row: PlanRow) -> float:
 def _state_bytes(plan: Plan, config: RunConfig) -> float:
     total = 0.0
     for row in plan:
-        muon = config.optimizer == "muon" and row.role != "hidden"
-        moments = _num_moments("adamw" if muon else config.optimizer, config.momentum)
+        beside_muon = config.optimizer == "muon" and row.role != "hidden"
+        moments = _num_moments("adamw" if beside_muon else config.optimizer, config.momentum)
         copy = 2 if config.dtype == "bf16" and len(row.shape) == 2 else 0  # what the products read
         total += math.prod(row.shape) * (4 + 4 + 4 * moments + copy + row.masked)
     return total

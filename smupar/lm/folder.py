@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -65,15 +65,20 @@ class RunFolder:
     def __init__(self, path: Path, config: RunConfig, text: Text) -> None:
         self.path = path
         self._metrics: IO[str] | None = None
-        self._refuse_another(config, text)
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"{path} is a file: choose another --out")
         with contextlib.ExitStack() as held:
             held.enter_context(locked(path))
-            if not (path / "config.json").exists():
-                write_atomic(path / "data.json", json.dumps(asdict(text.facts), indent=1))
-                if text.tokenizer_file is not None:
-                    write_atomic(path / TOKENIZER_FILE, text.tokenizer_file.read_text())
-                write_atomic(path / "config.json", config.to_json())
+            self._refuse_another(config, text)
             self._held = held.pop_all()
+
+    def begin(self, config: RunConfig, text: Text) -> None:
+        """Makes the folder this run's."""
+        if not (self.path / "config.json").exists():
+            write_atomic(self.path / "data.json", json.dumps(asdict(text.facts), indent=1))
+            if text.tokenizer_file is not None:
+                write_atomic(self.path / TOKENIZER_FILE, text.tokenizer_file.read_text())
+            write_atomic(self.path / "config.json", config.to_json())
 
     def _refuse_another(self, config: RunConfig, text: Text) -> None:
         if (self.path / "config.json").exists():
@@ -86,7 +91,7 @@ class RunFolder:
                     f"the text {config.data!r} is not the one that {self.path} was started with: bring that back, "
                     "or choose another --out"
                 )
-        elif self.path.exists() and (not self.path.is_dir() or not all(_is_ours(p.name) for p in self.path.iterdir())):
+        elif not all(_is_ours(p.name) for p in self.path.iterdir()):
             raise ValueError(f"{self.path} holds other files and no run: choose another --out")
 
     def close(self) -> None:
@@ -105,14 +110,15 @@ class RunFolder:
             try:
                 if json.loads(line)["step"] <= step:
                     kept.append(line + "\n")
-            except json.JSONDecodeError:
+            except (json.JSONDecodeError, KeyError, TypeError):
                 break
         write_atomic(path, "".join(kept))
         self._metrics = path.open("a", buffering=1)
 
-    def log(self, row: dict[str, float]) -> None:
+    def log(self, row: dict[str, float | None]) -> None:
         assert self._metrics is not None, "resume_metrics opens the file"
-        finite = {name: value if math.isfinite(value) else None for name, value in row.items()}  # JSON knows no NaN
+        known = {name: value for name, value in row.items() if value is not None}
+        finite = {name: value if math.isfinite(value) else None for name, value in known.items()}  # JSON knows no NaN
         self._metrics.write(json.dumps(finite) + "\n")
 
 
@@ -124,20 +130,33 @@ def _is_ours(name: str) -> bool:
 def read_summary(path: Path) -> Summary | None:
     """None while the run has not ended."""
     file = path / "summary.json"
-    return Summary(**json.loads(file.read_text())) if file.exists() else None
+    return Summary(**_read(file, "delete it, and the same command writes it again")) if file.exists() else None
 
 
 def read_config(path: Path) -> RunConfig:
     file = path / "config.json"
     if not file.exists():
-        raise FileNotFoundError(
-            f"{path} is not the folder of a run, it has no config.json: `smupar train --out {path}` makes one"
-        )
-    return RunConfig.from_json(file.read_text())
+        raise FileNotFoundError(f"{path} is not the folder of a run: it has no config.json")
+    try:
+        return RunConfig.from_json(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
 
 
 def read_facts(path: Path) -> TextFacts:
-    return TextFacts(**json.loads((path / "data.json").read_text()))
+    return TextFacts(**_read(path / "data.json", "the folder is damaged, choose another --out"))
+
+
+def _read(file: Path, remedy: str) -> dict[str, Any]:
+    """A JSON object with the fields of the class that it becomes."""
+    wanted = {"summary.json": Summary, "data.json": TextFacts}[file.name]
+    try:
+        values = json.loads(file.read_text())
+        if not isinstance(values, dict) or values.keys() != {item.name for item in fields(wanted)}:
+            raise ValueError("other fields than expected")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} cannot be read ({error}): {remedy}") from error
+    return values
 
 
 def read_run_tokenizer(path: Path) -> Tokenizer:

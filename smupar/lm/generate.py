@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -15,23 +16,27 @@ from smupar.lm.load import load_model
 
 def generate(config: GenerateConfig) -> Iterator[str]:
     """The prompt and what the model makes of it, piece by piece."""
-    if config.tokens < 1 or config.temperature < 0 or config.top_k < 0:
+    if config.tokens < 1 or not 0 <= config.temperature < math.inf or config.top_k < 0:
         raise ValueError("--tokens must be above 0, --temperature and --top-k at least 0")
     model, tokenizer = load_model(config.folder, device=pick_device(config.device))
     prompt = tokenizer.encode(config.prompt).tolist()
     if not prompt:
         raise ValueError("the prompt is empty: give at least one character with --prompt")
+    if max(prompt) >= model.config.vocab_size:
+        raise ValueError(f"the prompt has token {max(prompt)}, beyond the model's vocabulary of {model.config.vocab_size}")
     shown = tokenizer.decode(prompt)
     yield shown
     ids = list(prompt)
     for token in sample(model, prompt, config, vocab_size=tokenizer.vocab_size):
         if token == tokenizer.eot:
-            return
+            break
         ids.append(token)
         text = tokenizer.decode(ids)
         if not text.endswith("\ufffd"):  # half a character: wait for the rest
             yield text[len(shown) :]
             shown = text
+    if rest := tokenizer.decode(ids)[len(shown) :]:
+        yield rest
 
 
 @torch.no_grad()

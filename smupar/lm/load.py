@@ -35,7 +35,7 @@ class LoadedRun:
 
 def load_run(folder: str | Path, *, device: torch.device | None = None, best: bool = False) -> LoadedRun:
     """The last checkpoint of a run, its best one, or, given the folder of a checkpoint, that one."""
-    path = Path(folder)
+    path = Path(folder).resolve()
     run = path.parent.parent if path.parent.name == "checkpoints" else path
     config = read_config(run)
     chosen = path if run != path else checkpoint.latest(run / "checkpoints")

@@ -77,10 +77,13 @@ class Stepper:
         return total
 
     @torch.no_grad()
-    def validate(self) -> float:
-        """Mean loss over the run's validation batches, the same ones each time."""
+    def validate(self, *, until: Callable[[], bool] = lambda: False) -> float | None:
+        """Mean loss over the run's validation batches, the same ones each time; None if it was told to stop before."""
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for step in range(self.config.valid_batches):
+            if self.world.any(until())[0]:
+                reshard(self.model)
+                return None
             inputs, targets = (part.chunk(self.num_micro) for part in self._batch(self.text.valid, 0, step))
             for some_inputs, some_targets in zip(inputs, targets, strict=True):
                 with self._precision():

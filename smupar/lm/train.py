@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -31,6 +32,8 @@ from smupar.lm.step import Stepper
 
 _SAVE_SECONDS = 300.0
 _NUM_VALIDATIONS = 5
+_SLOW_SECONDS = 0.5
+_LINE_SECONDS = 10.0
 
 
 def train(config: RunConfig, how: Execution | None = None) -> Summary:
@@ -62,6 +65,7 @@ class _Progress:
     seconds: float = 0.0
     losses: list[float] = field(default_factory=list)  # of the last 5 % of the steps
     valid_loss: float | None = None
+    valid_step: int | None = None
     best_valid_loss: float | None = None
     best_step: int | None = None
 
@@ -80,8 +84,11 @@ class _Loop:
         self.config, self.how, self.world, self.folder, self.stop = config, how, world, folder, stop
         self.path, self.checkpoints = path, path / "checkpoints"
         self.stepper = Stepper(config, how, world, text)
+        if folder:
+            folder.begin(config, text)  # only now: a configuration that cannot be built must not keep the folder
         self.progress = _Progress()
         self.pending: list[Tensor] = []  # losses that the host has not asked for yet
+        self.slow = True  # until a step has been timed
         self.num_parameters = sum(math.prod(row.shape) for row in self.stepper.plan)
         self.peak = peak_flops(world.device, config.dtype, how.peak_tflops) * world.size
         self.valid_every = how.valid_every or max(1, config.steps // _NUM_VALIDATIONS)
@@ -90,61 +97,69 @@ class _Loop:
         self._say(str(self.stepper.plan))
         self._resume()
         first = self.progress.step
-        bar = tqdm(
-            total=self.config.steps,
-            initial=first,
-            desc="training",
-            unit="step",
-            disable=not self.world.is_main,
-            mininterval=0.5 if sys.stderr.isatty() else 10,
-        )
-        events = _Events(self.path) if self.how.tensorboard and self.world.is_main else None
+        report = _Report(first, self.config.steps, shown=self.world.is_main)
+        events = _Events(self.path, first) if self.how.tensorboard and self.world.is_main else None
         saved_at = since = time.perf_counter()
         status: Status = "finished"
-        with bar:
-            for step in range(first, self.config.steps):
-                self.pending.append(self.stepper.step(step))
-                bar.update()
-                done = step + 1
-                last = done == self.config.steps
-                validate, save = last or done % self.valid_every == 0, last or _due(done, self.how.save_every)
-                alone_and_stopped = self.world.size == 1 and self.stop.asked
-                if not (validate or save or done % self.how.log_every == 0 or alone_and_stopped):
-                    continue
-                losses = self._collect(done)
-                now = time.perf_counter()
-                speed = len(losses) * self.config.batch_size * self.config.seq_len / (now - since)
-                self.progress.seconds += now - since
-                row: dict[str, Any] = {"step": done, "loss": _mean(losses), "lr": self.config.lr * lr_share(step, self.config)}
-                row |= {"tokens": self._tokens(done), "tokens_per_second": speed}
-                bar.set_postfix_str(f"loss {row['loss']:.3f}, {_short(speed)} tokens/s, {self._share(speed):.0%} of peak")
-                if not all(math.isfinite(loss) for loss in losses):
-                    status = "diverged"
-                else:
-                    stop, late = self.world.any(self.stop.asked, time.perf_counter() - saved_at > _SAVE_SECONDS)
-                    if validate:
-                        save |= self._validate(done)
-                        row["valid_loss"] = self.progress.valid_loss
+        if self._validation_due(first) and not self._validate(first):  # stopped in the middle of it last time
+            status = self.stop.status
+        row_losses: list[float] = []
+        for step in range(first, self.config.steps if status == "finished" else first):
+            self.pending.append(self.stepper.step(step))
+            done = step + 1
+            last = done == self.config.steps
+            validate, save = self._validation_due(done), last or _due(done, self.how.save_every)
+            log = validate or save or done % self.how.log_every == 0
+            # Where a step takes long, each is looked at: ranks have to agree, and torchrun kills those that do not end soon.
+            if not (log or self.slow or (self.world.size == 1 and self.stop.asked)):
+                continue
+            losses = self._collect(done)
+            row_losses += losses
+            now = time.perf_counter()
+            self.progress.seconds += now - since
+            seconds = (now - since) / len(losses)
+            speed = self._tokens(1) / seconds
+            diverged = not all(math.isfinite(loss) for loss in losses)
+            stop, late, self.slow = self.world.any(self.stop.asked, now - saved_at > _SAVE_SECONDS, seconds > _SLOW_SECONDS)
+            report.show(done, seconds, f"loss {losses[-1]:.3f}, {_short(speed)} tokens/s, {self._share(speed):.0%} of peak")
+            row: dict[str, Any] = {"step": done, "loss": _mean(row_losses)}
+            row |= {
+                "lr": self.config.lr * lr_share(step, self.config),
+                "tokens": self._tokens(done),
+                "tokens_per_second": speed,
+            }
+            if validate and not diverged:
+                best_before = self.progress.best_step
+                if not stop and not self._validate(done):
+                    stop = True  # asked to stop in the middle of it: done again when the run goes on
+                row["valid_loss"] = self.progress.valid_loss if self.progress.valid_step == done else None
+                save |= self.progress.best_step != best_before
+            if log:
                 self._log(row, events)
-                if status == "diverged":
-                    break
-                if save or stop or (late and not self.how.save_every):
-                    self._save()
-                    saved_at = time.perf_counter()
-                if stop and not last:
-                    status = self.stop.status
-                    break
-                since = time.perf_counter()
+                row_losses = []
+            if diverged:
+                status = "diverged"
+                break
+            if save or stop or (late and not self.how.save_every):
+                self._save()
+                saved_at = time.perf_counter()
+            if stop and not (last and self.progress.valid_step == done):
+                status = self.stop.status
+                break
+            since = time.perf_counter()
+        report.close()
         if events:
             events.close()
-        valid_loss = self.progress.valid_loss
-        if status == "finished" and (valid_loss is None or not math.isfinite(valid_loss)):
+        if status == "finished" and not math.isfinite(self.progress.valid_loss or math.nan):
             status = "diverged"
         summary = self._summary(status)
         if self.folder and status in ("finished", "diverged"):
             self.folder.write_summary(summary)
         self.world.wait()
         return summary
+
+    def _validation_due(self, done: int) -> bool:
+        return done > 0 and self.progress.valid_step != done and (done == self.config.steps or done % self.valid_every == 0)
 
     def _resume(self) -> None:
         path = checkpoint.latest(self.checkpoints)
@@ -167,13 +182,15 @@ class _Loop:
         return losses
 
     def _validate(self, done: int) -> bool:
-        """Whether this is the best so far."""
-        self.progress.valid_loss = loss = self.stepper.validate()
+        """Whether it came to its end before the run was asked to stop."""
+        loss = self.stepper.validate(until=lambda: self.stop.asked)
+        if loss is None:
+            return False
+        self.progress.valid_loss, self.progress.valid_step = loss, done
         best = self.progress.best_valid_loss
         if math.isfinite(loss) and (best is None or loss < best):
             self.progress.best_valid_loss, self.progress.best_step = loss, done
-            return True
-        return False
+        return True
 
     def _save(self) -> None:
         state = {name: value for name, value in asdict(self.progress).items() if name != "step"}
@@ -248,19 +265,40 @@ class _Stop:
         self.status = "interrupted" if number == signal.SIGINT else "terminated"
 
 
+class _Report:
+    """Progress: a bar on a terminal, elsewhere a line now and then, so that logs can be read."""
+
+    def __init__(self, first: int, steps: int, *, shown: bool) -> None:
+        self.steps, self.shown, self.on_terminal = steps, shown, sys.stderr.isatty()
+        self.bar = tqdm(total=steps, initial=first, desc="training", unit="step", disable=not (shown and self.on_terminal))
+        self.spoken = -math.inf
+
+    def show(self, done: int, seconds_per_step: float, text: str) -> None:
+        self.bar.set_postfix_str(text, refresh=False)
+        self.bar.update(done - self.bar.n)
+        now = time.perf_counter()
+        if self.shown and not self.on_terminal and (now - self.spoken > _LINE_SECONDS or done == self.steps):
+            left = timedelta(seconds=round(seconds_per_step * (self.steps - done)))
+            print(f"step {done} of {self.steps}: {text}, {left} left", file=sys.stderr, flush=True)
+            self.spoken = now
+
+    def close(self) -> None:
+        self.bar.close()
+
+
 class _Events:
     """TensorBoard, for those who asked for it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, first: int) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError("--tensorboard needs a package: pip install 'smupar[tensorboard]'") from error
-        self._writer = SummaryWriter(str(path / "tensorboard"))
+        self._writer = SummaryWriter(str(path / "tensorboard"), purge_step=first + 1)
 
     def write(self, row: dict[str, Any]) -> None:
         for name, value in row.items():
-            if name != "step":
+            if name != "step" and value is not None:
                 self._writer.add_scalar(name, value, row["step"])
 
     def close(self) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from smupar.lm.config import RunConfig
+from smupar.lm.config import ModelConfig, RunConfig
 
 
 @dataclass(frozen=True)
@@ -43,3 +44,39 @@ class TransferConfig:
             raise ValueError(f"seeds must be at least 1, got {self.seeds}")
         if self.values and (len(set(self.values)) < 3 or min(self.values) <= 0):
             raise ValueError("values needs three or more different numbers above 0: an optimum has neighbours")
+
+
+@dataclass(frozen=True)
+class TuneConfig:
+    """A search for lr, init_std, alpha_input and alpha_output on a small dense proxy, as in Table 3 of the paper."""
+
+    run: RunConfig = field(default_factory=lambda: RunConfig(model=ModelConfig(width=64), sparsity=0.0, valid_batches=1))
+    """The proxy; its own values of the four do not matter."""
+    num_samples: int = 350
+    """Runs. A search can be made longer later: those that are there stay."""
+    method: Literal["random", "tpe"] = "random"
+    """tpe: Optuna's, which learns from the samples of the rounds before."""
+    # The paper does not print its ranges: these are ours, around its best values. All are uniform in the logarithm.
+    lr_range: tuple[float, float] = (2**-10, 2**-3)
+    init_std_range: tuple[float, float] = (0.02, 0.35)
+    alpha_input_range: tuple[float, float] = (1.0, 30.0)
+    alpha_output_range: tuple[float, float] = (0.1, 10.0)
+    search_seed: int = 0
+    """Of the samples; --seed is the runs'."""
+    round_size: int = 16
+    """Samples of tpe that run at once."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_samples", 1), ("round_size", 1), ("search_seed", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if self.method not in ("random", "tpe"):
+            raise ValueError(f"method must be random or tpe, got {self.method!r}")
+        for name, (low, high) in self.ranges.items():
+            if not 0 < low < high < math.inf:
+                raise ValueError(f"{name}_range must be two numbers above 0, the smaller first, got {low:g} and {high:g}")
+
+    @property
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        names = ("lr", "init_std", "alpha_input", "alpha_output")
+        return {name: getattr(self, f"{name}_range") for name in names}

@@ -1,0 +1,232 @@
+"""Tuning on the small dense proxy: lr, init_std, alpha_input and alpha_output at once, by random search as in Table 3 of the
+paper or by TPE. What it finds holds for wide sparse models of the same rule (``--hps best.json``)."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from smupar import __version__
+from smupar.lm.config import RunConfig
+from smupar.lm.files import write_atomic
+from smupar.study.config import EngineConfig, TuneConfig
+from smupar.study.engines import execute
+from smupar.study.space import with_fields
+from smupar.study.store import Result, Study
+
+FORMAT = "smupar-hps/1"
+NAMES = ("lr", "init_std", "alpha_input", "alpha_output")
+_DIGITS = 6
+"""Of a sample, so that its run has the same id on every machine."""
+_CLOSE = 0.01
+"""A loss this near to the best is as good."""
+_EDGE = 0.05
+"""Of a range's logarithm: a best value within that of an end may want a wider range."""
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """How much one hyperparameter matters within its range."""
+
+    explained: float
+    """Share of the variance of the losses' ranks that a parabola in its logarithm explains, less what chance would."""
+    low: float
+    """Smallest value among the samples whose loss is within 1 % of the best."""
+    high: float
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The best sample, and what the others say about it."""
+
+    config: TuneConfig
+    best: Result
+    num_diverged: int
+    sensitivities: dict[str, Sensitivity]
+    path: Path
+    """best.json"""
+
+    @property
+    def hps(self) -> dict[str, float]:
+        return {name: getattr(self.best.config, name) for name in NAMES}
+
+    def to_json(self) -> str:
+        run, search = self.best.config, self.config
+        source = {
+            "rule": run.rule,
+            "width": run.model.width,
+            "depth": run.model.depth,
+            "steps": run.steps,
+            "batch_size": run.batch_size,
+            "seq_len": run.seq_len,
+            "data": run.data,
+            "run": run.id,
+            "loss": self.best.loss,
+            "method": search.method,
+            "num_samples": search.num_samples,
+            "num_diverged": self.num_diverged,
+            "version": __version__,
+        }
+        sensitivities = {name: asdict(sensitivity) for name, sensitivity in self.sensitivities.items()}
+        values = {"format": FORMAT, **self.hps, "base_width": run.base_width, "source": source, "sensitivity": sensitivities}
+        return json.dumps(values, indent=1)
+
+    def explain(self) -> str:
+        run = self.best.config
+        lines = [
+            f"loss {self.best.loss:.4f} nats per token, the best of {self.config.num_samples} samples "
+            f"({self.num_diverged} diverged), rule {run.rule}, width {run.model.width}, depth {run.model.depth}",
+            f"{'':<14}{'best':>9}   {'within 1 % of it':<20}  matters",
+        ]
+        for name, value in self.hps.items():
+            found = self.sensitivities[name]
+            edge = _edge(value, self.config.ranges[name])
+            note = "" if edge is None else f"  best near the {edge} end: widen --{name.replace('_', '-')}-range"
+            lines.append(
+                f"{name:<14}{value:>9.4g}   {f'{found.low:.3g} .. {found.high:.3g}':<20}  {found.explained:>6.0%}{note}"
+            )
+        return "\n".join([*lines, f"use them with --hps {self.path}"])
+
+
+def tune(config: TuneConfig, how: EngineConfig | None = None, *, out: str = "runs/tune", command: str = "smupar tune") -> Tuned:
+    """Runs the search, as far as it is not there yet, and writes best.json into its folder."""
+    how = how or EngineConfig()
+    with Study.open(out, _definition(config), command) as study:
+        while True:
+            losses = {result.config.id: result.loss for result in study.results()}
+            samples = propose(config, losses)
+            todo = study.missing(samples)
+            if not todo and len(samples) == config.num_samples:
+                break
+            execute(study, todo, engine=how.engine, device=how.device, address=how.address)
+            if left := study.missing(todo):
+                raise ValueError(f"{len(left)} runs of {out} have not ended: the same command goes on")
+        study.write_table()
+        tuned = judge(config, study.results(samples), study.folder / "best.json")
+        write_atomic(tuned.path, tuned.to_json())
+    return tuned
+
+
+def _definition(config: TuneConfig) -> dict[str, Any]:
+    """All that decides which samples come first: not their number, nor what random search does not use."""
+    values = asdict(config)
+    run = values.pop("run")
+    unused = {"num_samples"} | ({"round_size"} if config.method == "random" else set())
+    search = {name: value for name, value in values.items() if name not in unused}
+    # Flat, so that a study that is refused says which field differs.
+    return {"kind": "tune", **search, **run.pop("model"), **{name: run[name] for name in run if name not in NAMES}}
+
+
+def propose(config: TuneConfig, losses: Mapping[str, float] | None = None) -> list[RunConfig]:
+    """The samples that are known, given the losses of finished runs by id (infinite for diverged ones): all of a random
+    search; of TPE, up to the first round that is not finished. The same arguments give the same samples."""
+    if config.method == "random":
+        return [_random_sample(config, index) for index in range(config.num_samples)]
+    return _tpe_samples(config, losses or {})
+
+
+def _random_sample(config: TuneConfig, index: int) -> RunConfig:
+    draw = random.Random(f"{config.search_seed} {index}")  # a string is hashed, so that neighbours have nothing in common
+    values = {}
+    for name, (low, high) in config.ranges.items():
+        values[name] = _rounded(low * (high / low) ** draw.random(), low, high)
+    return with_fields(config.run, values)
+
+
+def _tpe_samples(config: TuneConfig, losses: Mapping[str, float]) -> list[RunConfig]:
+    """Asks for one round after the other, and tells the sampler how each ended."""
+    try:
+        import optuna
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("tpe is Optuna's: pip install 'smupar[tune]', or --method random") from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    search = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=config.search_seed))
+    spaces: dict[str, optuna.distributions.BaseDistribution] = {
+        name: optuna.distributions.FloatDistribution(*ends, log=True) for name, ends in config.ranges.items()
+    }
+    samples: list[RunConfig] = []
+    while len(samples) < config.num_samples:
+        trials = [search.ask(spaces) for _ in range(min(config.round_size, config.num_samples - len(samples)))]
+        asked = [{name: _rounded(trial.params[name], *config.ranges[name]) for name in NAMES} for trial in trials]
+        together = [with_fields(config.run, values) for values in asked]
+        samples += together
+        if any(sample.id not in losses for sample in together):
+            break
+        for trial, sample in zip(trials, together, strict=True):
+            search.tell(trial, losses[sample.id])
+    return samples
+
+
+def _rounded(value: float, low: float, high: float) -> float:
+    return min(max(float(f"{value:.{_DIGITS}g}"), low), high)
+
+
+def judge(config: TuneConfig, results: Sequence[Result], path: Path) -> Tuned:
+    """The best of the results."""
+    losses = [result.loss for result in results]
+    if not any(map(math.isfinite, losses)):
+        raise ValueError(
+            f"all {len(losses)} samples diverged: lower --lr-range, now {config.lr_range[0]:g} .. {config.lr_range[1]:g}"
+        )
+    best = min(results, key=lambda result: result.loss)
+    values = {name: [float(getattr(result.config, name)) for result in results] for name in NAMES}
+    found = {name: sensitivity(column, losses) for name, column in values.items()}
+    return Tuned(config, best, sum(map(math.isinf, losses)), found, path)
+
+
+def sensitivity(values: Sequence[float], losses: Sequence[float]) -> Sensitivity:
+    """Of the losses to one hyperparameter. Ranks, because losses near divergence would drown all else."""
+    close = [value for value, loss in zip(values, losses, strict=True) if loss <= min(losses) * (1 + _CLOSE)]
+    return Sensitivity(_explained(np.log(np.asarray(values)), _ranks(losses)), min(close), max(close))
+
+
+def _explained(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> float:
+    """R² of a parabola, adjusted for its two coefficients; 0 where there are too few points to tell."""
+    num, variance = len(x), float(y.var())
+    if num < 4 or variance == 0 or np.ptp(x) == 0:
+        return 0.0
+    x = (x - x.mean()) / x.std()
+    design = np.stack([np.ones(num), x, x**2], 1)
+    residual = y - design @ np.linalg.lstsq(design, y, rcond=None)[0]
+    unexplained = float((residual**2).mean()) / variance
+    return max(0.0, 1 - unexplained * (num - 1) / (num - 3))
+
+
+def _ranks(losses: Sequence[float]) -> np.ndarray[Any, Any]:
+    """Equal losses, such as those of diverged runs, share the mean of their ranks."""
+    _, inverse, counts = np.unique(losses, return_inverse=True, return_counts=True)
+    ranks: np.ndarray[Any, Any] = (np.cumsum(counts) - (counts + 1) / 2)[inverse]
+    return ranks
+
+
+def _edge(value: float, ends: tuple[float, float]) -> str | None:
+    place = math.log(value / ends[0]) / math.log(ends[1] / ends[0])
+    return "lower" if place < _EDGE else "upper" if place > 1 - _EDGE else None
+
+
+def read_hps(path: str | Path) -> dict[str, float]:
+    """The hyperparameters in a best.json, or in the one of a study's folder: fields of a run, to be set together. With them
+    comes base_width, the width at which they hold as they are."""
+    file = Path(path) / "best.json" if Path(path).is_dir() else Path(path)
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"there is no {file}: `smupar tune` writes it when its search is done") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is damaged, it is no JSON ({error}): `smupar tune` writes it again") from error
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        raise ValueError(f"{file} was not written by `smupar tune` of this version: it does not say {FORMAT}")
+    for name in (*NAMES, "base_width"):
+        value = values.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ValueError(
+                f"{file} is damaged: {name} must be a number above 0, got {value!r}: `smupar tune` writes it again"
+            )
+    return {**{name: float(values[name]) for name in NAMES}, "base_width": int(values["base_width"])}
