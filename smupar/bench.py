@@ -137,8 +137,8 @@ def _plain_step(config: RunConfig, how: Execution, device: torch.device) -> Call
     text = _random_text(config).train
 
     def step() -> None:
-        both = data.batch(text, seed=0, step=0, batch_size=config.batch_size, seq_len=config.seq_len)
-        inputs, targets = (part.to(device).split(how.micro_batch) for part in both)
+        both = data.batch(text, seed=0, step=0, batch_size=config.batch_size, seq_len=config.seq_len, device=device)
+        inputs, targets = (part.split(how.micro_batch) for part in both)
         for x, y in zip(inputs, targets, strict=True):
             with torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bf16"):
                 loss = loss_fn(model, x, y) / len(inputs)

@@ -82,7 +82,6 @@ class Stack:
         )
         step = torch.compile(self._step, dynamic=False) if compile else self._step
         self._call: Callable[..., Tensor] = Graphed(step) if compile and self.device.type == "cuda" else step
-        self._evaluate = torch.compile(self._losses.values, dynamic=False) if compile else self._losses.values
 
     def __len__(self) -> int:
         return len(self.models)
@@ -103,7 +102,7 @@ class Stack:
     @torch.no_grad()
     def evaluate(self, batch: Sequence[Tensor]) -> Tensor:
         """Losses of all models, which stay as they are."""
-        return self._evaluate(self.tensors["params"], self.tensors["buffers"], *batch)
+        return self._losses.values(self.tensors["params"], self.tensors["buffers"], *batch)  # seldom: not worth compiling
 
     @torch.no_grad()
     def write_back(self) -> None:

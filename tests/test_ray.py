@@ -1,13 +1,17 @@
 """The engine on a real Ray cluster: three nodes on this machine, each with processes of its own."""
 
+import os
+import signal
 import sys
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from smupar.lm.config import ModelConfig, RunConfig
+from smupar.study import ray_engine
 from smupar.study.engines import execute
 from smupar.study.ray_engine import execute_on_ray, split
 from smupar.study.store import Study
@@ -22,6 +26,7 @@ TINY = RunConfig(
     valid_batches=1,
 )
 RATES = [2.0**exponent for exponent in range(-12, -4)]
+LONG = [replace(TINY, lr=rate) for rate in RATES]  # a second or two each
 
 
 @pytest.fixture
@@ -41,29 +46,56 @@ def cluster():
         made.shutdown()
 
 
-def test_study_is_complete_when_a_worker_is_killed(cluster, tmp_path):
-    configs = [replace(TINY, lr=rate, steps=500) for rate in RATES]
-    found: list[int] = []
+@pytest.fixture(scope="module")
+def serial_losses(tmp_path_factory):
+    with Study.open(tmp_path_factory.mktemp("serial"), {}, "") as study:
+        execute(study, LONG, engine="serial", device="cpu")
+        return [result.loss for result in study.results(LONG)]
+
+
+@pytest.mark.parametrize("num_retries", [3, 0], ids=["retried by Ray", "submitted again"])
+def test_study_is_complete_when_a_worker_is_killed(cluster, serial_losses, tmp_path, monkeypatch, num_retries):
+    monkeypatch.setattr(ray_engine, "_RETRIES", num_retries)
+    victim = cluster.workers[0]
+    missing_at_kill: list[int] = []
 
     def kill_one() -> None:
-        while not list(tmp_path.glob("ray/runs/*/summary.json")):
-            time.sleep(0.1)
-        cluster.remove_node(cluster.workers[0], allow_graceful=False)
-        found.append(len(list(tmp_path.glob("ray/runs/*/summary.json"))))
+        """Like a machine that fails: the node and its worker at once, in the middle of a part."""
+        finished: list[Path] = []
+        at_work: list[int] = []
+        while not (finished and at_work):
+            time.sleep(0.05)
+            finished, at_work = list(tmp_path.glob("ray/runs/*/summary.json")), _at_work(victim)
+        for pid in at_work:
+            os.kill(pid, signal.SIGKILL)
+        missing_at_kill.append(len(LONG) - len(finished))
+        cluster.remove_node(victim, allow_graceful=False)
 
     killer = threading.Thread(target=kill_one, daemon=True)
     with Study.open(tmp_path / "ray", {}, "") as study:
         killer.start()
-        execute(study, configs, engine="ray", address=cluster.address)
+        execute(study, LONG, engine="ray", address=cluster.address)
         killer.join(timeout=60)
-        assert found
-        assert 1 <= found[0] < len(configs)  # it was killed during the study
-        on_ray = study.results(configs)
-    with Study.open(tmp_path / "serial", {}, "") as study:
-        execute(study, configs, engine="serial", device="cpu")
-        serial = study.results(configs)
-    assert len(on_ray) == len(configs)
-    assert [result.loss for result in on_ray] == pytest.approx([result.loss for result in serial], rel=1e-4)
+        assert missing_at_kill
+        assert missing_at_kill[0] >= 2  # what the victim was doing, and more
+        results = study.results(LONG)
+    assert len(results) == len(LONG)
+    assert [result.loss for result in results] == pytest.approx(serial_losses, rel=1e-4)
+
+
+def _at_work(node) -> list[int]:
+    """Workers of a node that are training now: Ray names the process after the task while that runs."""
+    raylet = node.all_processes["raylet"][0].process.pid
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int(folder.joinpath("stat").read_text().rpartition(")")[2].split()[1])
+            name = folder.joinpath("cmdline").read_bytes()
+        except OSError:  # it has just ended
+            continue
+        if parent == raylet and name.startswith(b"ray::_train_part"):
+            found.append(int(folder.name))
+    return found
 
 
 def test_error_of_a_worker_is_one_line_and_finished_runs_stay(cluster, tmp_path):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import sysconfig
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -127,21 +128,38 @@ def _sha256(data: bytes) -> str:
 
 
 def batch(
-    tokens: Tokens, *, seed: int, step: int, batch_size: int, seq_len: int, rows: tuple[int, int] | None = None
+    tokens: Tokens,
+    *,
+    seed: int,
+    step: int,
+    batch_size: int,
+    seq_len: int,
+    rows: tuple[int, int] | None = None,
+    device: torch.device | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Inputs and targets of one step; of the rows from, to alone where a rank needs no others."""
     first, last = (0, batch_size) if rows is None else rows
     count = num_sequences(tokens, seq_len)
     positions = step * batch_size + np.arange(first, last)
+    epochs = range(int(positions[0]) // count, int(positions[-1]) // count + 1)
     starts = np.empty(len(positions), dtype=np.int64)
-    for epoch in np.unique(positions // count).tolist():
-        here = positions // count == epoch
-        rng = np.random.Generator(np.random.PCG64(_key(seed, epoch)))
-        # Each epoch cuts the text at other places.
-        offset = rng.integers(len(tokens) - count * seq_len)
-        starts[here] = offset + seq_len * shuffled(positions[here] % count, count, rng.integers(2**63, size=_ROUNDS))
+    for epoch in epochs:
+        here = slice(None) if len(epochs) == 1 else positions // count == epoch
+        offset, keys = _epoch(seed, epoch, len(tokens) - count * seq_len)
+        starts[here] = offset + seq_len * shuffled(positions[here] % count, count, keys)
     windows = torch.from_numpy(tokens.windows(starts, seq_len + 1))
+    if device is not None and device.type == "cuda":
+        # Pinned and in one piece: otherwise the host waits until the GPU has done all steps before.
+        windows = windows.pin_memory().to(device, non_blocking=True)
     return windows[:, :-1], windows[:, 1:]
+
+
+@lru_cache(maxsize=64)
+def _epoch(seed: int, epoch: int, room: int) -> tuple[int, np.ndarray]:
+    """Where an epoch cuts the text, each at another place, and the keys of its order."""
+    digest = hashlib.sha256(f"{seed}/epoch/{epoch}".encode()).digest()
+    rng = np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "little")))
+    return int(rng.integers(room)), rng.integers(2**63, size=_ROUNDS).astype(np.uint64)
 
 
 def num_sequences(tokens: Tokens, seq_len: int, what: str = "given") -> int:
@@ -179,7 +197,3 @@ def _mix(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
-
-
-def _key(seed: int, epoch: int) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed}/epoch/{epoch}".encode()).digest()[:16], "little")

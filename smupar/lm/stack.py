@@ -105,9 +105,8 @@ class GPTStack:
 
     def _of_seed(self, tokens: Tokens, seed: int, step: int) -> tuple[Tensor, Tensor]:
         first = self.configs[0]
-        both = data.batch(tokens, seed=seed, step=step, batch_size=first.batch_size, seq_len=first.seq_len)
-        inputs, targets = (part.to(self.device, non_blocking=True) for part in both)
-        return inputs, targets
+        size, length = first.batch_size, first.seq_len
+        return data.batch(tokens, seed=seed, step=step, batch_size=size, seq_len=length, device=self.device)
 
 
 def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -94,9 +94,15 @@ class Stepper:
     def _batch(self, tokens: Tokens, seed: int, step: int) -> tuple[Tensor, Tensor]:
         """This rank's rows, on its device."""
         c = self.config
-        both = data.batch(tokens, seed=seed, step=step, batch_size=c.batch_size, seq_len=c.seq_len, rows=self.rows)
-        inputs, targets = (part.to(self.world.device, non_blocking=True) for part in both)
-        return inputs, targets
+        return data.batch(
+            tokens,
+            seed=seed,
+            step=step,
+            batch_size=c.batch_size,
+            seq_len=c.seq_len,
+            rows=self.rows,
+            device=self.world.device,
+        )
 
     def _precision(self) -> contextlib.AbstractContextManager[object]:
         if self.config.dtype == "bf16" and not self.world.sharded:  # shards are gathered in bf16 already

@@ -38,6 +38,7 @@ _LOOK_EVERY = 50
 _USABLE = 0.8
 _MOST = 64
 _MEASURED_STEPS = 8
+_LONG_SECONDS = 600.0
 
 
 @dataclass
@@ -135,13 +136,18 @@ def _pick(group: list[RunConfig], text: Text, device: torch.device, most: int, *
     """A stack of the faster size: one, or as many as there are and fit."""
     if most == 1:
         return GPTStack(group[:1], text, device), 1
-    # One batch for all where all have one seed; a stack keeps to what it began with.
     stacked = GPTStack(group[:most], text, device)
-    if not measure:
+    # Where steps are compiled, the other engine is worth a look only if the study takes longer than its compilation.
+    if not measure or (device.type == "cuda" and _work(group) * _seconds(stacked, device) / most < _LONG_SECONDS):
         return stacked, most
     single = GPTStack(group[:1], text, device)
     together, alone = _seconds(stacked, device) / most, _seconds(single, device)
     return (stacked, most) if together <= alone else (single, 1)
+
+
+def _work(group: list[RunConfig]) -> int:
+    """Steps of all runs."""
+    return sum(config.steps for config in group)
 
 
 def _seconds(stack: GPTStack, device: torch.device) -> float:

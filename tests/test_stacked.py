@@ -1,0 +1,172 @@
+"""Many models as one: the same numbers as one by one, for a mixed bag of rules, densities, rates and seeds."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import smupar
+from smupar.lm import data
+from smupar.lm.config import ModelConfig, RunConfig
+from smupar.lm.gpt import build
+from smupar.lm.optimizers import make_optimizers, set_lr
+from smupar.lm.schedule import lr_share
+from smupar.lm.stack import GPTStack, hyperparameters, stack_key
+from smupar.lm.step import next_token_loss
+from smupar.stacked import Hyperparameters, Stack, train_stacked
+
+BASE = RunConfig(model=ModelConfig(width=64, depth=1), base_width=32, steps=100, batch_size=4, seq_len=32, valid_batches=1)
+BAG = [
+    replace(BASE, rule="mup", sparsity=0.0, lr=2**-7),
+    replace(BASE, rule="smupar", sparsity=0.75, lr=2**-6, seed=1),
+    replace(BASE, rule="sp", sparsity=0.9, lr=2**-9, schedule="cosine"),
+    replace(BASE, rule="smupar-init-only", sparsity=0.9, lr=2**-8, init_std=0.05, alpha_input=4.0, seed=1),
+    replace(BASE, pattern="2:4", lr=2**-7, weight_decay=0.1, warmup=0),
+]
+
+
+@pytest.fixture(scope="module")
+def text():
+    return data.open_text(BASE)
+
+
+def one_by_one(config, text, steps):
+    """The plain loop, with torch's own optimizers."""
+    model, plan = build(config)
+    optimizers = make_optimizers(model, plan, config)
+    losses = []
+    for step in range(steps):
+        set_lr(optimizers, lr_share(step, config))
+        batch = data.batch(text.train, seed=config.seed, step=step, batch_size=config.batch_size, seq_len=config.seq_len)
+        loss = next_token_loss(model, *batch)
+        loss.backward()
+        if config.clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return torch.tensor(losses), model
+
+
+def relative(ours, theirs):
+    return (ours / theirs - 1).abs().max().item()
+
+
+def test_mixed_bag_gives_the_losses_of_single_runs_over_a_hundred_steps(text):
+    stack = GPTStack(BAG, text, torch.device("cpu"))
+    ours = torch.stack([stack.step(step) for step in range(100)])
+    for index, config in enumerate(BAG):
+        theirs, _ = one_by_one(config, text, 100)
+        assert relative(ours[:, index], theirs) < 1e-4, config
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "lr", "tolerance"),
+    [("adamw", 2**-7, 1e-5), ("adam", 2**-7, 1e-5), ("sgd", 0.05, 1e-5), ("lion", 2**-9, 1e-5), ("muon", 0.02, 1e-3)],
+)
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_every_update_is_that_of_torch(text, optimizer, lr, tolerance, clip):
+    shared = replace(BASE, optimizer=optimizer, weight_decay=0.1, clip=clip, rest_lr=2**-8)
+    bag = [replace(shared, sparsity=sparsity, lr=lr * factor) for sparsity, factor in ((0.0, 1.0), (0.75, 0.5), (0.9, 1.0))]
+    stack = GPTStack(bag, text, torch.device("cpu"))
+    ours = torch.stack([stack.step(step) for step in range(20)])
+    for index, config in enumerate(bag):
+        theirs, _ = one_by_one(config, text, 20)
+        assert relative(ours[:, index], theirs) < tolerance
+
+
+def test_single_model_is_not_batched_and_gives_the_same(text):
+    stack = GPTStack(BAG[1:2], text, torch.device("cpu"))
+    ours = torch.cat([stack.step(step) for step in range(10)])
+    assert relative(ours, one_by_one(BAG[1], text, 10)[0]) < 1e-5
+
+
+def test_refilled_stack_gives_the_same_again(text):
+    stack = GPTStack(BAG, text, torch.device("cpu"))
+    first = torch.stack([stack.step(step) for step in range(5)])
+    stack.refill(list(reversed(BAG)))
+    again = torch.stack([stack.step(step) for step in range(5)])
+    torch.testing.assert_close(again.flip(1), first, rtol=1e-6, atol=0)
+
+
+def test_diverged_run_is_frozen_and_does_not_hurt_its_neighbours(text):
+    wild = replace(BASE, optimizer="sgd", sparsity=0.5, lr=1e12)
+    calm = replace(wild, lr=0.05)
+    stack = GPTStack([calm, wild, calm], text, torch.device("cpu"))
+    losses = torch.stack([stack.step(step) for step in range(8)])
+    assert not losses[-1, 1].isfinite()
+    alone = GPTStack([calm], text, torch.device("cpu"))
+    assert relative(losses[:, 0], torch.cat([alone.step(step) for step in range(8)])) < 1e-5
+    assert torch.equal(losses[:, 0], losses[:, 2])
+    weights = stack.stack.tensors["params"]["norm.weight"][1].clone()
+    stack.step(8)
+    assert torch.equal(stack.stack.tensors["params"]["norm.weight"][1], weights)
+
+
+def test_off_mask_weights_stay_zero(text):
+    stack = GPTStack([replace(BASE, optimizer="muon", sparsity=0.75, lr=0.02)] * 2, text, torch.device("cpu"))
+    for step in range(3):
+        stack.step(step)
+    name = "blocks.0.mlp.up.weight"
+    assert stack.stack.tensors["params"][name][~stack.stack.tensors["masks"][name]].count_nonzero() == 0
+
+
+def test_stack_key_tells_what_fits_together():
+    assert len({stack_key(config) for config in BAG}) == 1
+    assert stack_key(replace(BASE, steps=99)) != stack_key(BASE)
+    assert stack_key(replace(BASE, model=replace(BASE.model, width=96))) != stack_key(BASE)
+    assert stack_key(replace(BASE, optimizer="nadam")) is None
+
+
+# Models of one's own
+
+
+def make(width=32):
+    return nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 3))
+
+
+def loss_fn(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def test_users_models_are_trained_in_place():
+    batches = [(torch.randn(16, 8), torch.randint(3, (16,))) for _ in range(10)]
+    made = []
+    for density in (1.0, 0.25):
+        model = make()
+        made.append((model, smupar.parameterize(model, base=make(16), density=density)))
+    models, plans = zip(*made, strict=True)
+    losses = train_stacked(models, plans, loss_fn, batches, lr=[1e-2, 2e-2])
+    assert losses.shape == (10, 2)
+    reference = make()
+    plan = smupar.parameterize(reference, base=make(16), density=0.25)
+    with torch.no_grad():  # biases are torch's own random ones
+        for name, parameter in reference.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+    assert plan.diff(plans[1]) == []
+    assert losses[-1].isfinite().all()
+    mask = models[1].get_buffer("2.weight_mask")
+    assert models[1].get_parameter("2.weight")[~mask].count_nonzero() == 0
+
+
+def test_models_of_other_shapes_are_refused():
+    models = [make(32), make(64)]
+    plans = [smupar.parameterize(model, base=make(16), density=0.5) for model in models]
+    with pytest.raises(ValueError, match=r"model 1 has '0.weight' as \(64, 8\), the first one as \(32, 8\)"):
+        Stack(models, plans, loss_fn, [Hyperparameters(0.01)] * 2)
+
+
+def test_optimizer_without_a_stacked_update_is_refused():
+    model = make()
+    plan = smupar.parameterize(model, base=make(16), density=0.5)
+    with pytest.raises(ValueError, match="nadam cannot be stacked: use one of adamw"):
+        Stack([model], [plan], loss_fn, [Hyperparameters(0.01)], optimizer="nadam")
+
+
+def test_hyperparameters_are_those_of_the_run():
+    config = replace(BASE, lr=0.1, clip=2.0, betas=(0.8, 0.9))
+    made = hyperparameters(config)
+    assert (made.lr, made.clip, made.betas) == (0.1, 2.0, (0.8, 0.9))
