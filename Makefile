@@ -8,7 +8,7 @@ export PYTHONUNBUFFERED = 1
 .PHONY: demo test check test-slow bench docs clean
 
 demo: $(VENV)/.runtime
-	$(BIN)/smupar train
+	$(BIN)/smupar transfer --rules sp smupar --sparsities 0 0.9375 --base-width 32 --widths 128 --out runs/demo
 
 test: $(VENV)/.dev check
 	$(BIN)/python -m pytest -n 2
@@ -31,7 +31,7 @@ docs: $(VENV)/.runtime
 
 $(VENV)/.runtime: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) --constraint constraints.txt --editable .
+	$(PIP) --constraint constraints.txt --editable '.[plot]'
 	touch $@
 
 # mup is here to be compared with; its own requirements would bring a torchvision that does not fit a CPU torch.

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from smupar.optim import LRRatioWarning, guard, param_groups
     from smupar.plan import Plan
     from smupar.planner import PlanWarning, make_plan
+    from smupar.stacked import train_stacked
 
 __version__ = "0.1.0"
 
@@ -32,6 +33,7 @@ _WHERE = {
     "param_groups": "optim",
     "guard": "optim",
     "LRRatioWarning": "optim",
+    "train_stacked": "stacked",
     "audit": "auditing",
     "AuditError": "auditing",
     "coord_check": "coordinates.check",
@@ -53,6 +55,7 @@ __all__ = [
     "make_plan",
     "param_groups",
     "parameterize",
+    "train_stacked",
     "uniform",
 ]
 

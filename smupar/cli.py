@@ -22,7 +22,7 @@ from smupar import rules as table_1
 from smupar.flags import checked, twin, unchecked
 from smupar.lm.config import STANDARD_LIBRARY, CheckConfig, Execution, ExportConfig, GenerateConfig, PrepareConfig, RunConfig
 from smupar.lm.recipes import recipe
-from smupar.study.config import EngineConfig, TransferConfig
+from smupar.study.config import EngineConfig, TransferConfig, TuneConfig
 
 if TYPE_CHECKING:
     from smupar.lm.folder import Summary
@@ -33,13 +33,15 @@ if TYPE_CHECKING:
     Check: TypeAlias = CheckConfig
     Engine: TypeAlias = EngineConfig
     Transfer: TypeAlias = TransferConfig
+    Tune: TypeAlias = TuneConfig
     Sample: TypeAlias = GenerateConfig
     Export: TypeAlias = ExportConfig
     Prepare: TypeAlias = PrepareConfig
 else:
     _FLAGS, _POSITIONAL = tyro.conf.OmitArgPrefixes, tyro.conf.PositionalRequiredArgs
-    Run, How, Check, Engine, Transfer = (
-        Annotated[twin(config), _FLAGS] for config in (RunConfig, Execution, CheckConfig, EngineConfig, TransferConfig)
+    Run, How, Check, Engine, Transfer, Tune = (
+        Annotated[twin(config), _FLAGS]
+        for config in (RunConfig, Execution, CheckConfig, EngineConfig, TransferConfig, TuneConfig)
     )
     Sample, Export, Prepare = (
         Annotated[twin(config), _FLAGS, _POSITIONAL] for config in (GenerateConfig, ExportConfig, PrepareConfig)
@@ -53,6 +55,8 @@ def commands(name: str, start: RunConfig) -> dict[str, Callable[..., None]]:
     begin, default_how, default_engine = unchecked(start), unchecked(Execution()), unchecked(EngineConfig())
     short = replace(start, steps=200, warmup=None, valid_batches=1) if name == "demo" else start
     begin_transfer = unchecked(TransferConfig(run=short))
+    proxy = replace(short, sparsity=0.0, model=replace(short.model, width=short.base_width))
+    begin_tune = unchecked(TuneConfig(run=proxy))
 
     def rules(markdown: bool = False) -> None:
         """Print Table 1: init, learning rate and forward factor of every kind of tensor under every rule.
@@ -87,6 +91,7 @@ def commands(name: str, start: RunConfig) -> dict[str, Callable[..., None]]:
         *,
         config: Run = begin,
         how: How = default_how,
+        hps: str | None = None,
         dry_run: bool = False,
         gpus: int = 1,
         gpu_gib: float = 139.0,
@@ -99,6 +104,7 @@ def commands(name: str, start: RunConfig) -> dict[str, Callable[..., None]]:
 
         Args:
             recipe: demo, 610m, paper-610m or paper-iso: where the flags begin.
+            hps: best.json of `smupar tune`: learning rate, init and alphas, for any width, density and depth.
             dry_run: Print parameters, FLOPs, memory and hours; train nothing.
             gpus: Number of GPUs, for --dry-run.
             gpu_gib: Memory of one, for --dry-run; default an H200's.
@@ -152,11 +158,17 @@ def commands(name: str, start: RunConfig) -> dict[str, Callable[..., None]]:
         definition = {"kind": "sweep", "axes": parsed, "run": dataclasses.asdict(base)}
         print(run_study(out, definition, _command(), list(grid(base, parsed)), checked(how)))
 
-    def transfer(config: Transfer = begin_transfer, how: Engine = default_engine, out: str = "runs/transfer") -> None:
+    def transfer(
+        config: Transfer = begin_transfer,
+        how: Engine = default_engine,
+        out: str = "runs/transfer",
+        hps: str | None = None,
+    ) -> None:
         """Sweep one hyperparameter on the dense proxy and on wide sparse targets; say how far each rule's optimum moved.
 
         Args:
             out: Folder of the study: picture.png, report.html, table.csv. Started again, only what is missing is run.
+            hps: best.json of `smupar tune`: what is not swept.
         """
         from smupar.study.engines import run_study
         from smupar.study.transfer import proposals
@@ -164,6 +176,18 @@ def commands(name: str, start: RunConfig) -> dict[str, Callable[..., None]]:
         study = checked(config)
         definition = {"kind": "transfer", **dataclasses.asdict(study)}
         print(run_study(out, definition, _command(), proposals(study), checked(how)))
+
+    def tune(config: Tune = begin_tune, how: Engine = default_engine, out: str = "runs/tune") -> None:
+        """Search lr, init_std, alpha_input and alpha_output on the dense proxy of base width, as in the paper's Table 3.
+
+        Writes best.json for --hps of train and transfer. Started again, only what is missing is run.
+
+        Args:
+            out: Folder of the study.
+        """
+        from smupar.study.tune import tune as search
+
+        print(search(checked(config), checked(how), out=out, command=_command()).explain())
 
     def report(folder: tyro.conf.Positional[str]) -> None:
         """Write the page, picture and table of a study again, from the runs that are finished.
@@ -210,6 +234,7 @@ def commands(name: str, start: RunConfig) -> dict[str, Callable[..., None]]:
         "generate": generate,
         "export": export,
         "sweep": sweep,
+        "tune": tune,
         "transfer": transfer,
         "report": report,
         "bench": bench,
@@ -309,6 +334,11 @@ def _start(argv: list[str]) -> tuple[str, RunConfig]:
     name = argv[1] if argv[0] in ("train", "plan") and len(argv) > 1 and not argv[1].startswith("-") else "demo"
     width = _flag(argv, "--width") or ""
     start = recipe(name, _flag(argv, "--rule") or "smupar", int(width) if width.isdigit() else None)
+    if (tuned := _flag(argv, "--hps")) is not None:  # flags come after it, and win
+        from smupar.study.space import with_fields
+        from smupar.study.tune import read_hps
+
+        start = with_fields(start, read_hps(tuned))
     text = _flag(argv, "--data")
     if text is None or text == STANDARD_LIBRARY:
         return name, start

@@ -46,7 +46,9 @@ class GPTStack:
         device: torch.device,
         *,
         compile: bool | None = None,  # noqa: A002 (torch's word)
+        own_batches: bool | None = None,
     ) -> None:
+        """``own_batches``: a batch for each run; default if they differ in seed. A stack that is refilled keeps to it."""
         self.text, self.device = text, device
         first, on_gpu = configs[0], device.type == "cuda"
         compiled = on_gpu if compile is None else compile
@@ -54,6 +56,7 @@ class GPTStack:
         if on_gpu or first.dtype == "bf16":  # torch.func knows torch's fused kernels on the CPU in fp32 only
             for model in models:
                 use_plain_attention(model)
+        self.own_batches = len(self.seeds) > 1 if own_batches is None else own_batches
         self.num_parameters = sum(parameter.numel() for parameter in models[0].parameters())
         self.stack = Stack(
             models,
@@ -63,13 +66,12 @@ class GPTStack:
             optimizer=first.optimizer,
             compile=compiled,
             dtype=torch.bfloat16 if first.dtype == "bf16" else None,
-            own_batches=len(self.seeds) > 1,
+            own_batches=self.own_batches,
         )
 
     def refill(self, configs: Sequence[RunConfig]) -> None:
-        several = len(self.seeds) > 1
         models, plans = self._built(configs)
-        assert several == (len(self.seeds) > 1), "stacks with one batch for all are apart from those with several"
+        assert self.own_batches or len(self.seeds) == 1, "a stack with one batch for all runs has one seed"
         self.stack.refill(models, plans, [hyperparameters(config) for config in configs])
 
     def _built(self, configs: Sequence[RunConfig]) -> tuple[list[GPT], list[Plan]]:
@@ -90,14 +92,14 @@ class GPTStack:
         total = torch.zeros(len(self.configs), dtype=torch.float64, device=self.device)
         for step in range(first.valid_batches):
             batch = self._of_seed(self.text.valid, 0, step)
-            if len(self.seeds) > 1:
+            if self.own_batches:
                 batch = (batch[0].expand(len(self.configs), -1, -1), batch[1].expand(len(self.configs), -1, -1))
             total += self.stack.evaluate(batch)
         losses: list[float] = (total / first.valid_batches).tolist()
         return losses
 
     def _batch(self, tokens: Tokens, step: int) -> tuple[Tensor, Tensor]:
-        if len(self.seeds) == 1:
+        if not self.own_batches:
             return self._of_seed(tokens, self.seeds[0], step)
         by_seed = {seed: self._of_seed(tokens, seed, step) for seed in self.seeds}
         inputs, targets = (torch.stack([by_seed[config.seed][part] for config in self.configs]) for part in (0, 1))

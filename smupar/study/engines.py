@@ -114,7 +114,10 @@ def groups(configs: Sequence[RunConfig]) -> Iterator[list[RunConfig]]:
 def run_group(study: Study, group: list[RunConfig], engine: EngineName, device: torch.device, board: Board) -> None:
     if stack_key(group[0]) is None:
         for config in group:
-            board.done(train(config, Execution(out=str(study.runs / config.id), device=str(device))))
+            summary = train(config, Execution(out=str(study.runs / config.id), device=str(device)))
+            if summary.status not in ("finished", "diverged"):
+                raise KeyboardInterrupt
+            board.done(summary)
         return
     text = data.open_text(group[0])
     most = 1 if engine == "serial" else largest_stack(group[0], device)
@@ -136,7 +139,8 @@ def _pick(group: list[RunConfig], text: Text, device: torch.device, most: int, *
     """A stack of the faster size: one, or as many as there are and fit."""
     if most == 1:
         return GPTStack(group[:1], text, device), 1
-    stacked = GPTStack(group[:most], text, device)
+    several = len({config.seed for config in group}) > 1
+    stacked = GPTStack(group[:most], text, device, own_batches=several)
     # Where steps are compiled, the other engine is worth a look only if the study takes longer than its compilation.
     if not measure or (device.type == "cuda" and _work(group) * _seconds(stacked, device) / most < _LONG_SECONDS):
         return stacked, most

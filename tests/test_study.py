@@ -1,0 +1,286 @@
+"""Studies: grids, the store, engines that agree, and the transfer verdict."""
+
+import contextlib
+import csv
+import json
+import math
+import multiprocessing
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from smupar.lm.config import ModelConfig, RunConfig
+from smupar.lm.files import locked
+from smupar.study.config import TransferConfig
+from smupar.study.engines import execute, groups, largest_stack
+from smupar.study.report import write_report
+from smupar.study.space import grid, parse_axis
+from smupar.study.store import Study
+from smupar.study.transfer import Curve, Verdict, analyse, axis_values, moved, proposals, sentence
+
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["smupar.study.engines"])
+
+TINY = RunConfig(
+    model=ModelConfig(width=32, depth=1, head_dim=16), base_width=32, steps=20, batch_size=2, seq_len=16, valid_batches=1
+)
+AXES = {"rule": ["sp", "smupar"], "sparsity": [0.0, 0.75], "lr": [2.0**-8, 2.0**-6], "seed": [0, 1]}
+
+
+def run(folder, engine, configs):
+    with Study.open(folder, {"kind": "sweep", "axes": AXES}, "smupar sweep") as study:
+        execute(study, configs, engine=engine, device="cpu")
+        study.write_table()
+    return study
+
+
+# Grids
+
+
+def test_grid_is_every_combination():
+    configs = list(grid(TINY, AXES))
+    assert len(configs) == 16
+    assert len({config.id for config in configs}) == 16
+    assert {(c.rule, c.sparsity, c.lr, c.seed) for c in configs} >= {("sp", 0.75, 2.0**-6, 1)}
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "values"),
+    [
+        ("lr=2^-10..2^-8", "lr", [2.0**-10, 2.0**-9, 2.0**-8]),
+        ("sparsity=0,0.75,none", "sparsity", [0.0, 0.75, None]),
+        ("rule=sp,smupar", "rule", ["sp", "smupar"]),
+        ("width=64,128", "width", [64, 128]),
+        ("head-dim=16", "head_dim", [16]),
+        ("biases=true,false", "biases", [True, False]),
+    ],
+)
+def test_axis_is_read_with_the_type_of_its_field(text, name, values):
+    assert parse_axis(text) == (name, values)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("speed=1", "a run has no field called 'speed'"),
+        ("lr=", "the axis lr has no values"),
+        ("lr=fast", "lr takes numbers, got 'fast'"),
+        ("lr=1..2", "a range is written 2\\^-8..2\\^-4"),
+        ("biases=maybe", "biases is true or false"),
+    ],
+)
+def test_bad_axis_raises_with_the_remedy(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_axis(text)
+
+
+def test_axis_without_values_raises():
+    with pytest.raises(ValueError, match="the axis lr has no values"):
+        list(grid(TINY, {"lr": []}))
+
+
+# Engines
+
+
+@pytest.fixture(scope="module")
+def serial(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("serial") / "study", "serial", list(grid(TINY, AXES)))
+
+
+@pytest.mark.parametrize("engine", ["stacked", "auto"])
+def test_engines_give_the_same_results(serial, tmp_path, engine):
+    configs = list(grid(TINY, AXES))
+    ours = run(tmp_path / "study", engine, configs).results(configs)
+    for mine, theirs in zip(ours, serial.results(configs), strict=True):
+        assert mine.loss == pytest.approx(theirs.loss, rel=1e-4)
+        assert mine.summary.valid_loss == pytest.approx(theirs.summary.valid_loss, rel=1e-4)
+        assert mine.summary.sparsity == theirs.summary.sparsity
+
+
+def test_group_that_is_split_may_mix_seeds(serial, tmp_path, monkeypatch):
+    monkeypatch.setattr("smupar.study.engines._MOST", 3)
+    configs = list(grid(TINY, AXES))
+    ours = run(tmp_path / "study", "stacked", configs).results(configs)
+    assert [one.loss for one in ours] == pytest.approx([one.loss for one in serial.results(configs)], rel=1e-4)
+
+
+def test_optimizer_that_cannot_be_stacked_goes_through_the_trainer(tmp_path, capfd):
+    configs = [replace(TINY, optimizer="nadam", lr=lr) for lr in (2.0**-8, 2.0**-7)]
+    assert [len(group) for group in groups(configs)] == [1, 1]
+    results = run(tmp_path / "study", "auto", configs).results(configs)
+    assert [result.summary.status for result in results] == ["finished", "finished"]
+
+
+def test_runs_of_different_shapes_are_apart():
+    configs = [TINY, replace(TINY, lr=0.1), replace(TINY, steps=5), replace(TINY, model=replace(TINY.model, width=64))]
+    assert sorted(len(group) for group in groups(configs)) == [1, 1, 2]
+
+
+def test_stack_is_bounded_by_memory():
+    huge = replace(TINY, model=ModelConfig(width=8192, depth=40, head_dim=128), base_width=256)
+    assert largest_stack(huge, torch.device("cpu")) == 1
+    assert largest_stack(TINY, torch.device("cpu")) == 64
+
+
+def test_diverged_runs_are_marked_and_hurt_nobody(tmp_path):
+    configs = [replace(TINY, optimizer="sgd", lr=lr, sparsity=0.5) for lr in (0.01, 1e12, 0.02)]
+    results = run(tmp_path / "study", "stacked", configs).results(configs)
+    assert [result.summary.status for result in results] == ["finished", "diverged", "finished"]
+    assert math.isinf(results[1].loss)
+    assert results[0].loss < 6
+
+
+# The store
+
+
+def test_finished_runs_are_not_repeated(serial, tmp_path):
+    configs = list(grid(TINY, AXES))
+    assert serial.missing(configs) == []
+    stamps = {path: path.stat().st_mtime_ns for path in serial.runs.rglob("summary.json")}
+    run(serial.folder, "serial", configs)
+    assert {path: path.stat().st_mtime_ns for path in serial.runs.rglob("summary.json")} == stamps
+
+
+def test_table_has_a_row_per_run(serial):
+    rows = list(csv.DictReader((serial.folder / "table.csv").read_text().splitlines()))
+    assert len(rows) == 16
+    assert {row["status"] for row in rows} == {"finished"}
+    assert json.loads((serial.folder / "table.json").read_text())[0]["train_loss"] > 0
+
+
+def test_study_killed_at_random_moments_ends_with_the_same_table(serial, tmp_path):
+    moments = random.Random(1)
+    kills = 0
+    folder = tmp_path / "study"
+    while True:
+        process = PROCESSES.Process(target=_quietly, args=(folder, tmp_path / "log"))
+        process.start()
+        process.join(timeout=moments.uniform(0.1, 3) if kills < 5 else None)
+        if process.exitcode is not None:
+            assert process.exitcode == 0, (tmp_path / "log").read_text()
+            break
+        process.kill()
+        process.join()
+        kills += 1
+    assert (folder / "table.csv").read_text() == (serial.folder / "table.csv").read_text()
+
+
+def _quietly(folder, log):
+    torch.set_num_threads(1)
+    with log.open("w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        run(folder, "serial", list(grid(TINY, AXES)))
+
+
+def test_second_process_on_a_study_is_refused(serial):
+    with locked(serial.folder), pytest.raises(ValueError, match="another process is at work"):
+        run(serial.folder, "serial", [])
+
+
+def test_study_of_another_definition_or_version_is_refused(serial):
+    with pytest.raises(ValueError, match="holds another study"), Study.open(serial.folder, {"kind": "transfer"}, ""):
+        pass
+    described = serial.describe()
+    (serial.folder / "study.json").write_text(json.dumps({**described, "version": "0.0.1"}))
+    try:
+        with pytest.raises(ValueError, match=r"was made by smupar 0\.0\.1"):
+            run(serial.folder, "serial", [])
+    finally:
+        (serial.folder / "study.json").write_text(json.dumps(described))
+
+
+def test_folder_with_other_files_is_refused(tmp_path):
+    (tmp_path / "thesis.tex").write_text("dear")
+    with pytest.raises(ValueError, match="holds other files and no study"):
+        run(tmp_path, "serial", [])
+
+
+def test_sweep_page_says_the_best_and_holds_every_run(serial):
+    found = write_report(serial)
+    page = (serial.folder / "report.html").read_text()
+    assert "Of 16 runs, 0 diverged" in found
+    assert all(result.config.id in page for result in serial.results())
+    assert "smupar sweep" in page
+    assert page.count("<circle") == 16
+    assert "http" not in page.replace("http-equiv", "")  # self-contained
+    assert (serial.folder / "picture.png").stat().st_size > 10_000
+
+
+# Transfer
+
+
+def curve(optimum, sparsity=0.0, rule="sp", is_proxy=False, floor=3.0):
+    values = tuple(2.0**exponent for exponent in range(-11, -3))
+    losses = tuple(floor + 0.1 * (math.log2(value) - optimum) ** 2 for value in values)
+    return Curve(rule, 64 if is_proxy else 256, sparsity, values, losses, is_proxy)
+
+
+def test_smooth_minimum_is_the_vertex_of_the_parabola():
+    assert curve(-7.3).best == pytest.approx(2**-7.3)
+    assert not curve(-7.3).on_edge
+    assert curve(-12).on_edge
+    assert curve(-12).best == 2.0**-11
+
+
+def test_neighbour_that_diverged_leaves_the_best_on_the_grid():
+    steep = curve(-6.3)
+    losses = tuple(math.inf if value > 2**-6 else loss for value, loss in zip(steep.values, steep.losses, strict=True))
+    assert replace(steep, losses=losses).best == 2.0**-6
+
+
+def test_excess_is_relative_to_the_best_loss():
+    assert curve(-7).excess(2**-9) == pytest.approx(0.4 / 3.0)
+    assert curve(-7).excess(2**-8.5) == pytest.approx((0.1 + 0.4) / 2 / 3.0)
+
+
+def test_sentence_says_how_far_optima_moved_and_what_it_costs():
+    config = TransferConfig(run=TINY, rules=("sp", "smupar"))
+    verdicts = [
+        Verdict("sp", curve(-10, is_proxy=True), (curve(-10), curve(-6, 0.9375))),
+        Verdict("smupar", curve(-7, is_proxy=True), (curve(-7, rule="smupar"), curve(-6, 0.9375, "smupar"))),
+    ]
+    assert moved(verdicts[0].proxy, verdicts[0].targets[1]) == pytest.approx(16)
+    text = sentence(config, verdicts)
+    assert "SP's 16x, SmuPar's 2x" in text
+    assert "at 0.9375 sparsity and width 256 the proxy's best learning rate costs SP 53.3%, SmuPar 3.3%" in text
+    assert "edge" not in text
+
+
+def test_proposals_share_the_dense_runs_of_mup_and_smupar():
+    config = TransferConfig(run=TINY, widths=(64,), sparsities=(0.0, 0.75), values=(0.001, 0.002, 0.004))
+    runs = proposals(config)
+    # SP: proxy, dense, sparse. muP and SmuPar: proxy and dense together, each a sparse one.
+    assert len(runs) == 3 * (3 + 2 + 2)
+    assert {run.init_std for run in runs if run.rule == "sp" and run.model.width == 64} == {0.087 * math.sqrt(32 / 64)}
+
+
+def test_other_axes_are_swept_around_the_tuned_value():
+    assert axis_values(TransferConfig(run=TINY, axis="alpha_output"))[3] == TINY.alpha_output
+    assert len(axis_values(TransferConfig(run=TINY, axis="init_std"))) == 7
+
+
+def test_transfer_study_runs_from_end_to_end(tmp_path):
+    from dataclasses import asdict
+
+    config = TransferConfig(run=TINY, rules=("sp", "smupar"), widths=(64,), sparsities=(0.75,), values=(0.002, 0.008, 0.03))
+    with Study.open(tmp_path / "study", {"kind": "transfer", **asdict(config)}, "smupar transfer") as study:
+        execute(study, proposals(config), engine="stacked", device="cpu")
+        found = write_report(study)
+    assert found == sentence(config, analyse(config, study.results()))
+    assert "SmuPar" in found
+
+
+def test_all_runs_diverged_is_said_with_the_remedy(tmp_path):
+    wild = replace(TINY, optimizer="sgd", lr=1.0)
+    config = TransferConfig(run=wild, rules=("sp",), widths=(64,), sparsities=(0.5,), values=(1e11, 1e12, 1e13))
+    with Study.open(tmp_path / "study", {"kind": "x"}, "") as study:
+        execute(study, proposals(config), engine="stacked", device="cpu")
+        with pytest.raises(ValueError, match="all runs of sp diverged: sweep smaller values"):
+            analyse(config, study.results())
+
+
+@pytest.mark.parametrize("bad", [{"rules": ()}, {"seeds": 0}, {"values": (0.1, 0.2)}, {"widths": ()}])
+def test_bad_study_raises(bad):
+    with pytest.raises(ValueError, match=r"empty|at least 1|three or more"):
+        TransferConfig(run=TINY, **bad)
