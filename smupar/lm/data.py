@@ -148,9 +148,8 @@ def batch(
         offset, keys = _epoch(seed, epoch, len(tokens) - count * seq_len)
         starts[here] = offset + seq_len * shuffled(positions[here] % count, count, keys)
     windows = torch.from_numpy(tokens.windows(starts, seq_len + 1))
-    if device is not None and device.type == "cuda":
-        # Pinned and in one piece: otherwise the host waits until the GPU has done all steps before.
-        windows = windows.pin_memory().to(device, non_blocking=True)
+    if device is not None:
+        windows = windows.to(device, non_blocking=True)
     return windows[:, :-1], windows[:, 1:]
 
 
