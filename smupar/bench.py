@@ -211,7 +211,7 @@ def bench_sweep(*, repeats: int = 3, cases: Sequence[tuple[int, int]] = _CASES, 
         stack = GPTStack(runs, text, device)
         sides: dict[str, Callable[[], object]] = {
             "plain": _plain_step(run, replace(how, micro_batch=run.batch_size), device),
-            "serial": partial(Stepper(run, how, world, text).step, 0),
+            "serial": partial(Stepper(run, replace(how, graph=device.type == "cuda"), world, text).step, 0),
             "stacked": partial(stack.step, 0),
         }
         seconds: dict[str, list[float]] = {side: [] for side in sides}

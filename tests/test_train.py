@@ -360,6 +360,11 @@ def test_run_stopped_in_its_validation_validates_when_it_goes_on(config, tmp_pat
     assert state["valid_step"] is None
 
 
+def test_graph_without_a_gpu_is_refused(config, tmp_path):
+    with pytest.raises(ValueError, match="--graph is for one GPU"):
+        train(config, replace(HOW, out=str(tmp_path / "run"), graph=True))
+
+
 # What must not change the result
 
 

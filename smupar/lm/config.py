@@ -217,6 +217,8 @@ class Execution:
     """auto: a GPU if there is one."""
     compile: bool | None = None
     """torch.compile; default on GPUs only."""
+    graph: bool = False
+    """Capture the whole step as a CUDA graph: for small models on one GPU, AdamW or Adam, one micro-batch per step."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """Under torchrun: a whole model on every rank, or its shards (FSDP2)."""
     micro_batch: int = 0

@@ -36,8 +36,9 @@ class Stepper:
         self.model, self.plan = place(config, world)
         on_gpu = world.device.type == "cuda"
         compiled = on_gpu if how.compile is None else how.compile
-        # One GPU, one pass: the whole step can be captured.
-        captured = on_gpu and compiled and world.size == 1 and self.num_micro == 1 and config.optimizer in CAPTURABLE
+        captured = how.graph
+        if captured and not (on_gpu and world.size == 1 and self.num_micro == 1 and config.optimizer in CAPTURABLE):
+            raise ValueError("--graph is for one GPU, one micro-batch per step, and AdamW or Adam: leave it out")
         self.optimizers = make_optimizers(self.model, self.plan, config, capturable=captured)
         audit(self.model, self.plan, self.optimizers)
         self.forward = wrap(self.model, world)
