@@ -185,9 +185,12 @@ def commands(name: str, start: RunConfig) -> dict[str, Callable[..., None]]:
         Args:
             out: Folder of the study.
         """
+        from smupar.study.report import write_report
+        from smupar.study.store import Study
         from smupar.study.tune import tune as search
 
         print(search(checked(config), checked(how), out=out, command=_command()).explain())
+        print(f"{write_report(Study(out))}\n{out}/report.html, picture.png, table.csv")
 
     def report(folder: tyro.conf.Positional[str]) -> None:
         """Write the page, picture and table of a study again, from the runs that are finished.

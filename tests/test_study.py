@@ -284,3 +284,14 @@ def test_all_runs_diverged_is_said_with_the_remedy(tmp_path):
 def test_bad_study_raises(bad):
     with pytest.raises(ValueError, match=r"empty|at least 1|three or more"):
         TransferConfig(run=TINY, **bad)
+
+
+def test_tune_page_has_a_panel_for_each_hyperparameter(tmp_path):
+    from smupar.study.config import TuneConfig
+    from smupar.study.tune import tune
+
+    tune(TuneConfig(run=replace(TINY, sparsity=0.0, steps=5), num_samples=3), out=str(tmp_path / "study"))
+    assert "Of 3 runs" in write_report(Study(tmp_path / "study"))
+    page = (tmp_path / "study" / "report.html").read_text()
+    assert page.count("<svg") == 4
+    assert page.count("<circle") == 12

@@ -27,6 +27,8 @@ class Series:
     dashed: bool = False
     best: float | None = None
     """Where the optimum lies, marked by a star."""
+    joined: bool = True
+    """Whether a line joins the points."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def draw_png(panels: Sequence[Panel], path: Path, title: str = "") -> None:
             colour = colormaps["viridis"](0.9 * series.colour)
             points = sorted(series.points, key=lambda point: point.x)
             shown = [min(point.y, high) for point in points]
-            style = "--" if series.dashed else "-"
+            style = ("--" if series.dashed else "-") if series.joined else ""
             grey = {"color": "0.45"} if series.dashed else {"color": colour}
             axis.plot([p.x for p in points], shown, style, marker="o", markersize=3, label=series.label, **grey)
             if series.best is not None and points:
@@ -134,7 +136,7 @@ def _svg_series(series: Series, px: Any, py: Any) -> str:
     points = sorted(series.points, key=lambda point: point.x)
     line = " ".join(f"{px(point.x):.1f},{py(point.y):.1f}" for point in points)
     dash = " stroke-dasharray='5 4'" if series.dashed else ""
-    parts = [f"<polyline points='{line}' fill='none' stroke='{colour}' stroke-width='1.6'{dash}/>"]
+    parts = [f"<polyline points='{line}' fill='none' stroke='{colour}' stroke-width='1.6'{dash}/>"] if series.joined else []
     for point in points:
         value = "diverged" if math.isinf(point.y) else f"{point.y:.4f}"
         text = html.escape(f"{series.label}: {value} at {point.x:.4g}. {point.text}")

@@ -27,6 +27,8 @@ def write_report(study: Study) -> str:
         config = transfer_from(definition)
         verdicts = analyse(config, results)
         drawn, found = panels(config, verdicts), sentence(config, verdicts)
+    elif definition.get("kind") == "tune":
+        drawn, found = tune_panels(results), best_of(results)
     else:
         drawn, found = sweep_panels(results, definition.get("axes", {})), best_of(results)
     page = _page(found, drawn, results, described["command"], json.dumps(definition, indent=1))
@@ -47,6 +49,20 @@ def best_of(results: Sequence[Result]) -> str:
     best = min(results, key=lambda result: result.loss)
     diverged = sum(result.summary.status == "diverged" for result in results)
     return f"Of {len(results)} runs, {diverged} diverged; the best ends at a loss of {best.loss:.4f}: {best.config.id}."
+
+
+def tune_panels(results: Sequence[Result]) -> list[Panel]:
+    """Loss over each hyperparameter, a point for each sample."""
+    made = []
+    for name in ("lr", "init_std", "alpha_input", "alpha_output"):
+        points = tuple(Point(getattr(result.config, name), result.loss, result.config.id) for result in results)
+        best = getattr(min(results, key=lambda result: result.loss).config, name)
+        made.append(
+            Panel(
+                name, name, "loss (mean of the last 5 % of steps)", (Series("samples", points, 0.3, best=best, joined=False),)
+            )
+        )
+    return made
 
 
 def sweep_panels(results: Sequence[Result], axes: dict[str, list[object]]) -> list[Panel]:
