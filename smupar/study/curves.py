@@ -70,9 +70,9 @@ def draw_png(panels: Sequence[Panel], path: Path, title: str = "") -> None:
             colour = colormaps["viridis"](0.9 * series.colour)
             points = sorted(series.points, key=lambda point: point.x)
             shown = [min(point.y, high) for point in points]
-            style = ("--" if series.dashed else "-") if series.joined else ""
+            style = ("--" if series.dashed else "-") if series.joined else "none"
             grey = {"color": "0.45"} if series.dashed else {"color": colour}
-            axis.plot([p.x for p in points], shown, style, marker="o", markersize=3, label=series.label, **grey)
+            axis.plot([p.x for p in points], shown, linestyle=style, marker="o", markersize=3, label=series.label, **grey)
             if series.best is not None and points:
                 nearest = min(points, key=lambda point: abs(math.log2(point.x / series.best)))  # type: ignore[operator]
                 axis.plot(nearest.x, min(nearest.y, high), marker="*", markersize=13, markeredgecolor="white", **grey)
