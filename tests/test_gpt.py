@@ -346,9 +346,9 @@ def test_erk_keeps_the_share_of_the_whole_and_small_layers_denser():
         ({"depth": 0}, "depth must be a positive whole number, got 0"),
         ({"vocab_size": -1}, "vocab_size must be a positive whole number, got -1"),
         ({"head_dim": 0}, "head_dim must be a positive whole number, got 0"),
-        ({"ff_ratio": 0.0}, "ff_ratio and ff_multiple must be above 0"),
-        ({"ff_ratio": math.nan}, "ff_ratio and ff_multiple must be above 0"),
-        ({"ff_multiple": 0}, "ff_ratio and ff_multiple must be above 0"),
+        ({"ff_ratio": 0.0}, "ff_ratio must lie in"),
+        ({"ff_ratio": math.nan}, "ff_ratio must lie in"),
+        ({"ff_multiple": 0}, "ff_ratio must lie in"),
         ({"width": 15, "head_dim": 5, "positions": "rotary"}, "head_dim 5 is odd: choose an even --head-dim"),
     ],
 )
@@ -367,7 +367,7 @@ def test_bad_model_raises_with_a_remedy(options, message):
         ({"steps": 0}, "steps must be a positive whole number, got 0"),
         ({"batch_size": 0}, "batch_size must be a positive whole number"),
         ({"lr": -1.0}, "lr must be a number from 0 on, got -1.0"),
-        ({"clip": 0.0}, "clip must be above 0, got 0.0: leave it out for no clipping"),
+        ({"clip": 0.0}, "clip must be a number above 0, got 0.0: leave it out for no clipping"),
         ({"steps": 10, "warmup": 11}, r"warmup must lie in \[0, steps = 10\], got 11"),
         ({"warmup": -1}, r"warmup must lie in \[0, steps = 400\], got -1"),
         (

@@ -76,7 +76,7 @@ def load_weights(path: Path, model: nn.Module) -> None:
 def read_state(path: Path) -> dict[str, Any]:
     with _named(path):
         state: dict[str, Any] = json.loads((path / "state.json").read_text())
-        if not isinstance(state, dict) or state.get("step") != step_of(path) or "losses" not in state:
+        if not isinstance(state, dict) or state.get("step") != step_of(path):
             raise ValueError("state.json is not of this step")
     return state
 
