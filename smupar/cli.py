@@ -50,6 +50,77 @@ Recipe = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="[RECIPE]")]]
 _EXIT_CODES = {"finished": 0, "diverged": 3, "interrupted": 130, "terminated": 143}
 
 
+def rules(markdown: bool = False) -> None:
+    """Print Table 1: init, learning rate and forward factor of every kind of tensor under every rule.
+
+    Args:
+        markdown: Print the page docs/rules.md.
+    """
+    if markdown:
+        print(table_1.markdown(), end="")
+        return
+    rows = table_1.table()
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def generate(config: Sample) -> None:
+    """Sample text from a run, while it is written."""
+    from smupar.lm.generate import generate as sample
+
+    for text in sample(checked(config)):
+        print(text, end="", flush=True)
+    print()
+
+
+def export(config: Export) -> None:
+    """Write a run's model as a folder to hand on: safetensors with all factors folded in, and a model card."""
+    from smupar.lm.export import export as write
+
+    print(write(checked(config)))
+
+
+def report(folder: tyro.conf.Positional[str]) -> None:
+    """Write the page, picture and table of a study again, from the runs that are finished.
+
+    Args:
+        folder: Of the study.
+    """
+    from smupar.study.report import read_study, write_report
+
+    print(f"{write_report(read_study(folder))}\n{folder}/report.html, picture.png, table.csv")
+
+
+def check(config: Check) -> None:
+    """Measure whether activations, gradients and updates of the GPT keep their size over width and sparsity.
+
+    Prints a verdict with a diagnosis, writes a picture, a page and JSON; exits with 1 if the check does not pass.
+    """
+    from smupar.lm.check import check_gpt
+
+    report = check_gpt(checked(config))
+    print(report.explain())
+    if not report.ok:
+        sys.exit(1)
+
+
+def bench(what: tyro.conf.Positional[Literal["parameterize", "train", "sweep", "data"]], repeats: int = 3) -> None:
+    """Measure, side by side in one run.
+
+    Args:
+        what: parameterize: its cost against a plain normal_ of the same tensors. train: the 610M model on a GPU, masked
+            against the same without smupar, causal attention and ALiBi. sweep: many small models, one by one and
+            stacked. data: how fast shards are read.
+        repeats: Runs of each side; the fastest counts.
+    """
+    from smupar.bench import BENCHES
+
+    if repeats < 1:
+        raise ValueError(f"--repeats must be at least 1, got {repeats}")
+    print(BENCHES[what](repeats=repeats))
+
+
 def commands(name: str, start: RunConfig) -> dict[str, Callable[..., None]]:
     """All commands; ``start``, the recipe called ``name``, is where those that take a run begin, before their flags."""
     begin, default_how, default_engine = unchecked(start), unchecked(Execution()), unchecked(EngineConfig())
@@ -57,20 +128,6 @@ def commands(name: str, start: RunConfig) -> dict[str, Callable[..., None]]:
     begin_transfer = unchecked(TransferConfig(run=short))
     proxy = replace(short, sparsity=0.0, model=replace(short.model, width=short.base_width))
     begin_tune = unchecked(TuneConfig(run=proxy))
-
-    def rules(markdown: bool = False) -> None:
-        """Print Table 1: init, learning rate and forward factor of every kind of tensor under every rule.
-
-        Args:
-            markdown: Print the page docs/rules.md.
-        """
-        if markdown:
-            print(table_1.markdown(), end="")
-            return
-        rows = table_1.table()
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        for row in rows:
-            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
     def plan(recipe: Recipe = "demo", /, *, config: Run = begin, json: bool = False) -> None:
         """Print the plan of a GPT without building it: every number of every parameter, in seconds at any size.
@@ -123,20 +180,6 @@ def commands(name: str, start: RunConfig) -> dict[str, Callable[..., None]]:
         if int(os.environ.get("RANK", 0)) == 0:
             print(_ending(summary, config))
         sys.exit(_EXIT_CODES[summary.status])
-
-    def generate(config: Sample) -> None:
-        """Sample text from a run, while it is written."""
-        from smupar.lm.generate import generate as sample
-
-        for text in sample(checked(config)):
-            print(text, end="", flush=True)
-        print()
-
-    def export(config: Export) -> None:
-        """Write a run's model as a folder to hand on: safetensors with all factors folded in, and a model card."""
-        from smupar.lm.export import export as write
-
-        print(write(checked(config)))
 
     def sweep(
         axes: tyro.conf.Positional[tuple[str, ...]],
@@ -192,43 +235,6 @@ def commands(name: str, start: RunConfig) -> dict[str, Callable[..., None]]:
         print(search(checked(config), checked(how), out=out, command=_command()).explain())
         print(f"{write_report(Study(out))}\n{out}/report.html, picture.png, table.csv")
 
-    def report(folder: tyro.conf.Positional[str]) -> None:
-        """Write the page, picture and table of a study again, from the runs that are finished.
-
-        Args:
-            folder: Of the study.
-        """
-        from smupar.study.report import read_study, write_report
-
-        print(f"{write_report(read_study(folder))}\n{folder}/report.html, picture.png, table.csv")
-
-    def check(config: Check) -> None:
-        """Measure whether activations, gradients and updates of the GPT keep their size over width and sparsity.
-
-        Prints a verdict with a diagnosis, writes a picture, a page and JSON; exits with 1 if the check does not pass.
-        """
-        from smupar.lm.check import check_gpt
-
-        report = check_gpt(checked(config))
-        print(report.explain())
-        if not report.ok:
-            sys.exit(1)
-
-    def bench(what: tyro.conf.Positional[Literal["parameterize", "train", "sweep", "data"]], repeats: int = 3) -> None:
-        """Measure, side by side in one run.
-
-        Args:
-            what: parameterize: its cost against a plain normal_ of the same tensors. train: the 610M model on a GPU, masked
-                against the same without smupar, causal attention and ALiBi. sweep: many small models, one by one and
-                stacked. data: how fast shards are read.
-            repeats: Runs of each side; the fastest counts.
-        """
-        from smupar.bench import BENCHES
-
-        if repeats < 1:
-            raise ValueError(f"--repeats must be at least 1, got {repeats}")
-        print(BENCHES[what](repeats=repeats))
-
     return {
         "rules": rules,
         "plan": plan,
@@ -258,6 +264,10 @@ def _ending(summary: Summary, config: RunConfig) -> str:
         f"{summary.sparsity:.1%} sparsity, rule {config.rule}, base LR {config.lr:g}; {summary.seconds:.0f} s; "
         f"sample from it: smupar generate {summary.folder}"
     )
+
+
+def data() -> None:
+    """Text on disk, as tokens: `smupar data prepare` and `smupar data verify`."""
 
 
 def prepare(config: Prepare) -> None:
@@ -325,7 +335,7 @@ def _run(argv: list[str]) -> None:
         )
         return
     tyro.extras.subcommand_cli_from_dict(
-        {**commands(*_start(argv)), "data": lambda: None},
+        {**commands(*_start(argv)), "data": data},
         prog="smupar",
         description="Tune a small dense model, train wide sparse ones with the same hyperparameters.",
         args=argv,

@@ -20,6 +20,7 @@ from smupar.plan import Plan, PlanRow
 from smupar.rules import family_of
 
 NoDecay = Iterable[str] | Callable[[str, nn.Parameter], bool]
+_WITH_EPS = {"adamw", "adam", "adamax", "nadam", "radam", "rmsprop", "adagrad"}
 # Ratios of learning rates may differ this much by rounding.
 _SAME = 1e-4
 
@@ -100,6 +101,29 @@ def param_groups(
         groups[key]["rows"].append(row)
     named = [{"name": _group_name(group.pop("rows"), group, weight_decay), **group} for group in groups.values()]
     return _distinct(named) + own
+
+
+def groups_by_optimizer(
+    model: nn.Module,
+    plan: Plan,
+    optimizer: str,
+    *,
+    lr: float | Tensor,
+    rest_lr: float | None = None,
+    eps: str = "constant",
+    eps_value: float | None = None,
+    **settings: Any,
+) -> dict[str, list[dict[str, Any]]]:
+    """The groups of every optimizer that a name stands for: Muon takes hidden matrices only, so an AdamW at ``rest_lr``
+    (default ``lr``) takes the rest. Epsilon goes to those that have one; ``settings`` are those of ``param_groups``."""
+
+    def groups(name: str, lr: float | Tensor, only: str | None = None) -> list[dict[str, Any]]:
+        own = {"eps": eps, "eps_value": eps_value} if name in _WITH_EPS else {}
+        return param_groups(model, plan, lr=lr, optimizer=name, only=only, **own, **settings)  # type: ignore[arg-type]
+
+    if optimizer != "muon":
+        return {optimizer: groups(optimizer, lr)}
+    return {"muon": groups("muon", lr, "hidden"), "adamw": groups("adamw", lr if rest_lr is None else rest_lr, "rest")}
 
 
 def _choice(what: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -19,7 +19,7 @@ from torch.utils import _pytree
 
 from smupar.apply import add_missing_factors, mask_of
 from smupar.graphs import Graphed
-from smupar.optim import param_groups
+from smupar.optim import groups_by_optimizer
 from smupar.plan import Plan
 from smupar.rules import family_of
 
@@ -275,7 +275,18 @@ def _constants(
     rows: dict[str, list[tuple[float, float, float]]] = {}
     for model, plan, h in zip(models, plans, hyperparameters, strict=True):
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        for group in _groups(model, plan, h, optimizer):
+        named = groups_by_optimizer(
+            model,
+            plan,
+            optimizer,
+            lr=h.lr,
+            rest_lr=h.rest_lr,
+            eps=h.eps_scaling,
+            eps_value=h.eps,
+            weight_decay=h.weight_decay,
+            decay=h.decay,
+        )
+        for group in (group for groups in named.values() for group in groups):
             for parameter in group["params"]:
                 values = (group["lr"], group["weight_decay"], group.get("eps", h.eps))
                 rows.setdefault(names[id(parameter)], []).append(values)
@@ -286,27 +297,6 @@ def _constants(
 def _three(values: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     lr, decay, eps = values.float().to(device).unbind(1)
     return lr, decay, eps
-
-
-def _groups(model: nn.Module, plan: Plan, h: Hyperparameters, optimizer: str) -> list[dict[str, Any]]:
-    def groups(name: str, lr: float, only: str | None = None) -> list[dict[str, Any]]:
-        with_eps = name in ("adamw", "adam")
-        return param_groups(
-            model,
-            plan,
-            lr=lr,
-            weight_decay=h.weight_decay,
-            optimizer=name,
-            decay=h.decay,
-            eps=h.eps_scaling if with_eps else "constant",
-            eps_value=h.eps if with_eps else None,
-            only=only,
-        )
-
-    if optimizer == "muon":
-        rest = h.lr if h.rest_lr is None else h.rest_lr
-        return groups("muon", h.lr, "hidden") + groups("adamw", rest, "rest")
-    return groups(optimizer, h.lr)
 
 
 class _Loss(nn.Module):

@@ -383,7 +383,7 @@ def test_bad_run_raises_with_a_remedy(options, message):
 
 def test_context_limits_learned_positions_only():
     for positions in ("alibi", "rotary", "none"):
-        RunConfig(model=ModelConfig(positions=positions, context=32), seq_len=64)
+        assert RunConfig(model=ModelConfig(positions=positions, context=32), seq_len=64).seq_len == 64
 
 
 # Configurations as text

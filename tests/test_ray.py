@@ -121,6 +121,7 @@ def test_missing_ray_says_what_to_install(tmp_path, monkeypatch):
 def test_nothing_to_do_needs_no_ray(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     execute_on_ray(Study(tmp_path), [])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_every_slot_has_something_to_do():

@@ -343,7 +343,16 @@ def test_damaged_checkpoint_is_named_with_the_remedy(finished, config, tmp_path,
     assert train(config, replace(HOW, out=str(folder))).status == "finished"
 
 
-def test_run_stopped_in_its_validation_validates_when_it_goes_on(config, tmp_path):
+def test_run_that_missed_its_last_validation_does_it_when_it_goes_on(finished, config, tmp_path):
+    reference, _ = finished
+    folder = resumable(reference, tmp_path / "run", 30)
+    state_file = folder / "checkpoints" / "step-00000030" / "state.json"
+    state = json.loads(state_file.read_text())
+    state_file.write_text(json.dumps({**state, "valid_step": 20, "valid_loss": 9.0}))
+    assert train(config, replace(HOW, out=str(folder))).valid_loss == read_summary(reference).valid_loss
+
+
+def test_run_stopped_in_its_validation_saves_without_it(config, tmp_path):
     """The signal comes while the validation of step 10 runs, which takes for ever."""
     folder = tmp_path / "run"
     endless = replace(config, valid_batches=10**9)

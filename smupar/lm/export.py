@@ -17,7 +17,7 @@ from smupar.lm import checkpoint
 from smupar.lm.config import ExportConfig
 from smupar.lm.folder import read_facts, read_summary
 from smupar.lm.gpt import GPT, Block
-from smupar.lm.load import EXPORT_FORMAT, LoadedRun, load_run, read_text_facts, to_csr
+from smupar.lm.load import EXPORT_FORMAT, LoadedRun, load_run, to_csr
 from smupar.lm.tokenizer import TOKENIZER_FILE
 
 # Power while training, for the energy estimate: the datasheet's of an H200 module, and a guess for a processor.
@@ -79,7 +79,7 @@ def model_card(run: LoadedRun) -> str:
     state = checkpoint.read_state(run.folder / "checkpoints" / checkpoint.folder_name(run.step))
     names = [name for name, _ in run.model.named_parameters()]
     num_parameters = sum(run.model.get_parameter(name).numel() for name in names)
-    valid_loss = state["valid_loss"]
+    valid_loss, text = state["valid_loss"], read_facts(run.folder)
     rows = {
         "model": f"GPT, width {model.width}, depth {model.depth}, {model.num_heads} heads of {model.head_dim}, "
         f"{model.positions} positions, {model.activation}",
@@ -90,7 +90,7 @@ def model_card(run: LoadedRun) -> str:
         f"alphas {config.alpha_input:g} and {config.alpha_output:g}",
         "optimizer": f"{config.optimizer}, {config.schedule} schedule, warm-up of {config.warmup_steps} steps, weight decay "
         f"{config.weight_decay:g} ({config.decay})",
-        "data": read_text_facts(run.folder),
+        "data": f"{text.name} ({text.num_tokens:,} tokens, tokenizer {text.tokenizer['name']}, sha256 {text.sha256[:16]})",
         "trained": f"{run.step:,} of {config.steps:,} steps of {config.batch_size} x {config.seq_len} tokens, {config.dtype}",
         "validation loss": "not measured" if valid_loss is None else f"{valid_loss:.4f} nats per token",
     }

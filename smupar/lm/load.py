@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from smupar.lm import checkpoint
 from smupar.lm.config import ModelConfig, RunConfig
 from smupar.lm.distributed import World, place
-from smupar.lm.folder import read_config, read_facts, read_run_tokenizer
+from smupar.lm.folder import read_config, read_run_tokenizer
 from smupar.lm.gpt import GPT
 from smupar.lm.tokenizer import TOKENIZER_FILE, Tokenizer
 from smupar.plan import Plan
@@ -102,8 +102,3 @@ def from_csr(crow: torch.Tensor, col: torch.Tensor, values: torch.Tensor, *, num
     dense = torch.zeros(len(crow) - 1, num_columns, dtype=values.dtype)
     dense[rows, col.long()] = values
     return dense
-
-
-def read_text_facts(run: Path) -> str:
-    facts = read_facts(run)
-    return f"{facts.name} ({facts.num_tokens:,} tokens, tokenizer {facts.tokenizer['name']}, sha256 {facts.sha256[:16]})"

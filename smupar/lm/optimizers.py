@@ -10,12 +10,10 @@ from torch import Tensor
 from smupar.apply import attach
 from smupar.lm.config import RunConfig
 from smupar.lm.gpt import GPT
-from smupar.optim import param_groups
+from smupar.optim import groups_by_optimizer
 from smupar.plan import Plan
-from smupar.rules import family_of
 
 _WITH_BETAS = {"adamw", "adam", "adamax", "nadam", "radam", "lion"}
-_WITH_EPS = {"adamw", "adam", "adamax", "nadam", "radam", "rmsprop", "adagrad"}
 _FUSED = {"adamw", "adam", "sgd", "adagrad"}
 CAPTURABLE = ("adamw", "adam")
 """Those whose step torch can put into a CUDA graph."""
@@ -23,17 +21,31 @@ CAPTURABLE = ("adamw", "adam")
 
 def make_optimizers(model: GPT, plan: Plan, config: RunConfig, *, capturable: bool = False) -> list[torch.optim.Optimizer]:
     """One optimizer, or Muon and the AdamW beside it. A capturable one has its learning rates on the GPU."""
-    name = config.optimizer.lower()
-    family_of(name)  # names an unknown one, with the remedy
-    if capturable:
-        lr = torch.tensor(config.lr, device=next(model.parameters()).device)
-        return [_make(name, model, plan, config, lr=lr, capturable=True)]
-    if name != "muon":
-        return [_make(name, model, plan, config, lr=config.lr)]
-    muon = _make("muon", model, plan, config, lr=config.lr, only="hidden")
-    attach(model, plan, muon)  # its updates mix entries and have to be masked
-    rest = config.lr if config.rest_lr is None else config.rest_lr
-    return [muon, _make("adamw", model, plan, config, lr=rest, only="rest")]
+    name, device = config.optimizer.lower(), next(model.parameters()).device
+    named = groups_by_optimizer(
+        model,
+        plan,
+        name,
+        lr=torch.tensor(config.lr, device=device) if capturable else config.lr,
+        rest_lr=config.rest_lr,
+        eps=config.eps_scaling,
+        eps_value=config.eps,
+        weight_decay=config.weight_decay,
+        decay=config.decay,
+    )
+    made: list[torch.optim.Optimizer] = []
+    for kind, groups in named.items():
+        options: dict[str, Any] = {"capturable": True} if capturable else {}
+        if kind in _WITH_BETAS:
+            options["betas"] = config.betas
+        if kind in ("sgd", "muon"):
+            options["momentum"] = config.momentum
+        if kind in _FUSED and device.type == "cuda":
+            options["fused"] = True
+        made.append(_class(kind)(groups, **options))
+        if kind == "muon":
+            attach(model, plan, made[-1])  # its updates mix entries and have to be masked
+    return made
 
 
 def set_lr(optimizers: list[torch.optim.Optimizer], share: float) -> None:
@@ -45,37 +57,6 @@ def set_lr(optimizers: list[torch.optim.Optimizer], share: float) -> None:
                 group["lr"].fill_(peak * share)
             else:
                 group["lr"] = peak * share
-
-
-def _make(
-    name: str,
-    model: GPT,
-    plan: Plan,
-    config: RunConfig,
-    *,
-    lr: float | Tensor,
-    only: str | None = None,
-    capturable: bool = False,
-) -> torch.optim.Optimizer:
-    groups = param_groups(
-        model,
-        plan,
-        lr=lr,
-        weight_decay=config.weight_decay,
-        optimizer=name,
-        decay=config.decay,
-        eps=config.eps_scaling if name in _WITH_EPS else "constant",
-        eps_value=config.eps if name in _WITH_EPS else None,
-        only=only,
-    )
-    options: dict[str, Any] = {"capturable": True} if capturable else {}
-    if name in _WITH_BETAS:
-        options["betas"] = config.betas
-    if name in ("sgd", "muon"):
-        options["momentum"] = config.momentum
-    if name in _FUSED and next(model.parameters()).device.type == "cuda":
-        options["fused"] = True
-    return _class(name)(groups, **options)
 
 
 def _class(name: str) -> Any:

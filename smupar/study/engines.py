@@ -29,6 +29,7 @@ from smupar.lm.folder import Status, Summary
 from smupar.lm.stack import GPTStack, stack_key
 from smupar.lm.train import train
 from smupar.study.config import EngineConfig
+from smupar.study.report import write_report
 from smupar.study.store import Study
 
 EngineName = Literal["auto", "serial", "stacked", "ray"]
@@ -74,12 +75,10 @@ class Board:
 
 def run_study(folder: str, definition: dict[str, Any], command: str, configs: Sequence[RunConfig], how: EngineConfig) -> str:
     """Runs what is missing of a study and writes its page; returns what it found, and where."""
-    from smupar.study.report import write_report  # it needs matplotlib only for the picture
-
     with Study.open(folder, definition, command) as study:
-        todo = study.missing(configs)
-        print(f"{len(configs)} runs, {len(configs) - len(todo)} of them done, in {folder}", flush=True)
-        execute(study, todo, engine=how.engine, device=how.device, address=how.address)
+        num_done = len(configs) - len(study.missing(configs))
+        print(f"{len(configs)} runs, {num_done} of them done, in {folder}", flush=True)
+        execute(study, configs, engine=how.engine, device=how.device, address=how.address)
         found = write_report(study)
     return f"{found}\n{folder}/report.html, picture.png, table.csv"
 

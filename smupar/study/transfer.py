@@ -82,8 +82,8 @@ def moved(proxy: Curve, curve: Curve) -> float:
 def proposals(config: TransferConfig) -> list[RunConfig]:
     """Every run of the study. A dense model under SmuPar is the one under muP: it is run once."""
     runs = []
-    for curve in _curves_wanted(config):
-        runs += [run for value in axis_values(config) for run in _runs(config, *curve, value)]
+    for rule, width, sparsity, _ in _curves_wanted(config):
+        runs += [run for value in axis_values(config) for run in _runs(config, rule, width, sparsity, value)]
     return list({run.id: run for run in runs}.values())
 
 
@@ -157,7 +157,7 @@ def _curves_wanted(config: TransferConfig) -> list[tuple[str, int, float, bool]]
     return wanted
 
 
-def _runs(config: TransferConfig, rule: str, width: int, sparsity: float, is_proxy: bool, value: float) -> list[RunConfig]:
+def _runs(config: TransferConfig, rule: str, width: int, sparsity: float, value: float) -> list[RunConfig]:
     fields: dict[str, object]
     shared = "mup" if sparsity == 0 and rule != "sp" else rule
     fields = {"rule": shared, "width": width, "sparsity": sparsity}
@@ -171,7 +171,7 @@ def _runs(config: TransferConfig, rule: str, width: int, sparsity: float, is_pro
 def _curve(config: TransferConfig, by_id: dict[str, Result], rule: str, width: int, sparsity: float, is_proxy: bool) -> Curve:
     values, losses = [], []
     for value in axis_values(config):
-        found = [by_id[run.id].loss for run in _runs(config, rule, width, sparsity, is_proxy, value) if run.id in by_id]
+        found = [by_id[run.id].loss for run in _runs(config, rule, width, sparsity, value) if run.id in by_id]
         if found:
             values.append(value)
             losses.append(sum(found) / len(found))
