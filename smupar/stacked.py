@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from smupar.apply import add_missing_factors, mask_of
-from smupar.graphs import Graphed
+from smupar.graphs import Graphed, Upload
 from smupar.optim import groups_by_optimizer
 from smupar.plan import Plan
 from smupar.rules import family_of
@@ -75,6 +75,7 @@ class Stack:
         self.tensors = self._gathered(models, plans, hyperparameters)
         self.models, self.num_steps = list(models), 0
         self.device = self.tensors["alive"].device
+        self.upload = Upload(self.device)
         template = _Loss(copy.deepcopy(self.models[0]).to("meta"), loss_fn)
         autocast = (self.device.type, dtype) if dtype is not None else None
         self._losses = _Losses(
@@ -95,9 +96,8 @@ class Stack:
     def step(self, batch: Sequence[Tensor], lr_share: float | Sequence[float] = 1.0) -> Tensor:
         """Losses of all models before the update; a model whose loss is no number is left as it is from then on."""
         self.num_steps += 1
-        share = torch.as_tensor(lr_share, dtype=torch.float32).expand(len(self)).to(self.device, non_blocking=True)
-        number = torch.tensor(float(self.num_steps)).to(self.device, non_blocking=True)
-        return self._call(share, number, *batch).clone()
+        share = self.upload(torch.as_tensor(lr_share, dtype=torch.float32).expand(len(self)))
+        return self._call(share, *batch).clone()
 
     @torch.no_grad()
     def evaluate(self, batch: Sequence[Tensor]) -> Tensor:
@@ -114,8 +114,9 @@ class Stack:
     # One step, as a function of tensors
 
     @torch.no_grad()
-    def _step(self, share: Tensor, number: Tensor, *batch: Tensor) -> Tensor:
+    def _step(self, share: Tensor, *batch: Tensor) -> Tensor:
         t = self.tensors
+        number = t["number"].add_(1)
         grads, losses = self._losses.gradients(t["params"], t["buffers"], *batch)
         for name, mask in t["masks"].items():
             grads[name] = grads[name].masked_fill(~mask, 0)
@@ -188,6 +189,7 @@ class Stack:
             "constants": _constants(models, plans, hyperparameters, self.kind),
             "state": {name: self._new_state(name, param) for name, param in params.items()},
             "alive": torch.ones(len(models), dtype=torch.bool, device=device),
+            "number": torch.zeros((), device=device),
         }
         if any(h.clip is not None for h in hyperparameters):
             tensors["clip"] = torch.tensor([math.inf if h.clip is None else h.clip for h in hyperparameters], device=device)

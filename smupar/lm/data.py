@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -135,9 +136,10 @@ def batch(
     batch_size: int,
     seq_len: int,
     rows: tuple[int, int] | None = None,
-    device: torch.device | None = None,
+    to: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of one step; of the rows from, to alone where a rank needs no others."""
+    """Inputs and targets of one step; of the rows from, to alone where a rank needs no others. ``to`` carries them to a
+    device."""
     first, last = (0, batch_size) if rows is None else rows
     count = num_sequences(tokens, seq_len)
     positions = step * batch_size + np.arange(first, last)
@@ -148,8 +150,8 @@ def batch(
         offset, keys = _epoch(seed, epoch, len(tokens) - count * seq_len)
         starts[here] = offset + seq_len * shuffled(positions[here] % count, count, keys)
     windows = torch.from_numpy(tokens.windows(starts, seq_len + 1))
-    if device is not None:
-        windows = windows.to(device, non_blocking=True)
+    if to is not None:
+        windows = to(windows)
     return windows[:, :-1], windows[:, 1:]
 
 

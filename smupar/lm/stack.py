@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 import torch
@@ -77,7 +79,9 @@ class GPTStack:
     def _built(self, configs: Sequence[RunConfig]) -> tuple[list[GPT], list[Plan]]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PlanWarning)  # a study says once what it is about
-            made = [build(config) for config in configs]
+            # Random numbers come from one thread each, most of the time that it takes.
+            with ThreadPoolExecutor(min(len(configs), os.cpu_count() or 1)) as pool:
+                made = list(pool.map(build, configs))
         self.configs = list(configs)
         self.seeds = sorted({config.seed for config in configs})
         self.sparsities = [plan.hidden_sparsity for _, plan in made]
@@ -108,7 +112,7 @@ class GPTStack:
     def _of_seed(self, tokens: Tokens, seed: int, step: int) -> tuple[Tensor, Tensor]:
         first = self.configs[0]
         size, length = first.batch_size, first.seq_len
-        return data.batch(tokens, seed=seed, step=step, batch_size=size, seq_len=length, device=self.device)
+        return data.batch(tokens, seed=seed, step=step, batch_size=size, seq_len=length, to=self.stack.upload)
 
 
 def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

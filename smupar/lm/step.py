@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smupar.auditing import audit
-from smupar.graphs import Graphed
+from smupar.graphs import Graphed, Upload
 from smupar.lm import data
 from smupar.lm.config import Execution, RunConfig
 from smupar.lm.cost import fitting_micro_batch
@@ -31,6 +31,7 @@ class Stepper:
 
     def __init__(self, config: RunConfig, how: Execution, world: World, text: Text) -> None:
         self.config, self.world, self.text = config, world, text
+        self.upload = Upload(world.device)
         self.rows = world.share_of(config.batch_size)
         self.num_micro = _num_micro_batches(self.rows[1] - self.rows[0], how.micro_batch or _fitting(config, world))
         self.model, self.plan = place(config, world)
@@ -102,7 +103,7 @@ class Stepper:
             batch_size=c.batch_size,
             seq_len=c.seq_len,
             rows=self.rows,
-            device=self.world.device,
+            to=self.upload,
         )
 
     def _precision(self) -> contextlib.AbstractContextManager[object]:

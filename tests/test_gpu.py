@@ -1,0 +1,95 @@
+"""What only a GPU can show: captured and stacked steps give the losses of the plain step."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+
+from smupar.lm import data
+from smupar.lm.config import Execution, ModelConfig, RunConfig
+from smupar.lm.distributed import World
+from smupar.lm.stack import GPTStack
+from smupar.lm.step import Stepper
+from smupar.lm.train import train
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.filterwarnings("default"),  # compilers and drivers warn as they like
+]
+
+GPU = torch.device("cuda")
+STEPS = 30
+RUN = RunConfig(
+    model=ModelConfig(width=128, depth=2, head_dim=64, vocab_size=256),
+    base_width=64,
+    sparsity=0.75,
+    lr=2**-8,
+    seq_len=64,
+    batch_size=16,
+    steps=STEPS,
+    clip=1.0,
+)
+BAG = [RUN, replace(RUN, rule="sp", sparsity=0.9, lr=2**-10), replace(RUN, rule="mup", sparsity=0.0, seed=1)]
+
+
+@pytest.fixture(scope="module")
+def text():
+    return data.open_text(RUN)
+
+
+def losses_of(step):
+    return torch.stack([step(number).detach().clone() for number in range(STEPS)]).cpu()
+
+
+def plain(config, text, **how):
+    return losses_of(Stepper(config, Execution(device="cuda", **how), World(0, 1, GPU, "ddp"), text).step)
+
+
+def distance(ours, theirs):
+    return (ours / theirs - 1).abs().max().item()
+
+
+def test_captured_step_gives_the_losses_of_the_plain_step(text):
+    uncaptured = plain(RUN, text, compile=False)
+    assert uncaptured[-1] < 0.8 * uncaptured[0]
+    assert distance(plain(RUN, text, graph=True), uncaptured) < 1e-4
+    assert distance(plain(RUN, text, graph=True, compile=False), uncaptured) < 1e-5
+
+
+def test_captured_step_in_bf16_gives_the_losses_of_the_plain_step(text):
+    half = replace(RUN, dtype="bf16")
+    assert distance(plain(half, text, graph=True), plain(half, text)) < 2e-3
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_stack_on_a_gpu_gives_the_losses_of_single_runs(text, compiled):
+    stacked = losses_of(GPTStack(BAG, text, GPU, compile=compiled).step)
+    for index, config in enumerate(BAG):
+        assert distance(stacked[:, index], plain(config, text, compile=False)) < 1e-4
+
+
+def test_refilled_stack_gives_the_losses_of_a_new_one(text):
+    stack = GPTStack(BAG, text, GPU, own_batches=True)
+    losses_of(stack.step)
+    stack.refill(BAG[::-1])
+    again = losses_of(stack.step)
+    assert distance(again.flip(1), losses_of(GPTStack(BAG, text, GPU, own_batches=True).step)) < 1e-6
+
+
+def test_serial_engine_gives_the_losses_of_the_plain_step(text):
+    assert distance(losses_of(GPTStack([RUN], text, GPU).step)[:, 0], plain(RUN, text, compile=False)) < 1e-4
+
+
+def test_captured_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path):
+    how = Execution(device="cuda", graph=True, compile=False, out=str(tmp_path / "whole"), save_every=10, keep=10)
+    whole = train(RUN, how)
+    pieces = replace(how, out=str(tmp_path / "pieces"))
+    train(RUN, pieces)
+    for checkpoint in sorted((tmp_path / "pieces").glob("checkpoints/*"))[1:]:
+        shutil.rmtree(checkpoint)
+    (tmp_path / "pieces" / "summary.json").unlink()
+    again = train(RUN, pieces)
+    assert again.train_loss == pytest.approx(whole.train_loss, rel=1e-5)
