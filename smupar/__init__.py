@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from smupar.auditing import AuditError, audit
     from smupar.coordinates.check import coord_check
     from smupar.coordinates.report import Report
+    from smupar.dynamic import GMP, IMP, SET, RigL, fan_in_init, magnitude_masks, snip_masks
     from smupar.masks import er, erk, uniform
     from smupar.optim import LRRatioWarning, guard, param_groups
     from smupar.plan import Plan
     from smupar.planner import PlanWarning, make_plan
     from smupar.stacked import train_stacked
+    from smupar.updates import Trace, UpdatesWarning, follow_updates, record_updates
 
 __version__ = "0.1.0"
 
@@ -34,6 +36,17 @@ _WHERE = {
     "guard": "optim",
     "LRRatioWarning": "optim",
     "train_stacked": "stacked",
+    "RigL": "dynamic",
+    "SET": "dynamic",
+    "GMP": "dynamic",
+    "IMP": "dynamic",
+    "magnitude_masks": "dynamic",
+    "snip_masks": "dynamic",
+    "fan_in_init": "dynamic",
+    "record_updates": "updates",
+    "follow_updates": "updates",
+    "Trace": "updates",
+    "UpdatesWarning": "updates",
     "audit": "auditing",
     "AuditError": "auditing",
     "coord_check": "coordinates.check",
@@ -41,20 +54,31 @@ _WHERE = {
 }
 
 __all__ = [
+    "GMP",
+    "IMP",
+    "SET",
     "AuditError",
     "LRRatioWarning",
     "Plan",
     "PlanWarning",
     "Report",
+    "RigL",
+    "Trace",
+    "UpdatesWarning",
     "attach",
     "audit",
     "coord_check",
     "er",
     "erk",
+    "fan_in_init",
+    "follow_updates",
     "guard",
+    "magnitude_masks",
     "make_plan",
     "param_groups",
     "parameterize",
+    "record_updates",
+    "snip_masks",
     "train_stacked",
     "uniform",
 ]

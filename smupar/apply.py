@@ -22,7 +22,7 @@ from smupar.masks import read_masks
 from smupar.plan import Plan
 from smupar.planner import MaskSetting, PlanWarning, Settings, plan_with_cautions, warn
 from smupar.tensors import is_lookup, parent_path
-from smupar.values import initialise, like, padding_rows, plan_resets, zero_off_mask
+from smupar.values import initialise, like, local, padding_rows, plan_resets, zero_off_mask
 
 FACTOR = "smupar_factor"
 _MARK = "_smupar_attached"
@@ -122,13 +122,25 @@ def mask_of(model: nn.Module, name: str) -> Tensor | None:
 
 def masks_gradient(parameter: nn.Parameter) -> bool:
     """Whether the gradient hook is in place."""
+    return gradient_mask(parameter) is not None
+
+
+def gradient_mask(parameter: nn.Parameter) -> MaskGradient | None:
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    return any(isinstance(hook, _MaskGradient) for hook in hooks.values())
+    return next((hook for hook in hooks.values() if isinstance(hook, MaskGradient)), None)
 
 
 def masks_updates(optimizer: torch.optim.Optimizer) -> bool:
     """Whether weights are masked after each step."""
     return any(isinstance(hook, _MaskWeights) for hook in optimizer._optimizer_step_post_hooks.values())
+
+
+def add_masks(model: nn.Module, plan: Plan) -> None:
+    """Gives hidden weights without a mask one that keeps all: for masks that will move."""
+    parameters = dict(model.named_parameters())
+    missing = [row.name for row in plan if row.role == "hidden" and mask_of(model, row.name) is None]
+    ones = {name: torch.ones(plan[name].shape, dtype=torch.bool, device=local(parameters[name]).device) for name in missing}
+    _attach(model, plan, ones)
 
 
 def scales_output(module: nn.Module) -> bool:
@@ -204,31 +216,43 @@ def _masks(plan: Plan, given: Mapping[str, Tensor], wanted: set[str] | None = No
 # Hooks
 
 
-class _MaskGradient:
-    """Post-accumulate hook: reads the mask at call time, so that masks may move."""
+class MaskGradient:
+    """Post-accumulate hook: reads the mask at call time, so that masks may move.
+
+    While ``keeps_dense`` is set, ``dense`` holds what the gradient would be without a mask, summed over micro-batches: this
+    rank's own, or its shard of the sum over ranks.
+    """
 
     def __init__(self, module: nn.Module, mask_leaf: str) -> None:
         self.module, self.mask_leaf = module, mask_leaf
+        self.keeps_dense = False
+        self.dense: Tensor | None = None
 
+    @torch.no_grad()
     def __call__(self, parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            zero_off_mask(parameter.grad, getattr(self.module, self.mask_leaf))
+        if parameter.grad is None:
+            return
+        mask = getattr(self.module, self.mask_leaf)
+        if self.keeps_dense:
+            here = local(parameter.grad)
+            # On the mask the gradient is the sum so far; off it earlier micro-batches were masked away.
+            self.dense = here.clone() if self.dense is None else torch.where(local(mask), here, self.dense + here)
+        zero_off_mask(parameter.grad, mask)
 
 
 class _MaskWeights:
     """Optimizer post-step hook: off-mask weights were 0 before the step, so masking them masks the update."""
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
-        self.model, self.names = model, [row.name for row in plan if row.masked]
+        self.model, self.names = model, [row.name for row in plan]
 
     @torch.no_grad()
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
         parameters = dict(self.model.named_parameters())
         for name in self.names:
-            if id(parameters[name]) in updated:
-                mask = mask_of(self.model, name)
-                assert mask is not None
+            mask = mask_of(self.model, name)
+            if mask is not None and id(parameters[name]) in updated:
                 zero_off_mask(parameters[name], mask)
 
 
@@ -259,14 +283,16 @@ def _mask_leaf(name: str) -> str:
 def _attach(model: nn.Module, plan: Plan, masks: Mapping[str, Tensor]) -> None:
     """Everything of ``attach``, with the masks that are not in the model yet."""
     parameters = dict(model.named_parameters())
+    masked = []
     silent = []  # buffers that DDP need not broadcast at every forward: the same on all ranks by construction
     for row in plan:
         module, leaf = model.get_submodule(parent_path(row.name)), _mask_leaf(row.name)
         if row.name in masks:
             module.register_buffer(leaf, like(masks[row.name], parameters[row.name]))
-        if row.masked:
+        if mask_of(model, row.name) is not None:  # by the plan, or added for masks that will move
             _watch(parameters[row.name], module, leaf)
             silent.append(f"{row.name}_mask")
+            masked.append(row.name)
         for path, factor in row.forward:
             _set_factor(model.get_submodule(path), factor, parameters[row.name])
             silent.append(f"{path}.{FACTOR}")
@@ -275,14 +301,14 @@ def _attach(model: nn.Module, plan: Plan, masks: Mapping[str, Tensor]) -> None:
     if not hasattr(model, _MARK):
         model.register_load_state_dict_pre_hook(_before_load)
         model.register_load_state_dict_post_hook(_after_load)
-    setattr(model, _MARK, _Attached(tuple(row.name for row in plan if row.masked)))
+    setattr(model, _MARK, _Attached(tuple(masked)))
 
 
 def _watch(parameter: nn.Parameter, module: nn.Module, mask_leaf: str) -> None:
     if not masks_gradient(parameter):
         frozen = not parameter.requires_grad
         parameter.requires_grad_(True)  # a hook cannot be put on a frozen parameter, but stays while it is
-        parameter.register_post_accumulate_grad_hook(_MaskGradient(module, mask_leaf))
+        parameter.register_post_accumulate_grad_hook(MaskGradient(module, mask_leaf))
         parameter.requires_grad_(not frozen)
 
 

@@ -212,7 +212,8 @@ def wrong_groups(optimizer: torch.optim.Optimizer) -> tuple[float, list[dict[str
     on_gpu = any(isinstance(group["lr"], Tensor) and group["lr"].device.type != "cpu" for group in groups)
     if len(groups) < 2 or on_gpu:  # reading a GPU tensor at each step would stall it
         return 0.0, []
-    bases = [float(group["lr"]) / group["lr_factor"] for group in groups]
+    # While a step is made, ``rates`` may have put another learning rate in the place of the scheduled one.
+    bases = [float(group.get("scheduled_lr", group["lr"])) / group["lr_factor"] for group in groups]
     base = max(bases, key=lambda one: sum(_same(one, other) for other in bases))
     return base, [group for group, own in zip(groups, bases, strict=True) if not _same(own, base)]
 

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from smupar.masks import generator
@@ -109,6 +110,20 @@ def like(tensor: Tensor, parameter: Tensor) -> Tensor:
 def is_sharded(tensor: Tensor) -> bool:
     """A DTensor, asked without importing torch.distributed."""
     return hasattr(tensor, "placements")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, on every rank, of which FSDP2 may have given this one a shard."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard, or the tensor."""
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def num_ranks() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def zero_off_mask(tensor: Tensor, mask: Tensor) -> None:

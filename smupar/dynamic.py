@@ -1,0 +1,656 @@
+"""Masks that move while training, cut along their joints: when (``Times``), which (a score and ``largest``), how many
+(``DropAndGrow``, ``Pruning``), and carrying it out on a model and its optimizers (``Sparsifier`` and its kinds).
+
+``sparsifier.step()`` is called after ``optimizer.step()`` and counts those steps: after the n-th one masks move if n is due.
+Where they move is a function of tensors with a leading dimension of models, so that stacks of models use the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from smupar.apply import add_masks, attach, gradient_mask, is_parameterized, mask_of, optimizers, unwrapped
+from smupar.masks import Allocation, allocate, round_half_up
+from smupar.plan import Plan, PlanRow
+from smupar.rates import applied_lr, layer_rates
+from smupar.rules import get_rule
+from smupar.values import is_sharded, like, num_ranks, whole, zero_off_mask
+
+# Share of the drop fraction that is left, over the progress of the schedule.
+DECAYS: dict[str, Callable[[float], float]] = {
+    "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
+    "linear": lambda progress: 1 - progress,
+    "constant": lambda progress: 1.0,
+}
+# Share of the way from the first density to the last.
+CURVES: dict[str, Callable[[float], float]] = {
+    "cubic": lambda progress: 1 - (1 - progress) ** 3,
+    "linear": lambda progress: progress,
+    "cosine": lambda progress: (1 - math.cos(math.pi * progress)) / 2,
+}
+_MOVABLE = ("random", "bernoulli", "given", None)
+
+
+# When
+
+
+@dataclass(frozen=True)
+class Times:
+    """Counted in optimizer steps that were made: every so many, from ``start`` to ``stop``, both included."""
+
+    every: int
+    stop: int
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        if self.every < 1 or not 0 <= self.start < self.stop:
+            raise ValueError(
+                f"masks move every {self.every} steps from {self.start} to {self.stop}: every must be at least 1, and stop "
+                "behind start"
+            )
+
+    def due(self, step: int) -> bool:
+        return max(1, self.start) <= step <= self.stop and (step - self.start) % self.every == 0
+
+    def progress(self, step: int) -> float:
+        return min(1.0, max(0.0, (step - self.start) / (self.stop - self.start)))
+
+
+# Which: all tensors are (models, weights)
+
+
+def largest(score: Tensor, candidates: Tensor, num: Tensor) -> Tensor:
+    """Exactly ``num[i]`` of the candidates of row i, those with the largest scores; of equal ones the first."""
+    order = score.masked_fill(~candidates, -math.inf).argsort(dim=1, descending=True, stable=True)
+    chosen = torch.arange(score.shape[1], device=score.device) < num[:, None]
+    return torch.zeros_like(candidates).scatter_(1, order, chosen).logical_and_(candidates)
+
+
+def random_scores(num: int, keys: Tensor) -> Tensor:
+    """A row of uniform numbers for each key, the same on every device: a hash of the position (splitmix64's finaliser)."""
+    x = torch.arange(1, num + 1, device=keys.device)[None] * 0x1E3779B97F4A7C15 + keys[:, None]
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return (x >> 40 & 0xFFFFFF).float()
+
+
+def key_of(seed: int, step: int, name: str) -> int:
+    digest = hashlib.sha256(f"{seed}/grow/{step}/{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+# How many
+
+
+@dataclass(frozen=True)
+class DropAndGrow:
+    """Drops the active weights of smallest magnitude and grows as many. Candidates to grow are all that were not kept, so a
+    weight that was just dropped may stay."""
+
+    times: Times
+    grow: str
+    drop_fraction: float = 0.3
+    decay: str = "cosine"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.drop_fraction < 1:
+            raise ValueError(f"drop_fraction must lie in (0, 1), got {self.drop_fraction}")
+        _choice("decay", self.decay, DECAYS)
+        _choice("grow", self.grow, ("gradient", "random"))
+
+    def due(self, step: int) -> bool:
+        return self.times.due(step)
+
+    def moved(self, weight: Tensor, mask: Tensor, grow_score: Tensor, step: int) -> Tensor:
+        """The new mask."""
+        share = self.drop_fraction * DECAYS[self.decay](self.times.progress(step))
+        active = mask.sum(1)
+        num = (share * active.double() + 0.5).long()
+        kept = largest(weight.abs(), mask, active - num)
+        return kept | largest(grow_score, ~kept, num)
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """Keeps the weights of largest magnitude, fewer and fewer. The last step is due whatever ``every`` is."""
+
+    times: Times
+    curve: str = "cubic"
+
+    def __post_init__(self) -> None:
+        _choice("curve", self.curve, CURVES)
+
+    def due(self, step: int) -> bool:
+        return self.times.due(step) or step == self.times.stop
+
+    def density(self, first: Fraction, last: Fraction, step: int) -> Fraction:
+        """At the end exactly ``last``."""
+        progress = self.times.progress(step)
+        return last if progress == 1 else first + (last - first) * Fraction(CURVES[self.curve](progress))
+
+    def moved(self, weight: Tensor, mask: Tensor, num_kept: Tensor) -> Tensor:
+        return largest(weight.abs(), mask, torch.minimum(num_kept, mask.sum(1)))
+
+
+def density_factor(plan: Plan, row: PlanRow, density: Fraction, family: str) -> float:
+    """What a density other than the planned one makes of the plan's learning rate, by Table 1."""
+    power = get_rule(plan.rule).lr[family][row.role]
+    return float(power.of(1, 1, density / plan.base_density) / power.of(1, 1, row.density_mult))
+
+
+def init_factor(plan: Plan, row: PlanRow, density: Fraction) -> float:
+    """Likewise of the init std."""
+    power = get_rule(plan.rule).init_var[row.role]
+    return math.sqrt(power.of(1, 1, density / plan.base_density) / power.of(1, 1, row.density_mult))
+
+
+def num_kept(name: str, shape: tuple[int, ...], density: Fraction) -> int:
+    num = round_half_up(density * math.prod(shape))
+    if num == 0:
+        raise ValueError(f"density {float(density):g} would drop every weight of {name!r}, of shape {shape}: raise it")
+    return num
+
+
+def _choice(what: str, value: object, allowed: Iterable[object]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{what} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+# Carrying it out
+
+
+class Sparsifier:
+    """What all kinds share: counting steps, the masks of hidden weights, what becomes of weights and optimizer state.
+
+    A grown weight starts at 0 with optimizer state 0; a dropped one is 0 and has no state left. ``restart_bias_correction``
+    gives grown weights Adam's bias correction from their own first step: else their first updates are too large. ``steps`` is
+    the length of the run, if it is known: a schedule that ends behind it is refused.
+    """
+
+    grows_by_gradient = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        optimizer: Any,
+        *,
+        stop: int,
+        restart_bias_correction: bool = False,
+        steps: int | None = None,
+    ) -> None:
+        self.model, self.plan, self.optimizers = unwrapped(model), plan, optimizers(optimizer)
+        if not is_parameterized(self.model):
+            raise ValueError("this model is not parameterized: call smupar.parameterize before masks move")
+        if steps is not None and stop > steps:
+            raise ValueError(f"masks would move until step {stop}, but the run ends at {steps}: choose an earlier stop")
+        structured = sorted({str(row.pattern) for row in plan if row.role == "hidden" and row.pattern not in _MOVABLE})
+        if structured:
+            raise ValueError(f"masks that move are unstructured, pattern {structured[0]!r} would be lost: use pattern='random'")
+        attach(self.model, plan)
+        self.num_steps = 0
+        self.restart = _Restart(self) if restart_bias_correction else None
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Hidden weights with a mask."""
+        every = dict(self.model.named_parameters())
+        hidden = (row.name for row in self.plan if row.role == "hidden")
+        return {name: every[name] for name in hidden if mask_of(self.model, name) is not None}
+
+    @property
+    def densities(self) -> dict[str, float]:
+        counts = {name: int(whole(self._mask(name)).sum()) for name in self.parameters}
+        return {name: count / math.prod(self.plan[name].shape) for name, count in counts.items()}
+
+    @torch.no_grad()
+    def step(self) -> bool:
+        """After every ``optimizer.step()``. Says whether masks moved."""
+        self.num_steps += 1
+        due = self.due(self.num_steps)
+        if due:
+            self.update(self.num_steps)
+        self._listen(self.due(self.num_steps + 1))
+        return due
+
+    def due(self, step: int) -> bool:
+        raise NotImplementedError
+
+    def update(self, step: int) -> None:
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """Masks are in the model's own state dict."""
+        return {"num_steps": self.num_steps, "born": dict(self.restart.born) if self.restart else {}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.num_steps = state["num_steps"]
+        if self.restart:
+            self.restart.born = {name: born.clone() for name, born in state["born"].items()}
+        self._listen(self.due(self.num_steps + 1))
+
+    def _mask(self, name: str) -> Tensor:
+        mask = mask_of(self.model, name)
+        assert mask is not None
+        return mask
+
+    def _listen(self, keep: bool) -> None:
+        """Lets the gradient hooks keep the dense gradient in the step to come."""
+        if self.grows_by_gradient:
+            for parameter in self.parameters.values():
+                hook = gradient_mask(parameter)
+                if hook is not None:
+                    hook.keeps_dense, hook.dense = keep, None
+
+    def _replace(self, name: str, parameter: nn.Parameter, flat: Tensor) -> None:
+        """Makes ``flat``, (1, weights), the mask of a parameter: all that a moving mask entails, and nothing else does it."""
+        new = flat.view(self.plan[name].shape)
+        if num_ranks() > 1:
+            dist.broadcast(sent := new.to(torch.uint8), 0)  # equal by construction; a rounding apart they would stay apart
+            new = sent.bool()
+        old, new = self._mask(name), like(new, parameter)
+        changed = old ^ new
+        parameter.masked_fill_(changed, 0)  # dropped: 0 from now on; grown: starts at 0
+        old.copy_(new)
+        if parameter.grad is not None:
+            zero_off_mask(parameter.grad, new)
+        for optimizer in self.optimizers:
+            for value in optimizer.state.get(parameter, {}).values():
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    value.masked_fill_(changed, 0)
+        if self.restart:
+            self.restart.note(name, changed & new)
+
+
+class _Moving(Sparsifier):
+    """RigL and SET: as many weights as at the start, others."""
+
+    grow: ClassVar[str]
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        optimizer: Any,
+        *,
+        stop: int,
+        drop_fraction: float = 0.3,
+        every: int = 100,
+        start: int = 0,
+        decay: str = "cosine",
+        restart_bias_correction: bool = False,
+        steps: int | None = None,
+    ) -> None:
+        """
+        stop            last step at which masks may move; 3/4 of the run is a good choice
+        drop_fraction   share of a layer's active weights that is dropped, at first; ``decay`` takes it to 0: "cosine", "linear"
+                        or "constant"
+        """
+        self.rule = DropAndGrow(Times(every, stop, start), self.grow, drop_fraction, decay)
+        self.grows_by_gradient = self.grow == "gradient"
+        super().__init__(model, plan, optimizer, stop=stop, restart_bias_correction=restart_bias_correction, steps=steps)
+        if not self.parameters:
+            raise ValueError("no hidden weight is sparse, so no mask can move: pass a density below 1 to parameterize")
+        self._listen(self.due(1))
+
+    def due(self, step: int) -> bool:
+        return self.rule.due(step)
+
+    def update(self, step: int) -> None:
+        for name, parameter in self.parameters.items():
+            weight, mask = whole(parameter).flatten()[None], whole(self._mask(name)).flatten()[None]
+            new = self.rule.moved(weight, mask, self._grow_score(name, parameter, step), step)
+            self._replace(name, parameter, new)
+
+    def _grow_score(self, name: str, parameter: nn.Parameter, step: int) -> Tensor:
+        if self.grow == "random":
+            keys = torch.tensor([key_of(self.plan.seed, step, name)], device=parameter.device)
+            return random_scores(math.prod(self.plan[name].shape), keys)
+        hook = gradient_mask(parameter)
+        dense = hook.dense if hook is not None else None
+        if dense is None:
+            raise ValueError(
+                f"{name!r} got no gradient that RigL could look at: call sparsifier.step() after every optimizer.step(), and "
+                "smupar.attach(model, plan) after a copy, a conversion or sharding"
+            )
+        if is_sharded(parameter):
+            from torch.distributed.tensor import DTensor
+
+            assert isinstance(parameter, DTensor)
+            dense = whole(DTensor.from_local(dense, parameter.device_mesh, parameter.placements, shape=parameter.shape))
+        elif num_ranks() > 1:
+            dist.all_reduce(dense)
+        return dense.abs().flatten()[None]
+
+
+class RigL(_Moving):
+    """Evci et al.: grows where the gradient of the dense network is largest."""
+
+    grow = "gradient"
+
+
+class SET(_Moving):
+    """Mocanu et al.: grows at random."""
+
+    grow = "random"
+
+
+class _Pruned(Sparsifier):
+    """GMP and IMP: from the density that the model starts with to another, with the learning rate that fits.
+
+    correction  "moment": the learning rate follows the density of the moment, by Table 1; init stays that of the first density.
+                "fixed": init and learning rate of the last density from the start, as in the paper.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        optimizer: Any,
+        *,
+        density: float | Mapping[str, float] | Allocation,
+        stop: int,
+        pool: str = "layer",
+        correction: str = "moment",
+        restart_bias_correction: bool = False,
+        steps: int | None = None,
+    ) -> None:
+        _choice("correction", correction, ("moment", "fixed"))
+        _choice("pool", pool, ("layer", "global"))
+        self.pool, self.correction = pool, correction
+        hidden = {row.name: row for row in plan if row.role == "hidden"}
+        self.last = allocate(density, {name: row.shape for name, row in hidden.items()})
+        for name, row in hidden.items():
+            num_kept(name, row.shape, self.last[name])
+            if self.last[name] > row.density:
+                raise ValueError(
+                    f"{name!r} has density {float(row.density):g} already and would be pruned to {float(self.last[name]):g}: "
+                    "parameterize with the density to start from, 1 as a rule"
+                )
+        super().__init__(model, plan, optimizer, stop=stop, restart_bias_correction=restart_bias_correction, steps=steps)
+        add_masks(self.model, plan)
+        self.families = {
+            id(parameter): group["family"]
+            for one in self.optimizers
+            for group in one.param_groups
+            if "family" in group
+            for parameter in group["params"]
+        }
+        self.rates = layer_rates(self.model, plan, self.optimizers)
+        if correction == "fixed":
+            self._correct(self.last)
+            with torch.no_grad():
+                for name, parameter in self.parameters.items():
+                    parameter.mul_(init_factor(plan, plan[name], self.last[name]))
+
+    def _prune(self, density_of: Callable[[PlanRow], Fraction]) -> None:
+        wanted = {name: density_of(self.plan[name]) for name in self.parameters}
+        nums = {name: num_kept(name, self.plan[name].shape, density) for name, density in wanted.items()}
+        masks = self._globally(sum(nums.values())) if self.pool == "global" else self._by_layer(nums)
+        for name, mask in masks.items():
+            self._replace(name, self.parameters[name], mask)
+        if self.correction == "moment":
+            shapes = {name: math.prod(self.plan[name].shape) for name in masks}
+            self._correct({name: Fraction(int(mask.sum()), shapes[name]) for name, mask in masks.items()})
+
+    def _by_layer(self, nums: dict[str, int]) -> dict[str, Tensor]:
+        masks = {}
+        for name, parameter in self.parameters.items():
+            mask = whole(self._mask(name)).flatten()[None]
+            wanted = torch.tensor([nums[name]], device=mask.device)
+            masks[name] = largest(whole(parameter).abs().flatten()[None], mask, torch.minimum(wanted, mask.sum(1)))
+        return masks
+
+    def _globally(self, num: int) -> dict[str, Tensor]:
+        sizes = {name: math.prod(self.plan[name].shape) for name in self.parameters}
+        scores = torch.cat([whole(p).abs().flatten() for p in self.parameters.values()])[None]
+        masks = torch.cat([whole(self._mask(name)).flatten() for name in sizes])[None]
+        kept = largest(scores, masks, torch.minimum(torch.tensor([num], device=masks.device), masks.sum(1)))
+        parts = dict(zip(sizes, kept.split(list(sizes.values()), dim=1), strict=True))
+        empty = [name for name, part in parts.items() if not part.any()]
+        if empty:
+            raise ValueError(f"every weight of {empty[0]!r} would be dropped: prune less, or with pool='layer'")
+        return parts
+
+    def _correct(self, densities: Mapping[str, Fraction]) -> None:
+        for name, parameter in self.parameters.items():
+            family = self.families.get(id(parameter))
+            if family is not None:
+                self.rates.corrections[name] = density_factor(self.plan, self.plan[name], densities[name], family)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self.correction == "moment" and self.num_steps:
+            masks = {name: whole(self._mask(name)) for name in self.parameters}
+            self._correct({name: Fraction(int(mask.sum()), mask.numel()) for name, mask in masks.items()})
+
+
+class GMP(_Pruned):
+    """Gradual magnitude pruning (Zhu and Gupta): the smallest weights go, along a curve, until ``density`` is reached.
+
+    density     at the end: a number, {"glob": number} or an allocation such as ``erk(1 / 16)``
+    pool        "layer": each layer its own number; "global": one ranking of all hidden weights
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        optimizer: Any,
+        *,
+        density: float | Mapping[str, float] | Allocation,
+        stop: int,
+        every: int = 100,
+        start: int = 0,
+        curve: str = "cubic",
+        **settings: Any,
+    ) -> None:
+        self.rule = Pruning(Times(every, stop, start), curve)
+        super().__init__(model, plan, optimizer, density=density, stop=stop, **settings)
+
+    def due(self, step: int) -> bool:
+        return self.rule.due(step)
+
+    def update(self, step: int) -> None:
+        self._prune(lambda row: self.rule.density(row.density, self.last[row.name], step))
+
+
+class IMP(_Pruned):
+    """Iterative magnitude pruning with rewinding (Frankle et al.): train, prune, go back to the weights of step ``rewind``,
+    train again. ``every`` steps are a round; after the last pruning comes one more.
+
+    All parameters go back, optimizers start anew; a schedule of yours should start again with ``round_step``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        optimizer: Any,
+        *,
+        density: float | Mapping[str, float] | Allocation,
+        rounds: int,
+        every: int,
+        rewind: int = 0,
+        **settings: Any,
+    ) -> None:
+        if rounds < 1 or not 0 <= rewind < every:
+            raise ValueError(f"IMP needs rounds of at least 1 and rewind in [0, every = {every}), got {rounds} and {rewind}")
+        self.rounds, self.every, self.rewind = rounds, every, rewind
+        self.weights: dict[str, Tensor] = {}
+        super().__init__(model, plan, optimizer, density=density, stop=rounds * every, **settings)
+        if rewind == 0:
+            self._remember()
+
+    @property
+    def round_step(self) -> int:
+        """Steps since the rewind that the weights came from was reached."""
+        return self.num_steps if self.num_steps < self.every else self.rewind + self.num_steps % self.every
+
+    def due(self, step: int) -> bool:
+        return 0 < step <= self.rounds * self.every and step % self.every == 0
+
+    def step(self) -> bool:
+        moved = super().step()
+        if self.num_steps == self.rewind:
+            self._remember()
+        return moved
+
+    def update(self, step: int) -> None:
+        share = Fraction(step // self.every, self.rounds)
+
+        def density(row: PlanRow) -> Fraction:
+            last = self.last[row.name]
+            return last if share == 1 else row.density * Fraction(float(last / row.density) ** float(share))
+
+        self._prune(density)
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(self.weights[name])
+            mask = mask_of(self.model, name)
+            if mask is not None:
+                zero_off_mask(parameter, mask)
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+
+    def _remember(self) -> None:
+        self.weights = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "weights": self.weights}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.weights = {name: weight.clone() for name, weight in state["weights"].items()}
+
+
+class _Restart:
+    """Adam corrects its averages for having started at 0, by the optimizer's step, but a grown weight starts later: this takes
+    the difference out of the weight, behind each step. ``born``: the optimizer's step at which a weight grew, 0 at first."""
+
+    def __init__(self, sparsifier: Sparsifier) -> None:
+        self.sparsifier = sparsifier
+        self.born: dict[str, Tensor] = {}
+        hidden = {id(parameter) for parameter in sparsifier.parameters.values()}
+        for optimizer in sparsifier.optimizers:
+            kind = type(optimizer).__name__
+            groups = [group for group in optimizer.param_groups if any(id(p) in hidden for p in group["params"])]
+            if groups and (kind not in ("Adam", "AdamW") or any(group.get("amsgrad") for group in groups)):
+                raise ValueError(f"restart_bias_correction is for Adam and AdamW without amsgrad, not {kind}: leave it out")
+            optimizer.register_step_post_hook(self._correct)
+
+    def note(self, name: str, grown: Tensor) -> None:
+        parameter = self.sparsifier.parameters[name]
+        state: dict[str, Any] = next((o.state[parameter] for o in self.sparsifier.optimizers if parameter in o.state), {})
+        born = self.born.setdefault(name, torch.zeros_like(parameter, dtype=torch.float32))
+        born.masked_fill_(grown, float(state.get("step", 0)))
+
+    @torch.no_grad()
+    def _correct(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        names = {id(parameter): name for name, parameter in self.sparsifier.parameters.items()}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name = names.get(id(parameter))
+                if name in self.born and parameter in optimizer.state:
+                    parameter.add_(self._difference(optimizer.state[parameter], group, self.born[name]))
+
+    @staticmethod
+    def _difference(state: Mapping[str, Any], group: dict[str, Any], born: Tensor) -> Tensor:
+        """What the step took too much of young weights."""
+        beta1, beta2 = group["betas"]
+        count = float(state["step"])
+        mean, square = state["exp_avg"], state["exp_avg_sq"]
+
+        def update(age: Any) -> Tensor:
+            return mean / (1 - beta1**age) / ((square / (1 - beta2**age)).sqrt() + group["eps"])
+
+        difference: Tensor = applied_lr(group) * (update(count) - update(count - born))
+        return difference.masked_fill_(born == 0, 0)
+
+
+# At initialisation
+
+
+def magnitude_masks(model: nn.Module, plan: Plan, *, density: float | Mapping[str, float] | Allocation) -> dict[str, Tensor]:
+    """The largest hidden weights of a model, layer by layer, as masks for ``parameterize(fresh_model, masks=...)``."""
+    return _best_masks(model, plan, density, lambda name, parameter: whole(parameter).abs(), pool="layer")
+
+
+def snip_masks(
+    model: nn.Module,
+    plan: Plan,
+    loss_fn: Callable[[nn.Module, Any], Tensor],
+    batches: Iterable[Any],
+    *,
+    density: float,
+    pool: str = "global",
+) -> dict[str, Tensor]:
+    """SNIP (Lee et al.): the hidden weights whose loss would change the loss most, |weight x gradient| summed over batches, as
+    masks for ``parameterize(fresh_model, masks=...)``. ``model`` is dense and left as it is."""
+    hidden = [row.name for row in plan if row.role == "hidden"]
+    parameters = {name: parameter for name, parameter in model.named_parameters() if name in hidden}
+    sums = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+    num = 0
+    for batch in batches:
+        num += 1
+        grads = torch.autograd.grad(loss_fn(model, batch), list(parameters.values()))
+        for name, grad in zip(parameters, grads, strict=True):
+            sums[name] += grad
+    if num == 0:
+        raise ValueError("SNIP needs at least one batch")
+    return _best_masks(model, plan, density, lambda name, parameter: whole(parameter.detach() * sums[name]).abs(), pool=pool)
+
+
+@torch.no_grad()
+def _best_masks(
+    model: nn.Module,
+    plan: Plan,
+    density: float | Mapping[str, float] | Allocation,
+    score: Callable[[str, nn.Parameter], Tensor],
+    *,
+    pool: str,
+) -> dict[str, Tensor]:
+    _choice("pool", pool, ("layer", "global"))
+    hidden = {row.name: row for row in plan if row.role == "hidden"}
+    shares = allocate(density, {name: row.shape for name, row in hidden.items()})
+    nums = {name: num_kept(name, row.shape, shares[name]) for name, row in hidden.items()}
+    every = dict(model.named_parameters())
+    scores = {name: score(name, every[name]).flatten()[None] for name in hidden}
+    if pool == "global":
+        flat = torch.cat(list(scores.values()), dim=1)
+        kept = _all_of(flat, sum(nums.values()))
+        parts = zip(hidden, kept.split([part.shape[1] for part in scores.values()], dim=1), strict=True)
+    else:
+        parts = ((name, _all_of(one, nums[name])) for name, one in scores.items())  # type: ignore[assignment]
+    masks = {name: part.view(hidden[name].shape) for name, part in parts}
+    empty = [name for name, mask in masks.items() if not mask.any()]
+    if empty:
+        raise ValueError(f"every weight of {empty[0]!r} would be dropped: raise the density, or use pool='layer'")
+    return masks
+
+
+def _all_of(score: Tensor, num: int) -> Tensor:
+    return largest(score, torch.ones_like(score, dtype=torch.bool), torch.tensor([num], device=score.device))
+
+
+@torch.no_grad()
+def fan_in_init(model: nn.Module, plan: Plan) -> None:
+    """Evci et al.: scales the weights of every neuron to its own number of inputs instead of the layer's mean, in place. For
+    masks that leave neurons with very different numbers; nothing to do where all have the same."""
+    model = unwrapped(model)
+    parameters = dict(model.named_parameters())
+    for row in plan:
+        mask = mask_of(model, row.name)
+        if row.role != "hidden" or mask is None:
+            continue
+        fan_in = whole(mask).float().sum(row.in_dims, keepdim=True)
+        scale = (fan_in.mean() / fan_in.clamp(min=1)).sqrt().expand(row.shape).contiguous()
+        parameters[row.name].mul_(like(scale, parameters[row.name]))

@@ -1,0 +1,102 @@
+"""Learning rates of single hidden weights that change from step to step, beside whatever scheduler there is.
+
+The factor is put in when the optimizer steps and taken out behind it, so a scheduler never sees it. That needs a group for each
+hidden weight: the groups of ``param_groups`` are split, which must happen before a scheduler is made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from smupar.apply import optimizers, unwrapped
+from smupar.plan import Plan
+
+_WEIGHT = "hidden_weight"
+
+
+class LayerRates:
+    """``corrections`` multiply what the plan gives; a number in ``measured`` replaces the plan's factor. By parameter name."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+        self.corrections: dict[str, float] = {}
+        self.measured: dict[str, float] = {}
+
+    def factor(self, name: str, planned: float) -> float:
+        """On the base learning rate."""
+        return self.measured[name] if name in self.measured else planned * self.corrections.get(name, 1.0)
+
+    def put_in(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            if _WEIGHT in group:
+                group["scheduled_lr"] = scheduled = group.pop("scheduled_lr", group["lr"])  # still there if a step failed
+                planned = group["lr_factor"]
+                group["lr"] = group["applied_lr"] = scheduled * (self.factor(group[_WEIGHT], planned) / planned)
+
+    def take_out(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            if _WEIGHT in group:
+                group["lr"] = group.pop("scheduled_lr")
+
+
+def layer_rates(model: nn.Module, plan: Plan, optimizer: Any) -> LayerRates:
+    """The rates of an optimizer (or several on one model), made the first time it is asked for."""
+    every = optimizers(optimizer)
+    found = [_rates_of(one) for one in every]
+    if found and found[0] is not None:
+        return found[0]
+    names = {id(p): n for n, p in unwrapped(model).named_parameters() if n in plan and plan[n].role == "hidden"}
+    for one in every:
+        _refuse(one, names)
+    rates = LayerRates(list(names.values()))
+    for one in every:
+        _split(one, names)
+        one.register_step_pre_hook(rates.put_in)
+        one.register_step_post_hook(rates.take_out)
+    return rates
+
+
+def group_of_weight(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    """Name of a hidden weight -> its group, after ``layer_rates``."""
+    return {group[_WEIGHT]: group for group in optimizer.param_groups if _WEIGHT in group}
+
+
+def applied_lr(group: dict[str, Any]) -> Any:
+    """The learning rate of the step that is being made, whichever hooks have run."""
+    return group.get("applied_lr", group["lr"])
+
+
+def _rates_of(optimizer: torch.optim.Optimizer) -> LayerRates | None:
+    owners = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values())
+    return next((owner for owner in owners if isinstance(owner, LayerRates)), None)
+
+
+def _refuse(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
+    for group in optimizer.param_groups:
+        hidden = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
+        if hidden and "lr_factor" not in group:
+            raise ValueError(
+                f"the optimizer's group with {hidden[0]!r} was not made by smupar.param_groups: "
+                "build the optimizer from param_groups(model, plan, lr=...)"
+            )
+        if hidden and len(group["params"]) > 1 and (hasattr(optimizer.step, "_wrapped_by_lr_sched") or "initial_lr" in group):
+            raise ValueError(
+                "a scheduler was made for this optimizer already, and would miss the groups that hidden weights get of their "
+                "own: make the scheduler afterwards"
+            )
+
+
+def _split(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
+    groups = []
+    for group in optimizer.param_groups:
+        rest = [parameter for parameter in group["params"] if id(parameter) not in names]
+        for parameter in group["params"]:
+            if id(parameter) in names:
+                name = names[id(parameter)]
+                groups.append({**group, "params": [parameter], "name": f"{group['name']}: {name}", _WEIGHT: name})
+        if rest:
+            groups.append({**group, "params": rest})
+    optimizer.param_groups[:] = groups
