@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar
@@ -22,7 +22,8 @@ from smupar.apply import add_masks, attach, gradient_mask, is_parameterized, mas
 from smupar.masks import Allocation, allocate, round_half_up
 from smupar.plan import Plan, PlanRow
 from smupar.rates import applied_lr, layer_rates
-from smupar.rules import get_rule
+from smupar.rules import family_of, get_rule
+from smupar.stacked import Stack
 from smupar.values import is_sharded, like, num_ranks, whole, zero_off_mask
 
 # Share of the drop fraction that is left, over the progress of the schedule.
@@ -574,6 +575,80 @@ class _Restart:
 
         difference: Tensor = applied_lr(group) * (update(count) - update(count - born))
         return difference.masked_fill_(born == 0, 0)
+
+
+# Many models at once
+
+
+class StackedSparsifier:
+    """Moves the masks of a stack of models: each by its own ``move``, which may be None, and at its own steps.
+
+    ``before`` a step and ``after`` it, both with its number from 1 on, do what ``Sparsifier.step`` does for one model. A pruned
+    model goes to its entry of ``last``; its learning rate follows by Table 1, unless ``corrections`` says None for it.
+    """
+
+    def __init__(
+        self,
+        stack: Stack,
+        plans: Sequence[Plan],
+        moves: Sequence[DropAndGrow | Pruning | None],
+        last: Sequence[Mapping[str, Fraction]],
+        corrections: Sequence[str | None],
+    ) -> None:
+        self.stack, self.plans, self.last, self.corrections = stack, plans, last, corrections
+        self.groups: dict[DropAndGrow | Pruning, list[int]] = {}
+        for index, move in enumerate(moves):
+            if move is not None:
+                self.groups.setdefault(move, []).append(index)
+        self.gradients: dict[str, Tensor] = {}
+        self.family = family_of(stack.kind)
+        for index, correction in enumerate(corrections):
+            if isinstance(moves[index], Pruning) and correction == "fixed":
+                for name, density in last[index].items():
+                    self._correct(name, index, density)
+                    stack.tensors["params"][name][index] *= init_factor(plans[index], plans[index][name], density)
+
+    def before(self, step: int, batch: Sequence[Tensor]) -> None:
+        moves = [move for move in self.groups if move.due(step)]
+        if any(isinstance(move, DropAndGrow) and move.grow == "gradient" for move in moves):
+            self.gradients = self.stack.gradients(batch)
+
+    @torch.no_grad()
+    def after(self, step: int) -> None:
+        for move, indices in self.groups.items():
+            if move.due(step):
+                for name in self.stack.hidden:
+                    self._move(move, indices, name, step)
+        self.gradients = {}
+
+    def _move(self, move: DropAndGrow | Pruning, indices: list[int], name: str, step: int) -> None:
+        tensors = self.stack.tensors
+        masks, weights = tensors["masks"][name], tensors["params"][name]
+        old, weight = masks[indices].flatten(1), weights[indices].flatten(1)
+        if isinstance(move, DropAndGrow):
+            if move.grow == "gradient":
+                score = self.gradients[name][indices].flatten(1).abs()
+            else:
+                keys = [key_of(self.plans[index].seed, step, name) for index in indices]
+                score = random_scores(old.shape[1], torch.tensor(keys, device=old.device))
+            new = move.moved(weight, old, score, step)
+        else:
+            rows = [self.plans[index][name] for index in indices]
+            wanted = [move.density(row.density, self.last[index][name], step) for index, row in zip(indices, rows, strict=True)]
+            nums = [num_kept(name, row.shape, density) for row, density in zip(rows, wanted, strict=True)]
+            new = move.moved(weight, old, torch.tensor(nums, device=old.device))
+            for index, num in zip(indices, nums, strict=True):
+                if self.corrections[index] == "moment":
+                    self._correct(name, index, Fraction(num, old.shape[1]))
+        changed = torch.zeros_like(masks)
+        changed[indices] = (old ^ new).view(-1, *masks.shape[1:])
+        masks ^= changed
+        for tensor in (weights, *tensors["state"][name]):
+            tensor.masked_fill_(changed, 0)
+
+    def _correct(self, name: str, index: int, density: Fraction) -> None:
+        plan = self.plans[index]
+        self.stack.tensors["rates"][name][index] = density_factor(plan, plan[name], density, self.family)
 
 
 # At initialisation

@@ -22,9 +22,12 @@ from smupar.graphs import Graphed, Upload
 from smupar.optim import groups_by_optimizer
 from smupar.plan import Plan
 from smupar.rules import family_of
+from smupar.tensors import parent_path
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 
+# Models whose activations are held at once where a gradient is computed outside of the compiled step.
+_CHUNK = 4
 SUPPORTED = ("adamw", "adam", "sgd", "lion", "muon")
 # torch.optim.Muon's defaults.
 _MUON_COEFFICIENTS, _MUON_STEPS, _MUON_EPS = (3.4445, -4.775, 2.0315), 5, 1e-7
@@ -105,6 +108,17 @@ class Stack:
         return self._losses.values(self.tensors["params"], self.tensors["buffers"], *batch)  # seldom: not worth compiling
 
     @torch.no_grad()
+    def gradients(self, batch: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Of the hidden weights, as if there were no masks."""
+        grads, _ = self._losses.gradients(self.tensors["params"], self.tensors["buffers"], *batch, chunk_size=_CHUNK)
+        return {name: grads[name] for name in self.hidden}
+
+    @torch.no_grad()
+    def inputs(self, batch: Sequence[Tensor], take: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """What ``take`` makes of the inputs of each hidden weight's layer."""
+        return self._losses.inputs(self.tensors["params"], self.tensors["buffers"], *batch, names=self.hidden, take=take)
+
+    @torch.no_grad()
     def write_back(self) -> None:
         """Copies the trained weights into the models."""
         for index, model in enumerate(self.models):
@@ -127,7 +141,8 @@ class Stack:
         t["alive"].logical_and_(losses.isfinite())
         for name, param in t["params"].items():
             lr, decay, eps = (_wide(values, param) for values in t["constants"][name])
-            new = self._updated(name, param, grads[name], lr * _wide(share, param), decay, eps, number)
+            lr = lr * _wide(share * t["rates"][name] if name in t["rates"] else share, param)
+            new = self._updated(name, param, grads[name], lr, decay, eps, number)
             if name in t["masks"] and self.kind == "muon":  # its update mixes entries
                 new = new.masked_fill(~t["masks"][name], 0)
             param.copy_(torch.where(_wide(t["alive"], param), new, param))
@@ -188,6 +203,7 @@ class Stack:
             "masks": {name: torch.stack([_mask(model, name) for model in models]) for name in masked},
             "constants": _constants(models, plans, hyperparameters, self.kind),
             "state": {name: self._new_state(name, param) for name, param in params.items()},
+            "rates": {name: torch.ones(len(models), device=device) for name in self.hidden},  # further factors on the LR
             "alive": torch.ones(len(models), dtype=torch.bool, device=device),
             "number": torch.zeros((), device=device),
         }
@@ -337,16 +353,49 @@ class _Losses:
             return torch.func.functional_call(self.template, tensors, (batch,))
 
     def gradients(
-        self, params: dict[str, Tensor], buffers: dict[str, Tensor], *batch: Tensor
+        self, params: dict[str, Tensor], buffers: dict[str, Tensor], *batch: Tensor, chunk_size: int | None = None
     ) -> tuple[dict[str, Tensor], Tensor]:
-        return self._apply(torch.func.grad_and_value(self._one), params, buffers, batch)
+        return self._apply(torch.func.grad_and_value(self._one), params, buffers, batch, chunk_size)
+
+    def inputs(
+        self,
+        params: dict[str, Tensor],
+        buffers: dict[str, Tensor],
+        *batch: Tensor,
+        names: Iterable[str],
+        take: Callable[[Tensor], Tensor],
+    ) -> dict[str, Tensor]:
+        seen: dict[str, Tensor] = {}
+
+        def hook(name: str) -> Callable[[nn.Module, Any], None]:
+            return lambda module, args: seen.__setitem__(name, take(args[0]))
+
+        def run(params: dict[str, Tensor], buffers: dict[str, Tensor], batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
+            self._one(params, buffers, batch)
+            return dict(seen)
+
+        layers = {name: self.template.model.get_submodule(parent_path(name)) for name in names}
+        hooks = [layer.register_forward_pre_hook(hook(name)) for name, layer in layers.items()]
+        try:
+            return self._apply(run, params, buffers, batch)
+        finally:
+            for handle in hooks:
+                handle.remove()
 
     def values(self, params: dict[str, Tensor], buffers: dict[str, Tensor], *batch: Tensor) -> Tensor:
         return self._apply(self._one, params, buffers, batch)
 
-    def _apply(self, fn: Callable[..., Any], params: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any) -> Any:
+    def _apply(
+        self,
+        fn: Callable[..., Any],
+        params: dict[str, Tensor],
+        buffers: dict[str, Tensor],
+        batch: Any,
+        chunk_size: int | None = None,
+    ) -> Any:
         if not self.single:
-            return torch.func.vmap(fn, in_dims=(0, 0, 0 if self.own_batches else None))(params, buffers, batch)
+            in_dims = (0, 0, 0 if self.own_batches else None)
+            return torch.func.vmap(fn, in_dims=in_dims, chunk_size=chunk_size)(params, buffers, batch)
         first: Callable[[Any], Any] = lambda tree: _pytree.tree_map(lambda t: t[0], tree)  # noqa: E731
         result = fn(first(params), first(buffers), first(batch) if self.own_batches else batch)
         return _pytree.tree_map(lambda t: t[None], result)

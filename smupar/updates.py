@@ -37,6 +37,8 @@ from smupar.apply import is_parameterized, optimizers, unwrapped
 from smupar.plan import Plan
 from smupar.rates import LayerRates, group_of_weight, layer_rates
 from smupar.roles import layer_glob
+from smupar.rules import family_of
+from smupar.stacked import Stack
 from smupar.tensors import parent_path
 from smupar.values import local, num_ranks, whole
 
@@ -181,6 +183,12 @@ def _sources(name: str, names: Sequence[str], recorded: Sequence[str]) -> list[t
 # Measuring
 
 
+def some_rows(x: Tensor) -> Tensor:
+    """The first tokens of a batch; repeated where there are fewer, so that a mean is over them alone."""
+    rows = x.flatten(0, -2)[:NUM_TOKENS]
+    return rows if len(rows) == NUM_TOKENS else rows.repeat(-(-NUM_TOKENS // max(1, len(rows))), 1)[:NUM_TOKENS]
+
+
 class _Probe:
     """One hidden weight: keeps some inputs of its layer, and says what the weight makes of them."""
 
@@ -212,10 +220,7 @@ class _Probe:
                 self._make(torch.zeros_like(some))
             self.inputs.copy_(some)
             return
-        rows = x.flatten(0, -2)[:NUM_TOKENS]
-        if len(rows) < NUM_TOKENS:  # repeated, so that the mean is over them alone
-            rows = rows.repeat(-(-NUM_TOKENS // max(1, len(rows))), 1)[:NUM_TOKENS]
-        self.inputs.copy_(rows)
+        self.inputs.copy_(some_rows(x))
 
     def outputs(self) -> Tensor:
         """What the weight makes of the inputs, without bias: under FSDP2 this rank's part of it."""
@@ -267,7 +272,7 @@ class _Meter:
         nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
         self.trace = Trace(
             shapes={name: tuple(probe.parameter.shape) for name, probe in self.probes.items()},
-            optimizer="+".join(type(one).__name__ for one in self.optimizers),
+            optimizer="+".join(type(one).__name__.lower() for one in self.optimizers),
         )
         self.step, self.waiting = 0, len(self.optimizers)
         self.gains: dict[str, float] = {}
@@ -466,6 +471,90 @@ def follow_updates(
     SmuPar's, for its init and for everything that is not hidden. With GMP the density correction gives way to what is measured.
     """
     return Follower(model, plan, optimizer, trace if isinstance(trace, Trace) else Trace.load(trace), steps)
+
+
+class StackedUpdates:
+    """The same for a stack of models: measures all of them, and sets the learning rates of those that have a trace to follow.
+
+    ``before`` a step with the start of its batch, ``after`` it with the shares of the learning rate that it used, both with its
+    number from 0 on. All numbers stay on the device until the traces are asked for.
+    """
+
+    def __init__(self, stack: Stack, plans: Sequence[Plan], traces: Sequence[Trace | None], num_steps: int) -> None:
+        self.stack, self.num_steps = stack, num_steps
+        names, device = [row.name for row in plans[0] if row.role == "hidden"], stack.device
+        self.names, self.steps = names, [step for step in range(num_steps) if due(step)]
+        family = family_of(stack.kind)
+        self.planned = {name: torch.tensor([plan[name].lr_factor(family) for plan in plans], device=device) for name in names}
+        wanted = [_averaged(trace, names, self.steps, num_steps) for trace in traces]
+        self.wanted = {name: torch.tensor([one[name] for one in wanted], device=device) for name in names}
+        self.gains: dict[str, Tensor] = {}
+        self.effects: list[Tensor] = []
+        self.decoupled = stack.kind in ("adamw", "lion", "muon")
+        self.outputs: dict[str, Tensor] = {}
+        self.inputs: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def before(self, step: int, batch: Sequence[Tensor]) -> None:
+        if due(step):
+            self.inputs = self.stack.inputs(batch, some_rows)
+            with _exact():
+                self.outputs = {name: self._outputs(name) for name in self.names}
+
+    @torch.no_grad()
+    def after(self, step: int, lr_share: Sequence[float]) -> None:
+        if not due(step):
+            return
+        share = self.stack.upload(torch.tensor(lr_share, dtype=torch.float32))
+        effects = []
+        for name in self.names:
+            lr, decay, _ = self.stack.tensors["constants"][name]
+            rate = self.stack.tensors["rates"][name]
+            used = lr * share * rate
+            left = 1 - used * decay if self.decoupled else torch.ones_like(used)
+            with _exact():
+                change = self._outputs(name) - left.view(-1, 1, 1) * self.outputs[name]
+            gain = change.square().mean((1, 2)).sqrt() / used
+            effects.append(gain * self.planned[name] * rate)
+            usable = gain.isfinite() & (gain > 0)
+            old = self.gains.get(name, torch.full_like(gain, math.nan))
+            mean = torch.where(old.isfinite(), _OLD * old + (1 - _OLD) * gain, gain)
+            self.gains[name] = torch.where(usable, mean, old)
+            factor = (self.wanted[name][:, len(self.effects)] / self.gains[name]).clamp(1 / _CLAMP, _CLAMP)
+            rate.copy_(torch.where(factor.isfinite() & usable, factor / self.planned[name], rate))
+        self.effects.append(torch.stack(effects, dim=1))
+        self.inputs, self.outputs = {}, {}
+
+    def _outputs(self, name: str) -> Tensor:
+        return self.inputs[name].float() @ self.stack.tensors["params"][name].mT
+
+    def traces(self) -> list[Trace]:
+        """Of every model."""
+        every = torch.stack(self.effects).cpu().tolist()  # (steps, models, layers)
+        shapes = {name: tuple(self.stack.tensors["params"][name].shape[1:]) for name in self.names}
+        at = self.steps[: len(every)]
+        optimizer = "muon+adamw" if self.stack.kind == "muon" else self.stack.kind
+        return [
+            Trace(self.num_steps, at, {n: [e[k][i] for e in every] for i, n in enumerate(self.names)}, shapes, optimizer)
+            for k in range(len(self.stack))
+        ]
+
+
+def _averaged(trace: Trace | None, names: Sequence[str], steps: Sequence[int], num_steps: int) -> dict[str, list[float]]:
+    """What a model should do at each measured step, averaged as its own gains are; not a number where it follows nothing."""
+    if trace is None:
+        return {name: [math.nan] * len(steps) for name in names}
+    guide = Guide(trace, names, num_steps)
+    averages: dict[str, list[float]] = {}
+    for name in names:
+        mean = math.nan
+        averages[name] = []
+        for step in steps:
+            wanted = guide.effect(name, step)
+            if math.isfinite(wanted):
+                mean = wanted if math.isnan(mean) else _OLD * mean + (1 - _OLD) * wanted
+            averages[name].append(mean)
+    return averages
 
 
 def _plot(target: Trace, proxy: Trace | None, path: str | PathLike[str]) -> None:

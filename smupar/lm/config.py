@@ -106,6 +106,18 @@ class RunConfig:
     """random, bernoulli, fan_in, N:M, N:M-transposable, block-N or neuron."""
     allocation: Literal["uniform", "er", "erk"] = "uniform"
     """How the sparsity is shared among layers."""
+    dynamic: Literal["none", "rigl", "set", "gmp"] = "none"
+    """Masks that move: rigl grows by gradients, set at random, gmp prunes from dense to the sparsity."""
+    mask_every: int = 100
+    """Steps between moves."""
+    mask_stop: float = 0.75
+    """Share of the run after which masks stay."""
+    drop_fraction: float = 0.3
+    """Share of the active weights that rigl and set drop at first; goes to 0 along a cosine."""
+    correction: Literal["moment", "fixed"] = "moment"
+    """gmp: learning rate by the density of the moment, or init and learning rate by the last one, as in the paper."""
+    follow: str | None = None
+    """Trace of a proxy (`smupar train --record`) that the learning rates of hidden layers follow: measured updates."""
     init_std: float = 0.087
     alpha_input: float = 9.17
     alpha_output: float = 1.095
@@ -168,6 +180,17 @@ class RunConfig:
                 f"the MLP is {base.inner_width} wide at width {base.width} and at {self.model.width}: "
                 "choose a smaller --ff-multiple"
             )
+        if self.dynamic != "none" and self.pattern not in ("random", "bernoulli"):
+            raise ValueError(f"masks that move are unstructured: --dynamic {self.dynamic} needs --pattern random")
+        if not 0 < self.drop_fraction < 1:
+            raise ValueError(f"drop_fraction must lie in (0, 1), got {self.drop_fraction}")
+        if not 0 < self.mask_stop <= 1 or self.mask_every < 1:
+            raise ValueError(
+                f"mask_stop must lie in (0, 1] and mask_every from 1 on, got {self.mask_stop} and {self.mask_every}: "
+                "masks must not move after the run"
+            )
+        if self.dynamic != "none" and self.mask_stop * self.steps < 1:
+            raise ValueError(f"the masks of a run of {self.steps} steps would stop moving before its first: raise --mask-stop")
         if self.allocation != "uniform" and ":" in self.pattern:
             raise ValueError(f"the pattern {self.pattern} fixes the density of every layer: leave --allocation uniform")
         if self.model.positions == "learned" and self.seq_len > self.model.context:
@@ -175,10 +198,15 @@ class RunConfig:
 
     @property
     def density(self) -> float | None:
-        """What ``parameterize`` takes; None leaves it to an N:M pattern."""
+        """What the run ends with; None leaves it to an N:M pattern."""
         if self.sparsity is None:
             return None if ":" in self.pattern else 0.0625
         return 1 - self.sparsity
+
+    @property
+    def start_density(self) -> float | None:
+        """What ``parameterize`` takes."""
+        return 1.0 if self.dynamic == "gmp" else self.density
 
     @property
     def warmup_steps(self) -> int:
@@ -231,6 +259,8 @@ class Execution:
     """Steps between validations. 0: five times in a run."""
     log_every: int = 10
     """Steps between lines of metrics.jsonl; the GPU waits for the host only then."""
+    record: bool = False
+    """Write trace.json: what each update does to every hidden layer, for others to --follow."""
     tensorboard: bool = False
     """Write events for TensorBoard into the run's folder."""
     peak_tflops: float | None = None

@@ -2,6 +2,7 @@
 
 config.json      the RunConfig; a run with another one is refused
 data.json        fingerprint of the text, and its tokenizer
+trace.json       what updates did to hidden layers, where that was measured; followed.json: the trace that was followed
 tokenizer.json   where the data has one
 metrics.jsonl    one line for every few steps
 checkpoints/     step-00000100, ...
@@ -21,8 +22,12 @@ from smupar.lm.config import RunConfig
 from smupar.lm.data import Text, TextFacts
 from smupar.lm.files import locked, write_atomic
 from smupar.lm.tokenizer import TOKENIZER_FILE, Tokenizer
+from smupar.updates import Trace
 
 Status = Literal["finished", "diverged", "interrupted", "terminated"]
+
+
+TRACE_FILE, FOLLOWED_FILE = "trace.json", "followed.json"
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,8 @@ class RunFolder:
             write_atomic(self.path / "data.json", json.dumps(asdict(text.facts), indent=1))
             if text.tokenizer_file is not None:
                 write_atomic(self.path / TOKENIZER_FILE, text.tokenizer_file.read_text())
+            if config.follow is not None:
+                write_atomic(self.path / FOLLOWED_FILE, Path(config.follow).read_text())
             write_atomic(self.path / "config.json", config.to_json())
 
     def _refuse_another(self, config: RunConfig, text: Text) -> None:
@@ -91,6 +98,11 @@ class RunFolder:
                     f"the text {config.data!r} is not the one that {self.path} was started with: bring that back, "
                     "or choose another --out"
                 )
+            if config.follow and Path(config.follow).read_text() != (self.path / FOLLOWED_FILE).read_text():
+                raise ValueError(
+                    f"the trace {config.follow} is not the one that {self.path} was started with, which is {FOLLOWED_FILE} "
+                    "in that folder: bring it back, or choose another --out"
+                )
         elif not all(_is_ours(p.name) for p in self.path.iterdir()):
             raise ValueError(f"{self.path} holds other files and no run: choose another --out")
 
@@ -98,6 +110,9 @@ class RunFolder:
         if self._metrics is not None:
             self._metrics.close()
         self._held.close()
+
+    def write_trace(self, trace: Trace) -> None:
+        write_atomic(self.path / TRACE_FILE, trace.to_json())
 
     def write_summary(self, summary: Summary) -> None:
         write_atomic(self.path / "summary.json", json.dumps(asdict(summary), indent=1))
@@ -124,7 +139,7 @@ class RunFolder:
 
 def _is_ours(name: str) -> bool:
     """What a process that was killed at the very start may leave behind."""
-    return name in ("data.json", TOKENIZER_FILE) or name.endswith(".tmp")
+    return name in ("data.json", TOKENIZER_FILE, FOLLOWED_FILE) or name.endswith(".tmp")
 
 
 def read_summary(path: Path) -> Summary | None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from smupar.apply import parameterize
+from smupar.apply import add_masks, parameterize
 from smupar.lm.config import ModelConfig, RunConfig
 from smupar.masks import Allocation, er, erk
 from smupar.plan import Plan
@@ -191,6 +191,8 @@ def parameterized(model: GPT, config: RunConfig, *, reset: bool | None = None) -
     """Parameterizes a GPT in place as the run says; ``reset`` is that of ``parameterize``."""
     plan = parameterize(model, base=_base(config), reset=reset, **_settings(config))
     set_attention_scale(model, plan)
+    if config.dynamic == "gmp":
+        add_masks(model, plan)
     return plan
 
 
@@ -216,10 +218,15 @@ def _base(config: RunConfig) -> GPT:
     return on_meta(replace(config.model, width=config.base_width))
 
 
+def allocated(config: RunConfig, density: float | None) -> float | Allocation | None:
+    """A density as the run shares it among layers."""
+    if config.allocation == "uniform" or density is None:
+        return density
+    return {"er": er, "erk": erk}[config.allocation](density)
+
+
 def _settings(config: RunConfig) -> Settings:
-    density: float | Allocation | None = config.density
-    if config.allocation != "uniform" and config.density is not None:
-        density = {"er": er, "erk": erk}[config.allocation](config.density)
+    density = allocated(config, config.start_density)
     return {
         "rule": config.rule,
         "density": density,

@@ -16,16 +16,19 @@ from smupar.lm import data
 from smupar.lm.config import RunConfig
 from smupar.lm.data import Text
 from smupar.lm.gpt import GPT, build, use_plain_attention
+from smupar.lm.moving import make_stacked_sparsifier, read_trace
 from smupar.lm.schedule import lr_share
 from smupar.lm.shards import Tokens
 from smupar.lm.step import next_token_loss
 from smupar.plan import Plan
 from smupar.planner import PlanWarning
 from smupar.stacked import SUPPORTED, Hyperparameters, Stack
+from smupar.updates import NUM_TOKENS, StackedUpdates, Trace
 
 # What runs of a stack may differ in.
 _FREE: tuple[str, ...] = (
     *("rule", "base_width", "sparsity", "pattern", "allocation", "init_std", "alpha_input", "alpha_output"),
+    *("dynamic", "mask_every", "mask_stop", "drop_fraction", "correction", "follow"),
     *("lr", "rest_lr", "eps", "eps_scaling", "weight_decay", "decay", "clip", "schedule", "warmup", "seed"),
 )
 
@@ -49,9 +52,11 @@ class GPTStack:
         *,
         compile: bool | None = None,  # noqa: A002 (torch's word)
         own_batches: bool | None = None,
+        record: bool = False,
     ) -> None:
-        """``own_batches``: a batch for each run; default if they differ in seed. A stack that is refilled keeps to it."""
-        self.text, self.device = text, device
+        """``own_batches``: a batch for each run; default if they differ in seed. A stack that is refilled keeps to it.
+        ``record``: the updates of every run are measured, see ``traces``."""
+        self.text, self.device, self.record = text, device, record
         first, on_gpu = configs[0], device.type == "cuda"
         compiled = on_gpu if compile is None else compile
         models, plans = self._built(configs)
@@ -70,11 +75,32 @@ class GPTStack:
             dtype=torch.bfloat16 if first.dtype == "bf16" else None,
             own_batches=self.own_batches,
         )
+        self._set_moving(plans)
 
     def refill(self, configs: Sequence[RunConfig]) -> None:
         models, plans = self._built(configs)
         assert self.own_batches or len(self.seeds) == 1, "a stack with one batch for all runs has one seed"
         self.stack.refill(models, plans, [hyperparameters(config) for config in configs])
+        self._set_moving(plans)
+
+    def _set_moving(self, plans: list[Plan]) -> None:
+        self.plans = plans
+        traces = [read_trace(config) for config in self.configs]
+        measured = self.record or any(trace is not None for trace in traces)
+        self.updates = StackedUpdates(self.stack, plans, traces, self.configs[0].steps) if measured else None
+        self.sparsifier = make_stacked_sparsifier(self.stack, plans, self.configs)
+
+    @property
+    def sparsities(self) -> list[float]:
+        """Share of each run's hidden weights that is zero at the moment."""
+        if self.sparsifier is None:
+            return [plan.hidden_sparsity for plan in self.plans]
+        masks = [self.stack.tensors["masks"][name].flatten(1) for name in self.stack.hidden]
+        kept, total = sum(mask.sum(1) for mask in masks), sum(mask.shape[1] for mask in masks)
+        return (1 - torch.as_tensor(kept).double() / total).tolist()
+
+    def traces(self) -> list[Trace | None]:
+        return [None] * len(self.configs) if self.updates is None else list(self.updates.traces())
 
     def _built(self, configs: Sequence[RunConfig]) -> tuple[list[GPT], list[Plan]]:
         with warnings.catch_warnings():
@@ -84,11 +110,26 @@ class GPTStack:
                 made = list(pool.map(build, configs))
         self.configs = list(configs)
         self.seeds = sorted({config.seed for config in configs})
-        self.sparsities = [plan.hidden_sparsity for _, plan in made]
         return [model.to(self.device) for model, _ in made], [plan for _, plan in made]
 
     def step(self, step: int) -> Tensor:
-        return self.stack.step(self._batch(self.text.train, step), [lr_share(step, config) for config in self.configs])
+        batch, shares = self._batch(self.text.train, step), [lr_share(step, config) for config in self.configs]
+        if self.updates is not None:
+            self.updates.before(step, self._start_of(batch))
+        if self.sparsifier is not None:
+            self.sparsifier.before(step + 1, batch)
+        losses = self.stack.step(batch, shares)
+        if self.updates is not None:
+            self.updates.after(step, shares)
+        if self.sparsifier is not None:
+            self.sparsifier.after(step + 1)
+        return losses
+
+    def _start_of(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """As many sequences as are looked at."""
+        num = -(-NUM_TOKENS // self.configs[0].seq_len)
+        inputs, targets = (part[:, :num] if self.own_batches else part[:num] for part in batch)
+        return inputs, targets
 
     def validate(self) -> list[float]:
         """Mean loss of every run over its validation batches, which are the same for all."""

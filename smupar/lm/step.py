@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +19,11 @@ from smupar.lm.cost import fitting_micro_batch
 from smupar.lm.data import Text
 from smupar.lm.distributed import World, accumulate, place, reshard, wrap
 from smupar.lm.gpt import use_flex_attention
+from smupar.lm.moving import make_sparsifier, read_trace
 from smupar.lm.optimizers import CAPTURABLE, make_optimizers, set_lr
 from smupar.lm.schedule import lr_share
 from smupar.lm.shards import Tokens
+from smupar.updates import Follower, Recorder, follow_updates, record_updates
 
 
 def next_token_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -38,15 +42,48 @@ class Stepper:
         on_gpu = world.device.type == "cuda"
         compiled = on_gpu if how.compile is None else how.compile
         captured = how.graph
-        if captured and not (on_gpu and world.size == 1 and self.num_micro == 1 and config.optimizer in CAPTURABLE):
-            raise ValueError("--graph is for one GPU, one micro-batch per step, and AdamW or Adam: leave it out")
+        moving = config.dynamic != "none" or config.follow or how.record
+        one_graph = on_gpu and world.size == 1 and self.num_micro == 1 and config.optimizer in CAPTURABLE and not moving
+        if captured and not one_graph:
+            raise ValueError(
+                "--graph is for one GPU, one micro-batch per step, AdamW or Adam, masks that stay and nothing measured: leave "
+                "it out"
+            )
         self.optimizers = make_optimizers(self.model, self.plan, config, capturable=captured)
         audit(self.model, self.plan, self.optimizers)
+        self.updates = self._updates(record=how.record)
+        self.sparsifier = make_sparsifier(self.model, self.plan, self.optimizers, config)
         self.forward = wrap(self.model, world)
         self.loss_fn = next_token_loss
         if compiled:
             self._compile(flex=on_gpu and config.model.positions == "alibi")
         self._update: Callable[..., Tensor] = Graphed(self._passes) if captured else self._passes
+
+    def _updates(self, *, record: bool) -> Recorder | Follower | None:
+        trace = read_trace(self.config)
+        if trace is not None:
+            return follow_updates(self.model, self.plan, self.optimizers, trace=trace, steps=self.config.steps)
+        return record_updates(self.model, self.plan, self.optimizers) if record else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What moves, beside masks: JSON."""
+        parts = {"updates": self.updates, "sparsifier": self.sparsifier}
+        return {name: part.state_dict() for name, part in parts.items() if part is not None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.updates is not None:
+            self.updates.load_state_dict(state["updates"])
+        if self.sparsifier is not None:
+            self.sparsifier.load_state_dict(state["sparsifier"])
+
+    @property
+    def sparsity(self) -> float:
+        """Share of all hidden weights that is zero at the moment."""
+        if self.sparsifier is None:
+            return self.plan.hidden_sparsity
+        sizes = {name: math.prod(self.plan[name].shape) for name in self.sparsifier.densities}
+        kept = sum(density * sizes[name] for name, density in self.sparsifier.densities.items())
+        return 1 - kept / sum(sizes.values())
 
     def _compile(self, *, flex: bool) -> None:
         if flex:
@@ -76,6 +113,8 @@ class Stepper:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
         for optimizer in self.optimizers:
             optimizer.step()
+        if self.sparsifier is not None:
+            self.sparsifier.step()
         return total
 
     @torch.no_grad()

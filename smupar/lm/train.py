@@ -154,6 +154,8 @@ class _Loop:
             status = "diverged"
         summary = self._summary(status)
         if self.folder and status in ("finished", "diverged"):
+            if self.stepper.updates is not None:
+                self.folder.write_trace(self.stepper.updates.trace)
             self.folder.write_summary(summary)
         self.world.wait()
         return summary
@@ -165,6 +167,7 @@ class _Loop:
         path = checkpoint.latest(self.checkpoints)
         if path is not None:
             state = checkpoint.load(path, self.stepper.model, self.stepper.optimizers)
+            self.stepper.load_state_dict(state.pop("moving", {}))
             self.progress = _Progress(**state)
             self._say(f"going on from step {self.progress.step} of {self.config.steps}, in {self.path}")
         else:
@@ -194,6 +197,7 @@ class _Loop:
 
     def _save(self) -> None:
         state = {name: value for name, value in asdict(self.progress).items() if name != "step"}
+        state["moving"] = self.stepper.state_dict()
         checkpoint.save(self.checkpoints, self.progress.step, self.stepper.model, self.stepper.optimizers, state, self.world)
         if self.world.is_main:
             checkpoint.prune(self.checkpoints, keep=self.how.keep, best=self.progress.best_step)
@@ -215,7 +219,7 @@ class _Loop:
             steps=progress.step,
             num_tokens=tokens,
             num_parameters=self.num_parameters,
-            sparsity=self.stepper.plan.hidden_sparsity,
+            sparsity=self.stepper.sparsity,
             train_loss=train_loss if math.isfinite(train_loss) else None,
             valid_loss=None if status == "diverged" else progress.valid_loss,
             best_valid_loss=progress.best_valid_loss,

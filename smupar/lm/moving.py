@@ -1,0 +1,84 @@
+"""What moves in a run, made from its configuration: masks, and learning rates that follow a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+import torch
+
+from smupar.dynamic import GMP, SET, DropAndGrow, Pruning, RigL, Sparsifier, StackedSparsifier, Times
+from smupar.lm.config import RunConfig
+from smupar.lm.gpt import GPT, allocated
+from smupar.masks import allocate
+from smupar.plan import Plan
+from smupar.stacked import Stack
+from smupar.updates import Trace
+
+
+def stop(config: RunConfig) -> int:
+    """The last step at which masks move."""
+    return int(config.mask_stop * config.steps)
+
+
+def make_sparsifier(model: GPT, plan: Plan, optimizers: list[torch.optim.Optimizer], config: RunConfig) -> Sparsifier | None:
+    if not _moves(config):
+        return None
+    if config.dynamic == "gmp":
+        density = allocated(config, config.density)
+        assert density is not None
+        return GMP(
+            model,
+            plan,
+            optimizers,
+            density=density,
+            stop=stop(config),
+            every=config.mask_every,
+            correction=config.correction,
+            steps=config.steps,
+        )
+    kind = {"rigl": RigL, "set": SET}[config.dynamic]
+    return kind(
+        model,
+        plan,
+        optimizers,
+        stop=stop(config),
+        every=config.mask_every,
+        drop_fraction=config.drop_fraction,
+        steps=config.steps,
+    )
+
+
+def make_stacked_sparsifier(stack: Stack, plans: Sequence[Plan], configs: Sequence[RunConfig]) -> StackedSparsifier | None:
+    moves = [_move(config) for config in configs]
+    if not any(moves):
+        return None
+    last = [_last(config, plan) for config, plan in zip(configs, plans, strict=True)]
+    # What is measured needs no correction.
+    corrections = [None if config.follow and config.correction == "moment" else config.correction for config in configs]
+    return StackedSparsifier(stack, plans, moves, last, corrections)
+
+
+def read_trace(config: RunConfig) -> Trace | None:
+    return Trace.load(config.follow) if config.follow else None
+
+
+def _moves(config: RunConfig) -> bool:
+    """A dense model has nothing that could move."""
+    return config.dynamic != "none" and config.density != 1
+
+
+def _move(config: RunConfig) -> DropAndGrow | Pruning | None:
+    if not _moves(config):
+        return None
+    times = Times(config.mask_every, stop(config))
+    if config.dynamic == "gmp":
+        return Pruning(times)
+    return DropAndGrow(times, {"rigl": "gradient", "set": "random"}[config.dynamic], config.drop_fraction)
+
+
+def _last(config: RunConfig, plan: Plan) -> dict[str, Fraction]:
+    density = allocated(config, config.density)
+    if config.dynamic != "gmp" or density is None:
+        return {}
+    return allocate(density, {row.name: row.shape for row in plan if row.role == "hidden"})
