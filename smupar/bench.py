@@ -28,6 +28,7 @@ from smupar.lm.shard_writer import write_tokens
 from smupar.lm.shards import TokenizerInfo, Tokens, open_tokens
 from smupar.lm.stack import GPTStack
 from smupar.lm.step import Stepper, next_token_loss
+from smupar.updates import Trace
 
 _610M = ModelConfig(width=2048, depth=10, head_dim=64, vocab_size=50257)
 _70B = ModelConfig(width=8192, depth=87, head_dim=128, vocab_size=32000)
@@ -178,6 +179,38 @@ def _num_parameters(config: RunConfig) -> int:
     return sum(parameter.numel() for parameter in on_meta(config.model).parameters())
 
 
+# Measured updates
+
+
+def bench_updates(*, repeats: int = 3, run: RunConfig | None = None, micro_batch: int = 16, num_steps: int = 10) -> str:
+    """Steps of the 610M model that follow a trace, every fifth one measured, against the same steps without, in turns."""
+    device = pick_device("auto")
+    run = replace(run or gpt_610m(), sparsity=0.75, batch_size=2 * micro_batch)
+    how = Execution(device=str(device), micro_batch=micro_batch)
+    hidden = [row for row in plan_on_meta(run) if row.role == "hidden"]
+    trace = Trace(run.steps, [0], {row.name: [1.0] for row in hidden}, {row.name: row.shape for row in hidden}, run.optimizer)
+    with tempfile.TemporaryDirectory() as folder:
+        trace.save(f"{folder}/trace.json")
+        sides = {"plain": _smupar_step(run, how, device)}
+        sides["following"] = _smupar_step(replace(run, follow=f"{folder}/trace.json"), how, device)
+    peaks = {}
+    for side, step in sides.items():  # compiles, and leaves the first steps behind, which are all measured
+        _timed(step, 21, device)
+        peaks[side] = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    for _ in range(repeats):
+        for side, step in sides.items():
+            seconds[side].append(_timed(step, num_steps, device))
+    plain, following = (statistics.median(seconds[side]) for side in sides)
+    later = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    return (
+        f"{_device_name(device)}, torch {torch.__version__}, {run.dtype}, {_num_parameters(run):,} parameters, "
+        f"{run.batch_size} x {run.seq_len} tokens a step, median of {repeats} x {num_steps} steps: plain {plain * 1e3:.1f} ms, "
+        f"following {following * 1e3:.1f} ms, {following / plain - 1:+.2%}; memory at the peak grew by "
+        f"{(later - peaks['following']) / 2**20:.0f} MiB over {repeats * num_steps} further steps"
+    )
+
+
 # Sweeps
 
 
@@ -255,6 +288,7 @@ def bench_data(*, repeats: int = 3, num_tokens: int = 200_000_000, batch_size: i
 BENCHES: dict[str, Callable[..., str]] = {
     "parameterize": bench_parameterize,
     "train": bench_train,
+    "updates": bench_updates,
     "sweep": bench_sweep,
     "data": bench_data,
 }

@@ -7,6 +7,7 @@ diverged, 130 interrupted, 143 ended by SIGTERM; a training run saves before the
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import shlex
 import sys
@@ -105,7 +106,7 @@ def check(config: Check) -> None:
         sys.exit(1)
 
 
-def bench(what: tyro.conf.Positional[Literal["parameterize", "train", "sweep", "data"]], repeats: int = 3) -> None:
+def bench(what: tyro.conf.Positional[Literal["parameterize", "train", "updates", "sweep", "data"]], repeats: int = 3) -> None:
     """Measure, side by side in one run.
 
     Args:
@@ -214,11 +215,12 @@ def commands(name: str, start: RunConfig) -> dict[str, Callable[..., None]]:
             hps: best.json of `smupar tune`: what is not swept.
         """
         from smupar.study.engines import run_study
-        from smupar.study.transfer import proposals
+        from smupar.study.transfer import measured_proposals, proposals
 
         study = checked(config)
         definition = {"kind": "transfer", **dataclasses.asdict(study)}
-        print(run_study(out, definition, _command(), proposals(study), checked(how)))
+        then = functools.partial(measured_proposals, study)
+        print(run_study(out, definition, _command(), proposals(study), checked(how), then=then))
 
     def tune(config: Tune = begin_tune, how: Engine = default_engine, out: str = "runs/tune") -> None:
         """Search lr, init_std, alpha_input and alpha_output on the dense proxy of base width, as in the paper's Table 3.

@@ -39,7 +39,7 @@ class Hyperparameters:
 
     lr: float
     rest_lr: float | None = None
-    """muon: of AdamW on what is not hidden; default lr."""
+    """Of an AdamW on all that is not hidden; default none, for muon lr."""
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     eps_scaling: str = "constant"
@@ -73,6 +73,7 @@ class Stack:
     ) -> None:
         self.kind = optimizer.lower()
         self.betas, self.momentum = hyperparameters[0].betas, hyperparameters[0].momentum
+        self.two_optimizers = self.kind == "muon" or hyperparameters[0].rest_lr is not None
         self.hidden = {row.name for row in plans[0] if row.role == "hidden"}
         # A compiled or captured step knows where its tensors are: another set of models is copied into them.
         self.tensors = self._gathered(models, plans, hyperparameters)
@@ -182,7 +183,7 @@ class Stack:
         return param - lr / correction1 * mean / (square.sqrt() / correction2.sqrt() + eps)
 
     def _kind_of(self, name: str) -> str:
-        return "adamw" if self.kind == "muon" and name not in self.hidden else self.kind
+        return "adamw" if self.two_optimizers and name not in self.hidden else self.kind
 
     # Gathering
 
@@ -266,8 +267,10 @@ def _refuse(
                 f"model {index} has {name!r} as {other.get(name)}, the first one as {shapes[0].get(name)}: "
                 "only models of equal shapes can be stacked"
             )
-    if len({(h.betas, h.momentum) for h in hyperparameters}) > 1:
-        raise ValueError("betas and momentum must be the same for all models of a stack: make one stack for each")
+    if len({(h.betas, h.momentum, h.rest_lr is None) for h in hyperparameters}) > 1:
+        raise ValueError(
+            "betas, momentum and whether there is a rest_lr must be the same for all models: make a stack for each"
+        )
 
 
 def _stacked(many: list[dict[str, Any]]) -> dict[str, Tensor]:

@@ -533,7 +533,8 @@ class StackedUpdates:
         every = torch.stack(self.effects).cpu().tolist()  # (steps, models, layers)
         shapes = {name: tuple(self.stack.tensors["params"][name].shape[1:]) for name in self.names}
         at = self.steps[: len(every)]
-        optimizer = "muon+adamw" if self.stack.kind == "muon" else self.stack.kind
+        both = self.stack.two_optimizers and self.stack.kind != "adamw"
+        optimizer = f"{self.stack.kind}+adamw" if both else self.stack.kind
         return [
             Trace(self.num_steps, at, {n: [e[k][i] for e in every] for i, n in enumerate(self.names)}, shapes, optimizer)
             for k in range(len(self.stack))

@@ -12,6 +12,7 @@ import json
 import math
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
+from pathlib import PurePath
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 _LARGEST = 1e30  # beyond it fp32 overflows
@@ -117,7 +118,9 @@ class RunConfig:
     correction: Literal["moment", "fixed"] = "moment"
     """gmp: learning rate by the density of the moment, or init and learning rate by the last one, as in the paper."""
     follow: str | None = None
-    """Trace of a proxy (`smupar train --record`) that the learning rates of hidden layers follow: measured updates."""
+    """Trace of a proxy that the learning rates of hidden layers follow: measured updates."""
+    record: bool = False
+    """Measure what each update does to every hidden layer and write trace.json, for others to follow."""
     init_std: float = 0.087
     alpha_input: float = 9.17
     alpha_output: float = 1.095
@@ -126,7 +129,7 @@ class RunConfig:
     """adamw, adam, sgd, muon (AdamW on what is not hidden), lion, nadam, radam, adamax, rmsprop or adagrad."""
     lr: float = 2**-6
     rest_lr: float | None = None
-    """Learning rate of AdamW beside muon; default lr."""
+    """Learning rate of an AdamW that takes all but the hidden weights; default none, for muon lr."""
     betas: tuple[float, float] = (0.9, 0.95)
     momentum: float = 0.9
     """Of sgd and muon."""
@@ -218,8 +221,9 @@ class RunConfig:
 
     @property
     def id(self) -> str:
-        """Equal for equal runs: the hash of everything above."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:10]
+        """Equal for equal runs: the hash of everything above. A trace goes by its name, wherever it lies."""
+        named = self if self.follow is None else replace(self, follow=PurePath(self.follow).name)
+        return hashlib.sha256(named.to_json().encode()).hexdigest()[:10]
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -259,8 +263,6 @@ class Execution:
     """Steps between validations. 0: five times in a run."""
     log_every: int = 10
     """Steps between lines of metrics.jsonl; the GPU waits for the host only then."""
-    record: bool = False
-    """Write trace.json: what each update does to every hidden layer, for others to --follow."""
     tensorboard: bool = False
     """Write events for TensorBoard into the run's folder."""
     peak_tflops: float | None = None

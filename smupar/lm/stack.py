@@ -38,7 +38,7 @@ def stack_key(config: RunConfig) -> str | None:
     if config.optimizer not in SUPPORTED:
         return None
     fixed = {name: value for name, value in asdict(config).items() if name not in _FREE}
-    return json.dumps({**fixed, "clips": config.clip is not None})
+    return json.dumps({**fixed, "clips": config.clip is not None, "two optimizers": config.rest_lr is not None})
 
 
 class GPTStack:
@@ -52,11 +52,9 @@ class GPTStack:
         *,
         compile: bool | None = None,  # noqa: A002 (torch's word)
         own_batches: bool | None = None,
-        record: bool = False,
     ) -> None:
-        """``own_batches``: a batch for each run; default if they differ in seed. A stack that is refilled keeps to it.
-        ``record``: the updates of every run are measured, see ``traces``."""
-        self.text, self.device, self.record = text, device, record
+        """``own_batches``: a batch for each run; default if they differ in seed. A stack that is refilled keeps to it."""
+        self.text, self.device = text, device
         first, on_gpu = configs[0], device.type == "cuda"
         compiled = on_gpu if compile is None else compile
         models, plans = self._built(configs)
@@ -86,7 +84,7 @@ class GPTStack:
     def _set_moving(self, plans: list[Plan]) -> None:
         self.plans = plans
         traces = [read_trace(config) for config in self.configs]
-        measured = self.record or any(trace is not None for trace in traces)
+        measured = self.configs[0].record or any(trace is not None for trace in traces)
         self.updates = StackedUpdates(self.stack, plans, traces, self.configs[0].steps) if measured else None
         self.sparsifier = make_stacked_sparsifier(self.stack, plans, self.configs)
 
@@ -100,6 +98,7 @@ class GPTStack:
         return (1 - torch.as_tensor(kept).double() / total).tolist()
 
     def traces(self) -> list[Trace | None]:
+        """What was measured in each run, where it was."""
         return [None] * len(self.configs) if self.updates is None else list(self.updates.traces())
 
     def _built(self, configs: Sequence[RunConfig]) -> tuple[list[GPT], list[Plan]]:

@@ -42,7 +42,7 @@ class Stepper:
         on_gpu = world.device.type == "cuda"
         compiled = on_gpu if how.compile is None else how.compile
         captured = how.graph
-        moving = config.dynamic != "none" or config.follow or how.record
+        moving = config.dynamic != "none" or config.follow or config.record
         one_graph = on_gpu and world.size == 1 and self.num_micro == 1 and config.optimizer in CAPTURABLE and not moving
         if captured and not one_graph:
             raise ValueError(
@@ -51,7 +51,7 @@ class Stepper:
             )
         self.optimizers = make_optimizers(self.model, self.plan, config, capturable=captured)
         audit(self.model, self.plan, self.optimizers)
-        self.updates = self._updates(record=how.record)
+        self.updates = self._updates()
         self.sparsifier = make_sparsifier(self.model, self.plan, self.optimizers, config)
         self.forward = wrap(self.model, world)
         self.loss_fn = next_token_loss
@@ -59,11 +59,11 @@ class Stepper:
             self._compile(flex=on_gpu and config.model.positions == "alibi")
         self._update: Callable[..., Tensor] = Graphed(self._passes) if captured else self._passes
 
-    def _updates(self, *, record: bool) -> Recorder | Follower | None:
+    def _updates(self) -> Recorder | Follower | None:
         trace = read_trace(self.config)
         if trace is not None:
             return follow_updates(self.model, self.plan, self.optimizers, trace=trace, steps=self.config.steps)
-        return record_updates(self.model, self.plan, self.optimizers) if record else None
+        return record_updates(self.model, self.plan, self.optimizers) if self.config.record else None
 
     def state_dict(self) -> dict[str, Any]:
         """What moves, beside masks: JSON."""

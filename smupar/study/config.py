@@ -30,6 +30,8 @@ class TransferConfig:
     values: tuple[float, ...] = ()
     """Default: 2^-11 .. 2^-4 for lr, an eighth to eight times the tuned value for others."""
     rules: tuple[str, ...] = ("sp", "mup", "smupar")
+    """Of Table 1, and measured: SmuPar's init with the updates of the proxy at its best value to follow; with --dynamic gmp
+    also moment: SmuPar with the learning rate of the density of the moment, where smupar is as in the paper."""
     sparsities: tuple[float, ...] = (0.0, 0.75, 0.9375)
     """Of the targets."""
     widths: tuple[int, ...] = (256,)

@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -73,12 +73,24 @@ class Board:
         self.num_diverged += summary.status == "diverged"
 
 
-def run_study(folder: str, definition: dict[str, Any], command: str, configs: Sequence[RunConfig], how: EngineConfig) -> str:
-    """Runs what is missing of a study and writes its page; returns what it found, and where."""
+def run_study(
+    folder: str,
+    definition: dict[str, Any],
+    command: str,
+    configs: Sequence[RunConfig],
+    how: EngineConfig,
+    *,
+    then: Callable[[Study], Sequence[RunConfig]] = lambda study: (),
+) -> str:
+    """Runs what is missing of a study and writes its page; returns what it found, and where. ``then`` proposes the runs that
+    stand on the results of the others."""
     with Study.open(folder, definition, command) as study:
-        num_done = len(configs) - len(study.missing(configs))
-        print(f"{len(configs)} runs, {num_done} of them done, in {folder}", flush=True)
-        execute(study, configs, engine=how.engine, device=how.device, address=how.address)
+        for propose in (lambda study: configs, then):
+            wanted = propose(study)
+            if wanted:
+                num_done = len(wanted) - len(study.missing(wanted))
+                print(f"{len(wanted)} runs, {num_done} of them done, in {folder}", flush=True)
+                execute(study, wanted, engine=how.engine, device=how.device, address=how.address)
         found = write_report(study)
     return f"{found}\n{folder}/report.html, picture.png, table.csv"
 
@@ -129,8 +141,9 @@ def run_group(study: Study, group: list[RunConfig], engine: EngineName, device: 
         filled = part + [part[-1]] * (size - len(part))
         if start or stack.stack.num_steps:
             stack.refill(filled)
-        for config, (summary, rows) in zip(part, run_stack(stack, len(part), board), strict=False):
-            study.add(config, summary, rows)
+        ended = run_stack(stack, len(part), board)
+        for config, (summary, rows), trace in zip(part, ended, stack.traces(), strict=False):
+            study.add(config, summary, rows, trace)
             board.done(summary)
 
 

@@ -19,7 +19,8 @@ from typing import Any
 from smupar import __version__
 from smupar.lm.config import RunConfig
 from smupar.lm.files import locked, write_atomic
-from smupar.lm.folder import Summary, read_config, read_summary
+from smupar.lm.folder import TRACE_FILE, Summary, read_config, read_summary
+from smupar.updates import Trace
 
 FORMAT = "smupar-study/1"
 
@@ -74,12 +75,16 @@ class Study:
         unique = {config.id: config for config in configs}
         return [config for id_, config in unique.items() if not (self.runs / id_ / "summary.json").exists()]
 
-    def add(self, config: RunConfig, summary: Summary, metrics: Sequence[dict[str, Any]] = ()) -> None:
+    def add(
+        self, config: RunConfig, summary: Summary, metrics: Sequence[dict[str, Any]] = (), trace: Trace | None = None
+    ) -> None:
         """Writes a finished run; its summary comes last."""
         folder = self.runs / config.id
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / "config.json", config.to_json())
         write_atomic(folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in metrics))
+        if trace is not None:
+            write_atomic(folder / TRACE_FILE, trace.to_json())
         write_atomic(folder / "summary.json", json.dumps(asdict(summary), indent=1))
 
     def results(self, configs: Sequence[RunConfig] | None = None) -> list[Result]:

@@ -3,17 +3,22 @@ each rule's optimum moved and what the proxy's optimum costs on the targets."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from smupar.lm.config import RunConfig
+from smupar.lm.files import write_atomic
+from smupar.lm.folder import TRACE_FILE
 from smupar.rules import get_rule
 from smupar.study.config import TransferConfig
 from smupar.study.curves import Panel, Point, Series
 from smupar.study.space import with_fields
-from smupar.study.store import Result
+from smupar.study.store import Result, Study
 
+MEASURED, MOMENT = "measured", "moment"
+_OURS = {MEASURED: "measured updates", MOMENT: "SmuPar with the density of the moment"}
 _NAMES = {"lr": "learning rate", "init_std": "init std", "alpha_input": "alpha_input", "alpha_output": "alpha_output"}
 
 
@@ -80,10 +85,33 @@ def moved(proxy: Curve, curve: Curve) -> float:
 
 
 def proposals(config: TransferConfig) -> list[RunConfig]:
-    """Every run of the study. A dense model under SmuPar is the one under muP: it is run once."""
+    """Every run that needs no trace. A dense model under SmuPar is the one under muP: it is run once."""
+    return _proposed(config, [wanted for wanted in _curves_wanted(config) if wanted[0] != MEASURED or wanted[3]])
+
+
+def measured_proposals(config: TransferConfig, study: Study) -> list[RunConfig]:
+    """The runs that follow the updates of the proxy at its best value, once that is known."""
+    if MEASURED not in config.rules:
+        return []
+    proxy = _curve(config, {result.config.id: result for result in study.results()}, MEASURED, config.run.base_width, 0.0, True)
+    if not math.isfinite(proxy.best_loss):
+        raise ValueError(f"all runs of the proxy diverged: sweep smaller values of {config.axis} (--values)")
+    best = _runs(config, MEASURED, config.run.base_width, 0.0, proxy.values[proxy.best_index])[0]
+    text = (study.runs / best.id / TRACE_FILE).read_text()
+    trace = study.folder.resolve() / f"proxy-{hashlib.sha256(text.encode()).hexdigest()[:8]}.trace.json"
+    if not trace.exists():
+        write_atomic(trace, text)
+    return _proposed(
+        config, [wanted for wanted in _curves_wanted(config) if wanted[0] == MEASURED and not wanted[3]], str(trace)
+    )
+
+
+def _proposed(
+    config: TransferConfig, curves: Iterable[tuple[str, int, float, bool]], trace: str | None = None
+) -> list[RunConfig]:
     runs = []
-    for rule, width, sparsity, _ in _curves_wanted(config):
-        runs += [run for value in axis_values(config) for run in _runs(config, rule, width, sparsity, value)]
+    for rule, width, sparsity, _ in curves:
+        runs += [run for value in axis_values(config) for run in _runs(config, rule, width, sparsity, value, trace)]
     return list({run.id: run for run in runs}.values())
 
 
@@ -99,9 +127,10 @@ def axis_values(config: TransferConfig) -> list[float]:
 def analyse(config: TransferConfig, results: Iterable[Result]) -> list[Verdict]:
     """One verdict per rule, from the results that are there."""
     by_id = {result.config.id: result for result in results}
+    trace = next((one.config.follow for one in by_id.values() if one.config.follow), None)
     verdicts = []
     for rule in config.rules:
-        curves = [_curve(config, by_id, *wanted) for wanted in _curves_wanted(config) if wanted[0] == rule]
+        curves = [_curve(config, by_id, *wanted, trace) for wanted in _curves_wanted(config) if wanted[0] == rule]
         proxy, targets = curves[0], tuple(curve for curve in curves[1:] if math.isfinite(curve.best_loss))
         if not math.isfinite(proxy.best_loss) or not targets:
             raise ValueError(f"all runs of {rule} diverged: sweep smaller values of {config.axis} (--values)")
@@ -112,13 +141,13 @@ def analyse(config: TransferConfig, results: Iterable[Result]) -> list[Verdict]:
 def sentence(config: TransferConfig, verdicts: Sequence[Verdict]) -> str:
     """The study in one sentence, with the numbers it measured, and what to doubt about them."""
     name = _NAMES[config.axis]
-    moves = ", ".join(f"{_title(one)}'s {_times(one.moved)}" for one in verdicts)
+    moves = ", ".join(f"{_whose(_title(one.rule))} {_times(one.moved)}" for one in verdicts)
     first = f"From the dense proxy of width {config.run.base_width} the best {name} moved: {moves}"
     far = verdicts[0].farthest
-    costs = ", ".join(f"{_title(one)} {_percent(one.farthest.excess(one.proxy.best))}" for one in verdicts)
+    costs = ", ".join(f"{_title(one.rule)} {_percent(one.farthest.excess(one.proxy.best))}" for one in verdicts)
     second = f"at {far.sparsity:.4g} sparsity and width {far.width} the proxy's best {name} costs {costs}"
     edges = [
-        f"{_title(one)} at sparsity {curve.sparsity:g}"
+        f"{_title(one.rule)} at sparsity {curve.sparsity:g}"
         for one in verdicts
         for curve in (one.proxy, *one.targets)
         if curve.on_edge
@@ -136,7 +165,7 @@ def panels(config: TransferConfig, verdicts: Sequence[Verdict]) -> list[Panel]:
         for number, curve in enumerate(curves):
             label = f"sparsity {curve.sparsity:.4g}" + (f", width {curve.width}" if len(config.widths) > 1 else "")
             series.append(_series(curve, label, number / max(1, len(curves) - 1)))
-        title = f"{_title(verdict)}: best moves {_times(verdict.moved)}"
+        title = f"{_title(verdict.rule)}: best moves {_times(verdict.moved)}"
         marked = f"best on the proxy: {verdict.proxy.best:.4g}"
         made.append(Panel(title, name, "loss (mean of the last 5 % of steps)", tuple(series), verdict.proxy.best, marked))
     return made
@@ -151,16 +180,25 @@ def _curves_wanted(config: TransferConfig) -> list[tuple[str, int, float, bool]]
     """(rule, width, sparsity, is the proxy), the proxy first."""
     wanted = []
     for rule in config.rules:
-        get_rule(rule)  # names an unknown one
+        _title(rule)  # names an unknown one
         wanted.append((rule, config.run.base_width, 0.0, True))
         wanted += [(rule, width, sparsity, False) for width in config.widths for sparsity in config.sparsities]
     return wanted
 
 
-def _runs(config: TransferConfig, rule: str, width: int, sparsity: float, value: float) -> list[RunConfig]:
-    fields: dict[str, object]
-    shared = "mup" if sparsity == 0 and rule != "sp" else rule
-    fields = {"rule": shared, "width": width, "sparsity": sparsity}
+def _runs(
+    config: TransferConfig, rule: str, width: int, sparsity: float, value: float, trace: str | None = None
+) -> list[RunConfig]:
+    is_proxy = width == config.run.base_width and sparsity == 0
+    fields: dict[str, object] = {"rule": rule, "width": width, "sparsity": sparsity, "correction": "fixed"}
+    if rule in (MEASURED, MOMENT):
+        fields |= {"rule": "smupar", "correction": "moment"}
+    if sparsity == 0:
+        fields["dynamic"] = "none"
+    if rule == MEASURED and not is_proxy:
+        fields["follow"] = trace
+    elif sparsity == 0 and rule != "sp":
+        fields |= {"rule": "mup", "correction": "fixed", "record": is_proxy and MEASURED in config.rules}
     if rule == "sp":  # is given the init that fits its width, as in the paper's Table 4: 0.087 / sqrt(16) at width 4096
         fields["init_std"] = config.run.init_std * math.sqrt(config.run.base_width / width)
     fields[config.axis] = value
@@ -168,10 +206,18 @@ def _runs(config: TransferConfig, rule: str, width: int, sparsity: float, value:
     return [replace(run, seed=config.run.seed + number) for number in range(config.seeds)]
 
 
-def _curve(config: TransferConfig, by_id: dict[str, Result], rule: str, width: int, sparsity: float, is_proxy: bool) -> Curve:
+def _curve(
+    config: TransferConfig,
+    by_id: dict[str, Result],
+    rule: str,
+    width: int,
+    sparsity: float,
+    is_proxy: bool,
+    trace: str | None = None,
+) -> Curve:
     values, losses = [], []
     for value in axis_values(config):
-        found = [by_id[run.id].loss for run in _runs(config, rule, width, sparsity, value) if run.id in by_id]
+        found = [by_id[run.id].loss for run in _runs(config, rule, width, sparsity, value, trace) if run.id in by_id]
         if found:
             values.append(value)
             losses.append(sum(found) / len(found))
@@ -197,8 +243,12 @@ def _interpolated(values: Sequence[float], losses: Sequence[float], value: float
     return losses[-1]
 
 
-def _title(verdict: Verdict) -> str:
-    return get_rule(verdict.rule).title
+def _title(rule: str) -> str:
+    return _OURS[rule] if rule in _OURS else get_rule(rule).title
+
+
+def _whose(title: str) -> str:
+    return f"{title}'" if title.endswith("s") else f"{title}'s"
 
 
 def _times(factor: float) -> str:
