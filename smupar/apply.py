@@ -25,7 +25,7 @@ from smupar.tensors import is_lookup, parent_path
 from smupar.values import initialise, like, local, padding_rows, plan_resets, zero_off_mask
 
 FACTOR = "smupar_factor"
-_MARK = "_smupar_attached"
+_MARK, _MOVING = "_smupar_attached", "_smupar_masks_move"
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,15 @@ def optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 def is_parameterized(model: nn.Module) -> bool:
     return hasattr(model, _MARK)
+
+
+def let_masks_move(model: nn.Module) -> None:
+    """From now on the masks need not be those of the plan."""
+    setattr(model, _MOVING, True)
+
+
+def masks_move(model: nn.Module) -> bool:
+    return getattr(model, _MOVING, False)
 
 
 def mask_of(model: nn.Module, name: str) -> Tensor | None:

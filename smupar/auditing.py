@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smupar.apply import FACTOR, mask_of, masks_gradient, masks_updates, optimizers, scales_output, unwrapped
+from smupar.apply import FACTOR, mask_of, masks_gradient, masks_move, masks_updates, optimizers, scales_output, unwrapped
 from smupar.optim import guard, num_steps, ratio_problem, wrong_groups
 from smupar.plan import Plan, PlanRow
 from smupar.planner import PlanWarning
 from smupar.rules import family_of
 from smupar.tensors import is_lookup, parent_path
-from smupar.values import is_sharded
+from smupar.values import is_sharded, whole
 
 # A sample std of n weights scatters by 1 / sqrt(2 n); six of those are never reached by chance.
 _SIGMAS = 6.0
@@ -94,7 +94,7 @@ def differences(
     if trained is None:
         trained = any(num_steps(one) for one in optimizers(optimizer))
     for row in rows:
-        findings += _weights(model, parameters[row.name], row, check_std=not trained)
+        findings += _weights(model, parameters[row.name], row, check_std=not trained and not masks_move(model))
     for row in rows:
         for path, factor in row.forward:
             findings += _forward_factor(model.get_submodule(path), path, factor, row, parameters[row.name].dtype)
@@ -108,12 +108,12 @@ def _weights(model: nn.Module, parameter: nn.Parameter, row: PlanRow, *, check_s
     if tuple(parameter.shape) != row.shape:
         text = f"{row.name!r} has shape {tuple(parameter.shape)}, the plan {row.shape}: make a plan for this model"
         return [Finding(text, "another model", row.name)]
-    weight, mask = _full(parameter.detach()), mask_of(model, row.name)
+    weight, mask = whole(parameter.detach()), mask_of(model, row.name)
     findings = []
     if row.masked:
         if mask is None:
             return [Finding(f"{row.name!r} has no mask: call smupar.attach(model, plan)", "mask missing", row.name)]
-        findings += _mask(weight, _full(mask), row)
+        findings += _mask(weight, whole(mask), row, check_density=not masks_move(model))
         if parameter.requires_grad and not masks_gradient(parameter):
             text = f"{row.name!r}: its gradient is not masked, the hook is lost; call smupar.attach(model, plan)"
             findings.append(Finding(text, "off-mask weights", row.name))
@@ -124,17 +124,17 @@ def _weights(model: nn.Module, parameter: nn.Parameter, row: PlanRow, *, check_s
         padding = getattr(model.get_submodule(parent_path(row.name)), "padding_idx", None)
         if padding is not None:  # that row is 0
             weight = torch.cat([weight[:padding], weight[padding + 1 :]])
-        kept = weight[_full(mask)] if row.masked and mask is not None else weight.flatten()
+        kept = weight[whole(mask)] if row.masked and mask is not None else weight.flatten()
         findings += _std(kept, row)
     return findings
 
 
-def _mask(weight: Tensor, mask: Tensor, row: PlanRow) -> list[Finding]:
+def _mask(weight: Tensor, mask: Tensor, row: PlanRow, *, check_density: bool) -> list[Finding]:
     num_kept, size = int(torch.count_nonzero(mask)), mask.numel()
     expected = float(row.density)
     slack = 0.0 if row.num_kept is not None else _SIGMAS * math.sqrt(expected * (1 - expected) / size)
     findings = []
-    if abs(num_kept / size - expected) > slack + 1e-12:
+    if check_density and abs(num_kept / size - expected) > slack + 1e-12:
         text = (
             f"{row.name!r}: its mask keeps {num_kept / size:.6g} of the weights, the plan says {expected:.6g}; "
             "parameterize with that density, or draw the masks again"
@@ -171,11 +171,6 @@ def _std(kept: Tensor, row: PlanRow) -> list[Finding]:
         "initialise before parameterize, not after; pass trained=True if training has begun"
     )
     return [Finding(text, "init", row.name, measured / row.init_std if row.init_std else math.inf)]
-
-
-def _full(tensor: Tensor) -> Tensor:
-    """The whole of a sharded tensor."""
-    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 # The forward pass

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from smupar.apply import add_masks, attach, gradient_mask, is_parameterized, mask_of, optimizers, unwrapped
+from smupar.apply import add_masks, attach, gradient_mask, is_parameterized, let_masks_move, mask_of, optimizers, unwrapped
 from smupar.masks import Allocation, allocate, round_half_up
 from smupar.plan import Plan, PlanRow
 from smupar.rates import applied_lr, layer_rates
@@ -117,7 +117,7 @@ class DropAndGrow:
         active = mask.sum(1)
         num = (share * active.double() + 0.5).long()
         kept = largest(weight.abs(), mask, active - num)
-        return kept | largest(grow_score, ~kept, num)
+        return kept | largest(grow_score.nan_to_num(nan=0.0), ~kept, num)
 
 
 @dataclass(frozen=True)
@@ -145,13 +145,13 @@ class Pruning:
 def density_factor(plan: Plan, row: PlanRow, density: Fraction, family: str) -> float:
     """What a density other than the planned one makes of the plan's learning rate, by Table 1."""
     power = get_rule(plan.rule).lr[family][row.role]
-    return float(power.of(1, 1, density / plan.base_density) / power.of(1, 1, row.density_mult))
+    return float(power.of(1, 1, density / row.density))
 
 
 def init_factor(plan: Plan, row: PlanRow, density: Fraction) -> float:
     """Likewise of the init std."""
     power = get_rule(plan.rule).init_var[row.role]
-    return math.sqrt(power.of(1, 1, density / plan.base_density) / power.of(1, 1, row.density_mult))
+    return math.sqrt(power.of(1, 1, density / row.density))
 
 
 def num_kept(name: str, shape: tuple[int, ...], density: Fraction) -> int:
@@ -198,15 +198,16 @@ class Sparsifier:
         if structured:
             raise ValueError(f"masks that move are unstructured, pattern {structured[0]!r} would be lost: use pattern='random'")
         attach(self.model, plan)
+        let_masks_move(self.model)
         self.num_steps = 0
         self.restart = _Restart(self) if restart_bias_correction else None
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Hidden weights with a mask."""
+        """Hidden weights that have a mask and are trained."""
         every = dict(self.model.named_parameters())
         hidden = (row.name for row in self.plan if row.role == "hidden")
-        return {name: every[name] for name in hidden if mask_of(self.model, name) is not None}
+        return {n: every[n] for n in hidden if mask_of(self.model, n) is not None and every[n].requires_grad}
 
     @property
     def densities(self) -> dict[str, float]:
@@ -236,7 +237,8 @@ class Sparsifier:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.num_steps = state["num_steps"]
         if self.restart:
-            self.restart.born = {name: born.clone() for name, born in state["born"].items()}
+            parameters = self.parameters
+            self.restart.born = {name: born.to(parameters[name].device, copy=True) for name, born in state["born"].items()}
         self._listen(self.due(self.num_steps + 1))
 
     def _mask(self, name: str) -> Tensor:
@@ -327,7 +329,11 @@ class _Moving(Sparsifier):
             from torch.distributed.tensor import DTensor
 
             assert isinstance(parameter, DTensor)
-            dense = whole(DTensor.from_local(dense, parameter.device_mesh, parameter.placements, shape=parameter.shape))
+            dense = whole(
+                DTensor.from_local(
+                    dense, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+                )
+            )
         elif num_ranks() > 1:
             dist.all_reduce(dense)
         return dense.abs().flatten()[None]
@@ -378,6 +384,7 @@ class _Pruned(Sparsifier):
                     "parameterize with the density to start from, 1 as a rule"
                 )
         super().__init__(model, plan, optimizer, stop=stop, restart_bias_correction=restart_bias_correction, steps=steps)
+        self.rates = layer_rates(self.model, plan, self.optimizers)
         add_masks(self.model, plan)
         self.families = {
             id(parameter): group["family"]
@@ -386,7 +393,6 @@ class _Pruned(Sparsifier):
             if "family" in group
             for parameter in group["params"]
         }
-        self.rates = layer_rates(self.model, plan, self.optimizers)
         if correction == "fixed":
             self._correct(self.last)
             with torch.no_grad():
@@ -428,15 +434,17 @@ class _Pruned(Sparsifier):
             if family is not None:
                 self.rates.corrections[name] = density_factor(self.plan, self.plan[name], densities[name], family)
 
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "corrections": dict(self.rates.corrections)}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        if self.correction == "moment" and self.num_steps:
-            masks = {name: whole(self._mask(name)) for name in self.parameters}
-            self._correct({name: Fraction(int(mask.sum()), mask.numel()) for name, mask in masks.items()})
+        self.rates.corrections.update(state["corrections"])
 
 
 class GMP(_Pruned):
     """Gradual magnitude pruning (Zhu and Gupta): the smallest weights go, along a curve, until ``density`` is reached.
+    Made before a checkpoint is loaded: it adds the masks that are in it.
 
     density     at the end: a number, {"glob": number} or an allocation such as ``erk(1 / 16)``
     pool        "layer": each layer its own number; "global": one ranking of all hidden weights
@@ -494,8 +502,9 @@ class IMP(_Pruned):
 
     @property
     def round_step(self) -> int:
-        """Steps since the rewind that the weights came from was reached."""
-        return self.num_steps if self.num_steps < self.every else self.rewind + self.num_steps % self.every
+        """Steps that the weights have been trained for: behind a rewind it goes on from there."""
+        rounds = min(self.num_steps // self.every, self.rounds)
+        return self.num_steps - rounds * self.every + (self.rewind if rounds else 0)
 
     def due(self, step: int) -> bool:
         return 0 < step <= self.rounds * self.every and step % self.every == 0
@@ -540,7 +549,7 @@ class _Restart:
     def __init__(self, sparsifier: Sparsifier) -> None:
         self.sparsifier = sparsifier
         self.born: dict[str, Tensor] = {}
-        hidden = {id(parameter) for parameter in sparsifier.parameters.values()}
+        hidden = {id(p) for n, p in sparsifier.model.named_parameters() if sparsifier.plan[n].role == "hidden"}
         for optimizer in sparsifier.optimizers:
             kind = type(optimizer).__name__
             groups = [group for group in optimizer.param_groups if any(id(p) in hidden for p in group["params"])]
@@ -560,18 +569,19 @@ class _Restart:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 name = names.get(id(parameter))
-                if name in self.born and parameter in optimizer.state:
+                if name in self.born and parameter.grad is not None and parameter in optimizer.state:
                     parameter.add_(self._difference(optimizer.state[parameter], group, self.born[name]))
 
     @staticmethod
     def _difference(state: Mapping[str, Any], group: dict[str, Any], born: Tensor) -> Tensor:
         """What the step took too much of young weights."""
         beta1, beta2 = group["betas"]
-        count = float(state["step"])
+        count = torch.as_tensor(state["step"], dtype=torch.float32, device=born.device)
         mean, square = state["exp_avg"], state["exp_avg_sq"]
 
         def update(age: Any) -> Tensor:
-            return mean / (1 - beta1**age) / ((square / (1 - beta2**age)).sqrt() + group["eps"])
+            started1, started2 = (-torch.expm1(age * math.log(beta)) for beta in (beta1, beta2))  # 1 - beta^age
+            return mean / started1 / ((square / started2).sqrt() + group["eps"])
 
         difference: Tensor = applied_lr(group) * (update(count) - update(count - born))
         return difference.masked_fill_(born == 0, 0)
@@ -668,8 +678,9 @@ def snip_masks(
     density: float,
     pool: str = "global",
 ) -> dict[str, Tensor]:
-    """SNIP (Lee et al.): the hidden weights whose loss would change the loss most, |weight x gradient| summed over batches, as
-    masks for ``parameterize(fresh_model, masks=...)``. ``model`` is dense and left as it is."""
+    """SNIP (Lee et al.): the hidden weights without which the loss would change most, |weight x gradient| with the gradient
+    summed over batches, as masks for ``parameterize(fresh_model, masks=...)``. ``model`` is dense and left as it is."""
+    model = unwrapped(model)
     hidden = [row.name for row in plan if row.role == "hidden"]
     parameters = {name: parameter for name, parameter in model.named_parameters() if name in hidden}
     sums = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
@@ -697,7 +708,7 @@ def _best_masks(
     hidden = {row.name: row for row in plan if row.role == "hidden"}
     shares = allocate(density, {name: row.shape for name, row in hidden.items()})
     nums = {name: num_kept(name, row.shape, shares[name]) for name, row in hidden.items()}
-    every = dict(model.named_parameters())
+    every = dict(unwrapped(model).named_parameters())
     scores = {name: score(name, every[name]).flatten()[None] for name in hidden}
     if pool == "global":
         flat = torch.cat(list(scores.values()), dim=1)

@@ -331,8 +331,8 @@ class _Meter:
             self.factors[name] = factor
             if total == 0 and not bool(self.probes[name].inputs.any()):
                 raise ValueError(
-                    f"no input of {name!r} was seen: the model ran compiled before, or its layer is not called. Call "
-                    "record_updates and follow_updates before torch.compile."
+                    f"no input of {name!r} was seen. Call record_updates and follow_updates before torch.compile; where "
+                    "another model of the class ran compiled, set torch._dynamo.config.skip_nnmodule_hook_guards = False before that."
                 )
 
     def took_measure(self) -> None:

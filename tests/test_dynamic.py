@@ -151,7 +151,7 @@ def test_largest_takes_equal_scores_by_position():
     chosen = largest(flat(1.0, 3.0, 3.0, 3.0, 2.0), bits("11011"), torch.tensor([2]))
     assert torch.equal(chosen, bits("01010"))
     many = torch.arange(5000)[None]
-    chosen = largest((many % 2).float(), many % 3 > 0, torch.tensor([1000]))  # 1666 candidates, each second 1
+    chosen = largest((many % 2).float(), many % 3 > 0, torch.tensor([1000]))  # 1667 odd candidates, all equal
     assert torch.equal(chosen.nonzero()[:, 1], many[(many % 2 == 1) & (many % 3 > 0)][:1000])
 
 
