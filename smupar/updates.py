@@ -332,7 +332,7 @@ class _Meter:
             if total == 0 and not bool(self.probes[name].inputs.any()):
                 raise ValueError(
                     f"no input of {name!r} was seen. Call record_updates and follow_updates before torch.compile; where "
-                    "another model of the class ran compiled, set torch._dynamo.config.skip_nnmodule_hook_guards = False before that."
+                    "another model of the class ran compiled, set torch._dynamo.config.skip_nnmodule_hook_guards = False."
                 )
 
     def took_measure(self) -> None:

@@ -114,6 +114,7 @@ def row_of(result: Result) -> dict[str, Any]:
     summary["hidden_sparsity"] = result.summary.sparsity
     summary["steps_done"] = summary.pop("steps")
     config["betas"] = " ".join(map(str, config["betas"]))
+    config["follow"] = config["follow"] and Path(config["follow"]).name
     return {"id": result.config.id, **model, **config, **summary}
 
 

@@ -18,7 +18,7 @@ from smupar.study.space import with_fields
 from smupar.study.store import Result, Study
 
 MEASURED, MOMENT = "measured", "moment"
-_OURS = {MEASURED: "measured updates", MOMENT: "SmuPar with the density of the moment"}
+_OURS = {MEASURED: "measured updates", MOMENT: "SmuPar, density of the moment"}
 _NAMES = {"lr": "learning rate", "init_std": "init std", "alpha_input": "alpha_input", "alpha_output": "alpha_output"}
 
 
@@ -190,15 +190,15 @@ def _runs(
     config: TransferConfig, rule: str, width: int, sparsity: float, value: float, trace: str | None = None
 ) -> list[RunConfig]:
     is_proxy = width == config.run.base_width and sparsity == 0
-    fields: dict[str, object] = {"rule": rule, "width": width, "sparsity": sparsity, "correction": "fixed"}
-    if rule in (MEASURED, MOMENT):
-        fields |= {"rule": "smupar", "correction": "moment"}
+    fields: dict[str, object] = {"rule": "smupar" if rule in _OURS else rule, "width": width, "sparsity": sparsity}
     if sparsity == 0:
         fields["dynamic"] = "none"
+    elif config.run.dynamic == "gmp":
+        fields["correction"] = "moment" if rule in _OURS else "fixed"
     if rule == MEASURED and not is_proxy:
         fields["follow"] = trace
     elif sparsity == 0 and rule != "sp":
-        fields |= {"rule": "mup", "correction": "fixed", "record": is_proxy and MEASURED in config.rules}
+        fields |= {"rule": "mup", "record": is_proxy and MEASURED in config.rules}
     if rule == "sp":  # is given the init that fits its width, as in the paper's Table 4: 0.087 / sqrt(16) at width 4096
         fields["init_std"] = config.run.init_std * math.sqrt(config.run.base_width / width)
     fields[config.axis] = value
