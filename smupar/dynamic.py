@@ -138,8 +138,33 @@ class Pruning:
         progress = self.times.progress(step)
         return last if progress == 1 else first + (last - first) * Fraction(CURVES[self.curve](progress))
 
-    def moved(self, weight: Tensor, mask: Tensor, num_kept: Tensor) -> Tensor:
-        return largest(weight.abs(), mask, torch.minimum(num_kept, mask.sum(1)))
+
+@dataclass(frozen=True)
+class Rounds:
+    """Keeps the weights of largest magnitude, the same share of them in each round, and starts anew."""
+
+    every: int
+    rounds: int
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1 or self.every < 1:
+            raise ValueError(f"IMP needs at least one round of at least one step, got {self.rounds} of {self.every}")
+
+    def due(self, step: int) -> bool:
+        return 0 < step <= self.rounds * self.every and step % self.every == 0
+
+    def density(self, first: Fraction, last: Fraction, step: int) -> Fraction:
+        """After the last round exactly ``last``."""
+        share = Fraction(step // self.every, self.rounds)
+        return last if share == 1 else first * Fraction(float(last / first) ** float(share))
+
+
+def pruned(weight: Tensor, mask: Tensor, num_kept: Tensor) -> Tensor:
+    """The mask of the largest weights; never more than there were."""
+    return largest(weight.abs(), mask, torch.minimum(num_kept, mask.sum(1)))
+
+
+Move = DropAndGrow | Pruning | Rounds
 
 
 def density_factor(plan: Plan, row: PlanRow, density: Fraction, family: str) -> float:
@@ -414,14 +439,14 @@ class _Pruned(Sparsifier):
         for name, parameter in self.parameters.items():
             mask = whole(self._mask(name)).flatten()[None]
             wanted = torch.tensor([nums[name]], device=mask.device)
-            masks[name] = largest(whole(parameter).abs().flatten()[None], mask, torch.minimum(wanted, mask.sum(1)))
+            masks[name] = pruned(whole(parameter).flatten()[None], mask, wanted)
         return masks
 
     def _globally(self, num: int) -> dict[str, Tensor]:
         sizes = {name: math.prod(self.plan[name].shape) for name in self.parameters}
-        scores = torch.cat([whole(p).abs().flatten() for p in self.parameters.values()])[None]
+        weights = torch.cat([whole(p).flatten() for p in self.parameters.values()])[None]
         masks = torch.cat([whole(self._mask(name)).flatten() for name in sizes])[None]
-        kept = largest(scores, masks, torch.minimum(torch.tensor([num], device=masks.device), masks.sum(1)))
+        kept = pruned(weights, masks, torch.tensor([num], device=masks.device))
         parts = dict(zip(sizes, kept.split(list(sizes.values()), dim=1), strict=True))
         empty = [name for name, part in parts.items() if not part.any()]
         if empty:
@@ -492,9 +517,10 @@ class IMP(_Pruned):
         rewind: int = 0,
         **settings: Any,
     ) -> None:
-        if rounds < 1 or not 0 <= rewind < every:
-            raise ValueError(f"IMP needs rounds of at least 1 and rewind in [0, every = {every}), got {rounds} and {rewind}")
-        self.rounds, self.every, self.rewind = rounds, every, rewind
+        self.rule = Rounds(every, rounds)
+        if not 0 <= rewind < every:
+            raise ValueError(f"IMP goes back to a step of its first round, rewind must lie in [0, {every}), got {rewind}")
+        self.rewind = rewind
         self.weights: dict[str, Tensor] = {}
         super().__init__(model, plan, optimizer, density=density, stop=rounds * every, **settings)
         if rewind == 0:
@@ -503,11 +529,11 @@ class IMP(_Pruned):
     @property
     def round_step(self) -> int:
         """Steps that the weights have been trained for: behind a rewind it goes on from there."""
-        rounds = min(self.num_steps // self.every, self.rounds)
-        return self.num_steps - rounds * self.every + (self.rewind if rounds else 0)
+        rounds = min(self.num_steps // self.rule.every, self.rule.rounds)
+        return self.num_steps - rounds * self.rule.every + (self.rewind if rounds else 0)
 
     def due(self, step: int) -> bool:
-        return 0 < step <= self.rounds * self.every and step % self.every == 0
+        return self.rule.due(step)
 
     def step(self) -> bool:
         moved = super().step()
@@ -516,13 +542,7 @@ class IMP(_Pruned):
         return moved
 
     def update(self, step: int) -> None:
-        share = Fraction(step // self.every, self.rounds)
-
-        def density(row: PlanRow) -> Fraction:
-            last = self.last[row.name]
-            return last if share == 1 else row.density * Fraction(float(last / row.density) ** float(share))
-
-        self._prune(density)
+        self._prune(lambda row: self.rule.density(row.density, self.last[row.name], step))
         for name, parameter in self.model.named_parameters():
             parameter.copy_(self.weights[name])
             mask = mask_of(self.model, name)
@@ -539,7 +559,8 @@ class IMP(_Pruned):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self.weights = {name: weight.clone() for name, weight in state["weights"].items()}
+        if "weights" in state:  # else those that the model had when this was made
+            self.weights = {name: weight.clone() for name, weight in state["weights"].items()}
 
 
 class _Restart:
@@ -601,22 +622,24 @@ class StackedSparsifier:
         self,
         stack: Stack,
         plans: Sequence[Plan],
-        moves: Sequence[DropAndGrow | Pruning | None],
+        moves: Sequence[Move | None],
         last: Sequence[Mapping[str, Fraction]],
         corrections: Sequence[str | None],
     ) -> None:
         self.stack, self.plans, self.last, self.corrections = stack, plans, last, corrections
-        self.groups: dict[DropAndGrow | Pruning, list[int]] = {}
+        self.groups: dict[Move, list[int]] = {}
         for index, move in enumerate(moves):
             if move is not None:
                 self.groups.setdefault(move, []).append(index)
         self.gradients: dict[str, Tensor] = {}
         self.family = family_of(stack.kind)
         for index, correction in enumerate(corrections):
-            if isinstance(moves[index], Pruning) and correction == "fixed":
+            if isinstance(moves[index], (Pruning, Rounds)) and correction == "fixed":
                 for name, density in last[index].items():
                     self._correct(name, index, density)
                     stack.tensors["params"][name][index] *= init_factor(plans[index], plans[index][name], density)
+        starts_anew = any(isinstance(move, Rounds) for move in moves)
+        self.first = {name: param.clone() for name, param in stack.tensors["params"].items()} if starts_anew else {}
 
     def before(self, step: int, batch: Sequence[Tensor]) -> None:
         moves = [move for move in self.groups if move.due(step)]
@@ -629,9 +652,20 @@ class StackedSparsifier:
             if move.due(step):
                 for name in self.stack.hidden:
                     self._move(move, indices, name, step)
+                if isinstance(move, Rounds):
+                    self._start_anew(indices)
         self.gradients = {}
 
-    def _move(self, move: DropAndGrow | Pruning, indices: list[int], name: str, step: int) -> None:
+    def _start_anew(self, indices: list[int]) -> None:
+        tensors = self.stack.tensors
+        for name, param in tensors["params"].items():
+            first = self.first[name][indices]
+            param[indices] = first * tensors["masks"][name][indices] if name in tensors["masks"] else first
+            for state in tensors["state"][name]:
+                state[indices] = 0
+        tensors["number"][indices] = 0
+
+    def _move(self, move: Move, indices: list[int], name: str, step: int) -> None:
         tensors = self.stack.tensors
         masks, weights = tensors["masks"][name], tensors["params"][name]
         old, weight = masks[indices].flatten(1), weights[indices].flatten(1)
@@ -646,7 +680,7 @@ class StackedSparsifier:
             rows = [self.plans[index][name] for index in indices]
             wanted = [move.density(row.density, self.last[index][name], step) for index, row in zip(indices, rows, strict=True)]
             nums = [num_kept(name, row.shape, density) for row, density in zip(rows, wanted, strict=True)]
-            new = move.moved(weight, old, torch.tensor(nums, device=old.device))
+            new = pruned(weight, old, torch.tensor(nums, device=old.device))
             for index, num in zip(indices, nums, strict=True):
                 if self.corrections[index] == "moment":
                     self._correct(name, index, Fraction(num, old.shape[1]))

@@ -143,7 +143,7 @@ class Stack:
         for name, param in t["params"].items():
             lr, decay, eps = (_wide(values, param) for values in t["constants"][name])
             lr = lr * _wide(share * t["rates"][name] if name in t["rates"] else share, param)
-            new = self._updated(name, param, grads[name], lr, decay, eps, number)
+            new = self._updated(name, param, grads[name], lr, decay, eps, _wide(number, param))
             if name in t["masks"] and self.kind == "muon":  # its update mixes entries
                 new = new.masked_fill(~t["masks"][name], 0)
             param.copy_(torch.where(_wide(t["alive"], param), new, param))
@@ -206,7 +206,7 @@ class Stack:
             "state": {name: self._new_state(name, param) for name, param in params.items()},
             "rates": {name: torch.ones(len(models), device=device) for name in self.hidden},  # further factors on the LR
             "alive": torch.ones(len(models), dtype=torch.bool, device=device),
-            "number": torch.zeros((), device=device),
+            "number": torch.zeros(len(models), device=device),
         }
         if any(h.clip is not None for h in hyperparameters):
             tensors["clip"] = torch.tensor([math.inf if h.clip is None else h.clip for h in hyperparameters], device=device)

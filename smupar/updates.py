@@ -242,6 +242,9 @@ class _Probe:
 class _Meter:
     """Hooks around ``optimizer.step()`` that measure what it did to every hidden layer's output."""
 
+    period: int | None = None
+    """Steps after which the run starts anew."""
+
     def __init__(self, model: nn.Module, plan: Plan, optimizer: Any) -> None:
         model = unwrapped(model)
         if not is_parameterized(model):
@@ -288,9 +291,14 @@ class _Meter:
         for probe in self.probes.values():
             probe.remove()
 
+    @property
+    def place(self) -> int:
+        """The step, since the run started anew."""
+        return self.step % self.period if self.period else self.step
+
     @torch.no_grad()
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if due(self.step):
+        if due(self.place):
             with _exact():
                 for name, group in group_of_weight(optimizer).items():
                     if name in self.probes and float(group["lr"]) > 0:
@@ -298,16 +306,18 @@ class _Meter:
 
     @torch.no_grad()
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if due(self.step):
+        if due(self.place):
             self._measure(optimizer)
         self.waiting -= 1
         if self.waiting == 0:
             self.waiting = len(self.optimizers)
-            if due(self.step) and self.gains.keys() == self.probes.keys():  # else the learning rate was 0
+            if due(self.place) and self.gains.keys() == self.probes.keys():  # else the learning rate was 0
                 self.trace.add(self.step, {name: gain * self.factors[name] for name, gain in self.gains.items()})
                 self.took_measure()
             self.step += 1
             self.trace.num_steps = self.step
+            if self.place == 0:
+                self.start_anew()
 
     def _measure(self, optimizer: torch.optim.Optimizer) -> None:
         found: dict[str, tuple[Tensor, float, float]] = {}
@@ -337,6 +347,9 @@ class _Meter:
 
     def took_measure(self) -> None:
         """Behind a measured step of all optimizers."""
+
+    def start_anew(self) -> None:
+        """Behind the last step of a period."""
 
     def state_dict(self) -> dict[str, Any]:
         """JSON, exact."""
@@ -404,13 +417,15 @@ def record_updates(model: nn.Module, plan: Plan, optimizer: Any) -> Recorder:
 class Follower(_Meter):
     """What ``follow_updates`` returns: ``trace`` is the target's own, ``proxy`` the one it follows."""
 
-    def __init__(self, model: nn.Module, plan: Plan, optimizer: Any, trace: Trace, steps: int | None) -> None:
+    def __init__(
+        self, model: nn.Module, plan: Plan, optimizer: Any, trace: Trace, steps: int | None, period: int | None
+    ) -> None:
         super().__init__(model, plan, optimizer)
-        self.proxy = trace
+        self.proxy, self.period = trace, period
         self.averages: dict[str, tuple[float, float]] = {}
         self.clamped = False
         try:
-            self.guide = Guide(trace, list(self.probes), steps)
+            self.guide = Guide(trace, list(self.probes), period or steps)
         except ValueError:
             self.remove()
             raise
@@ -424,7 +439,7 @@ class Follower(_Meter):
 
     def took_measure(self) -> None:
         for name, gain in self.gains.items():
-            wanted = self.guide.effect(name, self.step)
+            wanted = self.guide.effect(name, self.place)
             if not (math.isfinite(wanted) and math.isfinite(gain) and gain > 0):
                 continue  # the factor stays
             old_wanted, old_gain = self.averages.get(name, (wanted, gain))
@@ -440,6 +455,10 @@ class Follower(_Meter):
                     stacklevel=2,
                 )
             self.rates.measured[name] = factor
+
+    def start_anew(self) -> None:
+        self.averages.clear()
+        self.rates.measured.clear()
 
     def remove(self) -> None:
         super().remove()
@@ -461,16 +480,18 @@ def follow_updates(
     *,
     trace: Trace | str | PathLike[str],
     steps: int | None = None,
+    period: int | None = None,
 ) -> Follower:
     """Sets each hidden layer's learning rate, step by step, so that an update does as much as it did in the proxy.
 
     trace   of the proxy, or its file
     steps   length of this run; default that of the proxy's. With another one the trace is read at the same share of the run.
+    period  steps after which the run starts anew and the trace is followed from its beginning, as in the rounds of IMP
 
     Call it after ``param_groups`` and before a scheduler, DDP and torch.compile, then train as usual. The plan should be
     SmuPar's, for its init and for everything that is not hidden. With GMP the density correction gives way to what is measured.
     """
-    return Follower(model, plan, optimizer, trace if isinstance(trace, Trace) else Trace.load(trace), steps)
+    return Follower(model, plan, optimizer, trace if isinstance(trace, Trace) else Trace.load(trace), steps, period)
 
 
 class StackedUpdates:
@@ -480,13 +501,22 @@ class StackedUpdates:
     number from 0 on. All numbers stay on the device until the traces are asked for.
     """
 
-    def __init__(self, stack: Stack, plans: Sequence[Plan], traces: Sequence[Trace | None], num_steps: int) -> None:
-        self.stack, self.num_steps = stack, num_steps
+    def __init__(
+        self,
+        stack: Stack,
+        plans: Sequence[Plan],
+        traces: Sequence[Trace | None],
+        num_steps: int,
+        period: int | None = None,
+    ) -> None:
+        self.stack, self.num_steps, self.period = stack, num_steps, period or num_steps
         names, device = [row.name for row in plans[0] if row.role == "hidden"], stack.device
-        self.names, self.steps = names, [step for step in range(num_steps) if due(step)]
+        self.names, self.steps = names, [step for step in range(num_steps) if due(step % self.period)]
+        places = [step for step in range(self.period) if due(step)]
+        self.index = {place: index for index, place in enumerate(places)}
         family = family_of(stack.kind)
         self.planned = {name: torch.tensor([plan[name].lr_factor(family) for plan in plans], device=device) for name in names}
-        wanted = [_averaged(trace, names, self.steps, num_steps) for trace in traces]
+        wanted = [_averaged(trace, names, places, self.period) for trace in traces]
         self.wanted = {name: torch.tensor([one[name] for one in wanted], device=device) for name in names}
         self.gains: dict[str, Tensor] = {}
         self.effects: list[Tensor] = []
@@ -496,15 +526,18 @@ class StackedUpdates:
 
     @torch.no_grad()
     def before(self, step: int, batch: Sequence[Tensor]) -> None:
-        if due(step):
+        if step % self.period == 0:
+            self.gains = {}
+        if due(step % self.period):
             self.inputs = self.stack.inputs(batch, some_rows)
             with _exact():
                 self.outputs = {name: self._outputs(name) for name in self.names}
 
     @torch.no_grad()
     def after(self, step: int, lr_share: Sequence[float]) -> None:
-        if not due(step):
+        if not due(step % self.period):
             return
+        index = self.index[step % self.period]
         share = self.stack.upload(torch.tensor(lr_share, dtype=torch.float32))
         effects = []
         for name in self.names:
@@ -520,7 +553,7 @@ class StackedUpdates:
             old = self.gains.get(name, torch.full_like(gain, math.nan))
             mean = torch.where(old.isfinite(), _OLD * old + (1 - _OLD) * gain, gain)
             self.gains[name] = torch.where(usable, mean, old)
-            factor = (self.wanted[name][:, len(self.effects)] / self.gains[name]).clamp(1 / _CLAMP, _CLAMP)
+            factor = (self.wanted[name][:, index] / self.gains[name]).clamp(1 / _CLAMP, _CLAMP)
             rate.copy_(torch.where(factor.isfinite() & usable, factor / self.planned[name], rate))
         self.effects.append(torch.stack(effects, dim=1))
         self.inputs, self.outputs = {}, {}

@@ -107,8 +107,11 @@ class RunConfig:
     """random, bernoulli, fan_in, N:M, N:M-transposable, block-N or neuron."""
     allocation: Literal["uniform", "er", "erk"] = "uniform"
     """How the sparsity is shared among layers."""
-    dynamic: Literal["none", "rigl", "set", "gmp"] = "none"
-    """Masks that move: rigl grows by gradients, set at random, gmp prunes from dense to the sparsity."""
+    dynamic: Literal["none", "rigl", "set", "gmp", "imp"] = "none"
+    """Masks that move: rigl grows by gradients, set at random, gmp prunes from dense to the sparsity, imp prunes in rounds and
+    goes back to the first weights after each."""
+    rounds: int = 4
+    """imp: how often it prunes. The run has one round more, all of the same length, each with the whole schedule."""
     mask_every: int = 100
     """Steps between moves."""
     mask_stop: float = 0.75
@@ -116,7 +119,7 @@ class RunConfig:
     drop_fraction: float = 0.3
     """Share of the active weights that rigl and set drop at first; goes to 0 along a cosine."""
     correction: Literal["moment", "fixed"] = "moment"
-    """gmp: learning rate by the density of the moment, or init and learning rate by the last one, as in the paper."""
+    """gmp, imp: learning rate by the density of the moment, or init and learning rate by the last one, as in the paper."""
     follow: str | None = None
     """Trace of a proxy that the learning rates of hidden layers follow: measured updates."""
     record: bool = False
@@ -170,8 +173,8 @@ class RunConfig:
             _not_negative(self, "rest_lr")
         if self.clip is not None and not 0 < self.clip < math.inf:
             raise ValueError(f"clip must be a number above 0, got {self.clip}: leave it out for no clipping")
-        if not 0 <= self.warmup_steps <= self.steps:
-            raise ValueError(f"warmup must lie in [0, steps = {self.steps}], got {self.warmup}")
+        if not 0 <= self.warmup_steps <= self.round_steps:
+            raise ValueError(f"warmup must lie in [0, steps = {self.round_steps}], got {self.warmup}")
         if self.base_width % self.model.head_dim:
             raise ValueError(
                 f"base width {self.base_width} is not a multiple of head_dim {self.model.head_dim}: the head size is the same "
@@ -185,6 +188,10 @@ class RunConfig:
             )
         if self.dynamic != "none" and self.pattern not in ("random", "bernoulli"):
             raise ValueError(f"masks that move are unstructured: --dynamic {self.dynamic} needs --pattern random")
+        if self.dynamic == "imp" and (self.rounds < 1 or self.steps % (self.rounds + 1)):
+            raise ValueError(
+                f"{self.steps} steps are not {self.rounds + 1} equal rounds: choose --steps as a multiple of --rounds plus one"
+            )
         if not 0 < self.drop_fraction < 1:
             raise ValueError(f"drop_fraction must lie in (0, 1), got {self.drop_fraction}")
         if not 0 < self.mask_stop <= 1 or self.mask_every < 1:
@@ -209,11 +216,21 @@ class RunConfig:
     @property
     def start_density(self) -> float | None:
         """What ``parameterize`` takes."""
-        return 1.0 if self.dynamic == "gmp" else self.density
+        return 1.0 if self.prunes else self.density
+
+    @property
+    def prunes(self) -> bool:
+        """Whether it starts dense."""
+        return self.dynamic in ("gmp", "imp")
+
+    @property
+    def round_steps(self) -> int:
+        """Steps after which the run starts anew, with the learning rate's schedule."""
+        return self.steps // (self.rounds + 1) if self.dynamic == "imp" else self.steps
 
     @property
     def warmup_steps(self) -> int:
-        return self.steps // 10 if self.warmup is None else self.warmup
+        return self.round_steps // 10 if self.warmup is None else self.warmup
 
     @property
     def num_tokens(self) -> int:

@@ -191,7 +191,7 @@ def parameterized(model: GPT, config: RunConfig, *, reset: bool | None = None) -
     """Parameterizes a GPT in place as the run says; ``reset`` is that of ``parameterize``."""
     plan = parameterize(model, base=_base(config), reset=reset, **_settings(config))
     set_attention_scale(model, plan)
-    if config.dynamic == "gmp":
+    if config.prunes:
         add_masks(model, plan)
     return plan
 

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import torch
 
-from smupar.dynamic import GMP, SET, DropAndGrow, Pruning, RigL, Sparsifier, StackedSparsifier, Times
+from smupar.dynamic import GMP, IMP, SET, DropAndGrow, Move, Pruning, RigL, Rounds, Sparsifier, StackedSparsifier, Times
 from smupar.lm.config import RunConfig
 from smupar.lm.gpt import GPT, allocated
 from smupar.masks import allocate
@@ -24,9 +24,20 @@ def stop(config: RunConfig) -> int:
 def make_sparsifier(model: GPT, plan: Plan, optimizers: list[torch.optim.Optimizer], config: RunConfig) -> Sparsifier | None:
     if not _moves(config):
         return None
-    if config.dynamic == "gmp":
+    if config.prunes:
         density = allocated(config, config.density)
         assert density is not None
+        if config.dynamic == "imp":
+            return IMP(
+                model,
+                plan,
+                optimizers,
+                density=density,
+                rounds=config.rounds,
+                every=config.round_steps,
+                correction=config.correction,
+                steps=config.steps,
+            )
         return GMP(
             model,
             plan,
@@ -54,8 +65,9 @@ def make_stacked_sparsifier(stack: Stack, plans: Sequence[Plan], configs: Sequen
     if not any(moves):
         return None
     last = [_last(config, plan) for config, plan in zip(configs, plans, strict=True)]
-    # What is measured needs no correction.
-    corrections = [None if config.follow and config.correction == "moment" else config.correction for config in configs]
+    # What is measured needs no correction, but for the first step of a round.
+    measured = [config.follow is not None and config.correction == "moment" and config.dynamic != "imp" for config in configs]
+    corrections = [None if skip else config.correction for skip, config in zip(measured, configs, strict=True)]
     return StackedSparsifier(stack, plans, moves, last, corrections)
 
 
@@ -68,9 +80,11 @@ def _moves(config: RunConfig) -> bool:
     return config.dynamic != "none" and config.density != 1
 
 
-def _move(config: RunConfig) -> DropAndGrow | Pruning | None:
+def _move(config: RunConfig) -> Move | None:
     if not _moves(config):
         return None
+    if config.dynamic == "imp":
+        return Rounds(config.round_steps, config.rounds)
     times = Times(config.mask_every, stop(config))
     if config.dynamic == "gmp":
         return Pruning(times)
@@ -79,6 +93,6 @@ def _move(config: RunConfig) -> DropAndGrow | Pruning | None:
 
 def _last(config: RunConfig, plan: Plan) -> dict[str, Fraction]:
     density = allocated(config, config.density)
-    if config.dynamic != "gmp" or density is None:
+    if not config.prunes or density is None:
         return {}
     return allocate(density, {row.name: row.shape for row in plan if row.role == "hidden"})

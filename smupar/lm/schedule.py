@@ -13,9 +13,11 @@ _FINAL_SHARE = 0.1
 def lr_share(step: int, config: RunConfig) -> float:
     """Share of the peak at a step: linear warm-up, then the config's decay over the remaining steps."""
     warmup = config.warmup_steps
+    if step < config.steps:
+        step %= config.round_steps
     if step < warmup:
         return (step + 1) / warmup
-    passed = (step - warmup) / max(1, config.steps - warmup)
+    passed = (step - warmup) / max(1, config.round_steps - warmup)
     if config.schedule == "constant":
         return 1.0
     if config.schedule == "linear-to-zero":

@@ -38,7 +38,8 @@ def stack_key(config: RunConfig) -> str | None:
     if config.optimizer not in SUPPORTED:
         return None
     fixed = {name: value for name, value in asdict(config).items() if name not in _FREE}
-    return json.dumps({**fixed, "clips": config.clip is not None, "two optimizers": config.rest_lr is not None})
+    parts = {"clips": config.clip is not None, "two optimizers": config.rest_lr is not None, "round": config.round_steps}
+    return json.dumps({**fixed, **parts})
 
 
 class GPTStack:
@@ -85,7 +86,8 @@ class GPTStack:
         self.plans = plans
         traces = [read_trace(config) for config in self.configs]
         measured = self.configs[0].record or any(trace is not None for trace in traces)
-        self.updates = StackedUpdates(self.stack, plans, traces, self.configs[0].steps) if measured else None
+        first = self.configs[0]
+        self.updates = StackedUpdates(self.stack, plans, traces, first.steps, first.round_steps) if measured else None
         self.sparsifier = make_stacked_sparsifier(self.stack, plans, self.configs)
 
     @property

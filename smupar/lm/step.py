@@ -62,13 +62,16 @@ class Stepper:
     def _updates(self) -> Recorder | Follower | None:
         trace = read_trace(self.config)
         if trace is not None:
-            return follow_updates(self.model, self.plan, self.optimizers, trace=trace, steps=self.config.steps)
+            period = self.config.round_steps if self.config.dynamic == "imp" else None
+            steps = self.config.steps
+            return follow_updates(self.model, self.plan, self.optimizers, trace=trace, steps=steps, period=period)
         return record_updates(self.model, self.plan, self.optimizers) if self.config.record else None
 
     def state_dict(self) -> dict[str, Any]:
-        """What moves, beside masks: JSON."""
+        """What moves, beside masks: JSON. The weights that IMP goes back to are those that a new model starts with."""
         parts = {"updates": self.updates, "sparsifier": self.sparsifier}
-        return {name: part.state_dict() for name, part in parts.items() if part is not None}
+        states = {name: part.state_dict() for name, part in parts.items() if part is not None}
+        return {name: {k: v for k, v in state.items() if k != "weights"} for name, state in states.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.updates is not None:

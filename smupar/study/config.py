@@ -37,6 +37,10 @@ class TransferConfig:
     widths: tuple[int, ...] = (256,)
     """Of the targets."""
     seeds: int = 1
+    proxy_depth: int | None = None
+    """Of the proxy; default that of the targets."""
+    proxy_steps: int | None = None
+    """Length of the proxy's runs; default that of the targets', of one round of theirs with --dynamic imp."""
 
     def __post_init__(self) -> None:
         for name in ("rules", "sparsities", "widths"):

@@ -7,6 +7,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from smupar.lm.config import RunConfig
 from smupar.lm.files import write_atomic
@@ -86,32 +87,28 @@ def moved(proxy: Curve, curve: Curve) -> float:
 
 def proposals(config: TransferConfig) -> list[RunConfig]:
     """Every run that needs no trace. A dense model under SmuPar is the one under muP: it is run once."""
-    return _proposed(config, [wanted for wanted in _curves_wanted(config) if wanted[0] != MEASURED or wanted[3]])
+    return _proposed(config, [wanted for wanted in _curves_wanted(config) if wanted.rule != MEASURED or wanted.is_proxy])
 
 
 def measured_proposals(config: TransferConfig, study: Study) -> list[RunConfig]:
     """The runs that follow the updates of the proxy at its best value, once that is known."""
     if MEASURED not in config.rules:
         return []
-    proxy = _curve(config, {result.config.id: result for result in study.results()}, MEASURED, config.run.base_width, 0.0, True)
+    wanted = _Wanted(MEASURED, config.run.base_width, 0.0, is_proxy=True)
+    proxy = _curve(config, {result.config.id: result for result in study.results()}, wanted)
     if not math.isfinite(proxy.best_loss):
         raise ValueError(f"all runs of the proxy diverged: sweep smaller values of {config.axis} (--values)")
-    best = _runs(config, MEASURED, config.run.base_width, 0.0, proxy.values[proxy.best_index])[0]
+    best = _runs(config, wanted, proxy.values[proxy.best_index])[0]
     text = (study.runs / best.id / TRACE_FILE).read_text()
     trace = study.folder.resolve() / f"proxy-{hashlib.sha256(text.encode()).hexdigest()[:8]}.trace.json"
     if not trace.exists():
         write_atomic(trace, text)
-    return _proposed(
-        config, [wanted for wanted in _curves_wanted(config) if wanted[0] == MEASURED and not wanted[3]], str(trace)
-    )
+    targets = [wanted for wanted in _curves_wanted(config) if wanted.rule == MEASURED and not wanted.is_proxy]
+    return _proposed(config, targets, str(trace))
 
 
-def _proposed(
-    config: TransferConfig, curves: Iterable[tuple[str, int, float, bool]], trace: str | None = None
-) -> list[RunConfig]:
-    runs = []
-    for rule, width, sparsity, _ in curves:
-        runs += [run for value in axis_values(config) for run in _runs(config, rule, width, sparsity, value, trace)]
+def _proposed(config: TransferConfig, curves: Iterable[_Wanted], trace: str | None = None) -> list[RunConfig]:
+    runs = [run for wanted in curves for value in axis_values(config) for run in _runs(config, wanted, value, trace)]
     return list({run.id: run for run in runs}.values())
 
 
@@ -130,7 +127,7 @@ def analyse(config: TransferConfig, results: Iterable[Result]) -> list[Verdict]:
     trace = next((one.config.follow for one in by_id.values() if one.config.follow), None)
     verdicts = []
     for rule in config.rules:
-        curves = [_curve(config, by_id, *wanted, trace) for wanted in _curves_wanted(config) if wanted[0] == rule]
+        curves = [_curve(config, by_id, wanted, trace) for wanted in _curves_wanted(config) if wanted.rule == rule]
         proxy, targets = curves[0], tuple(curve for curve in curves[1:] if math.isfinite(curve.best_loss))
         if not math.isfinite(proxy.best_loss) or not targets:
             raise ValueError(f"all runs of {rule} diverged: sweep smaller values of {config.axis} (--values)")
@@ -176,29 +173,39 @@ def _series(curve: Curve, label: str, colour: float) -> Series:
     return Series(label, points, colour, dashed=curve.is_proxy, best=curve.values[curve.best_index])
 
 
-def _curves_wanted(config: TransferConfig) -> list[tuple[str, int, float, bool]]:
-    """(rule, width, sparsity, is the proxy), the proxy first."""
+class _Wanted(NamedTuple):
+    """A curve: one model under one rule."""
+
+    rule: str
+    width: int
+    sparsity: float
+    is_proxy: bool = False
+
+
+def _curves_wanted(config: TransferConfig) -> list[_Wanted]:
+    """Of every rule, the proxy first."""
     wanted = []
     for rule in config.rules:
         _title(rule)  # names an unknown one
-        wanted.append((rule, config.run.base_width, 0.0, True))
-        wanted += [(rule, width, sparsity, False) for width in config.widths for sparsity in config.sparsities]
+        wanted.append(_Wanted(rule, config.run.base_width, 0.0, is_proxy=True))
+        wanted += [_Wanted(rule, width, sparsity) for width in config.widths for sparsity in config.sparsities]
     return wanted
 
 
-def _runs(
-    config: TransferConfig, rule: str, width: int, sparsity: float, value: float, trace: str | None = None
-) -> list[RunConfig]:
-    is_proxy = width == config.run.base_width and sparsity == 0
+def _runs(config: TransferConfig, wanted: _Wanted, value: float, trace: str | None = None) -> list[RunConfig]:
+    rule, width, sparsity, is_proxy = wanted
     fields: dict[str, object] = {"rule": "smupar" if rule in _OURS else rule, "width": width, "sparsity": sparsity}
     if sparsity == 0:
-        fields["dynamic"] = "none"
-    elif config.run.dynamic == "gmp":
+        fields |= {"dynamic": "none", "steps": config.run.round_steps}
+    elif config.run.prunes:
         fields["correction"] = "moment" if rule in _OURS else "fixed"
+    if is_proxy:
+        fields |= {"depth": config.proxy_depth or config.run.model.depth, "record": rule != "sp" and MEASURED in config.rules}
+        fields["steps"] = config.proxy_steps or config.run.round_steps
     if rule == MEASURED and not is_proxy:
         fields["follow"] = trace
     elif sparsity == 0 and rule != "sp":
-        fields |= {"rule": "mup", "record": is_proxy and MEASURED in config.rules}
+        fields["rule"] = "mup"
     if rule == "sp":  # is given the init that fits its width, as in the paper's Table 4: 0.087 / sqrt(16) at width 4096
         fields["init_std"] = config.run.init_std * math.sqrt(config.run.base_width / width)
     fields[config.axis] = value
@@ -206,18 +213,11 @@ def _runs(
     return [replace(run, seed=config.run.seed + number) for number in range(config.seeds)]
 
 
-def _curve(
-    config: TransferConfig,
-    by_id: dict[str, Result],
-    rule: str,
-    width: int,
-    sparsity: float,
-    is_proxy: bool,
-    trace: str | None = None,
-) -> Curve:
+def _curve(config: TransferConfig, by_id: dict[str, Result], wanted: _Wanted, trace: str | None = None) -> Curve:
+    rule, width, sparsity, is_proxy = wanted
     values, losses = [], []
     for value in axis_values(config):
-        found = [by_id[run.id].loss for run in _runs(config, rule, width, sparsity, value, trace) if run.id in by_id]
+        found = [by_id[run.id].loss for run in _runs(config, wanted, value, trace) if run.id in by_id]
         if found:
             values.append(value)
             losses.append(sum(found) / len(found))
