@@ -7,6 +7,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 from smupar.lm.config import RunConfig
@@ -98,13 +99,18 @@ def measured_proposals(config: TransferConfig, study: Study) -> list[RunConfig]:
     proxy = _curve(config, {result.config.id: result for result in study.results()}, wanted)
     if not math.isfinite(proxy.best_loss):
         raise ValueError(f"all runs of the proxy diverged: sweep smaller values of {config.axis} (--values)")
-    best = _runs(config, wanted, proxy.values[proxy.best_index])[0]
-    text = (study.runs / best.id / TRACE_FILE).read_text()
-    trace = study.folder.resolve() / f"proxy-{hashlib.sha256(text.encode()).hexdigest()[:8]}.trace.json"
-    if not trace.exists():
-        write_atomic(trace, text)
+    trace = write_trace(study, _runs(config, wanted, proxy.values[proxy.best_index])[0])
     targets = [wanted for wanted in _curves_wanted(config) if wanted.rule == MEASURED and not wanted.is_proxy]
     return _proposed(config, targets, str(trace))
+
+
+def write_trace(study: Study, proxy: RunConfig) -> Path:
+    """The trace of a finished run of the study, in the study's folder, under a name made from its content."""
+    text = (study.runs / proxy.id / TRACE_FILE).read_text()
+    path = study.folder.resolve() / f"proxy-{hashlib.sha256(text.encode()).hexdigest()[:8]}.trace.json"
+    if not path.exists():
+        write_atomic(path, text)
+    return path
 
 
 def _proposed(config: TransferConfig, curves: Iterable[_Wanted], trace: str | None = None) -> list[RunConfig]:

@@ -1,0 +1,58 @@
+"""Figure 3: pretraining over sparsity with the hyperparameters of the dense model, validation loss."""
+
+from __future__ import annotations
+
+from smupar.lm.config import RunConfig
+from smupar.paper.figure import Claim, Rows, all_of, over_sparsity, title
+from smupar.paper.settings import Scale
+from smupar.study.curves import Panel
+
+TITLE = "Language models over sparsity, no tuning"
+SHOWS = "SmuPar has the best loss at every sparsity, and SP and muP fall behind further as sparsity grows."
+FINDING = 4
+RULES = ("sp", "mup", "smupar")
+_CORRELATION = 0.8
+
+
+def runs(scale: Scale) -> list[RunConfig]:
+    wanted = [(rule, sparsity) for rule in RULES for sparsity in scale.size("pretraining").sparsities]
+    made = [
+        scale.run("pretraining", rule="mup" if sparsity == 0 and rule != "sp" else rule, sparsity=sparsity)
+        for rule, sparsity in wanted
+    ]
+    return list({run.id: run for run in made}.values())
+
+
+def losses(rows: Rows) -> dict[str, dict[float, float]]:
+    """Validation loss of every rule and sparsity."""
+    found: dict[str, dict[float, float]] = {rule: {} for rule in RULES}
+    for row in rows:
+        assert row.config.sparsity is not None
+        loss = row.summary.valid_loss if row.summary.valid_loss is not None else float("inf")
+        for rule in ("mup", "smupar") if row.config.sparsity == 0 and row.config.rule == "mup" else (row.config.rule,):
+            found[rule][row.config.sparsity] = loss
+    return found
+
+
+def draw(rows: Rows) -> list[Panel]:
+    return [over_sparsity({title(rule): values for rule, values in losses(rows).items()}, TITLE, "validation loss")]
+
+
+def claim(rows: Rows) -> Claim:
+    found = losses(rows)
+    return all_of(*(_falls_behind(found[rule], found["smupar"], title(rule)) for rule in ("sp", "mup")))
+
+
+def _falls_behind(theirs: dict[float, float], ours: dict[float, float], name: str) -> Claim:
+    levels = sorted(sparsity for sparsity in ours if sparsity > 0)
+    gaps = [theirs[sparsity] / ours[sparsity] - 1 for sparsity in levels]
+    correlation = _rank_correlation(gaps)
+    text = f"{name}'s gap to SmuPar is {gaps[0]:+.1%} at {levels[0]:g} and {gaps[-1]:+.1%} at {levels[-1]:.4g}, "
+    return Claim(gaps[-1] > gaps[0] and correlation > _CORRELATION, text + f"rank correlation with sparsity {correlation:.2f}")
+
+
+def _rank_correlation(values: list[float]) -> float:
+    """Spearman's, of values with their order."""
+    ranks = [sorted(values).index(value) for value in values]
+    n = len(values)
+    return 1 - 6 * sum((rank - index) ** 2 for index, rank in enumerate(ranks)) / (n * (n**2 - 1)) if n > 1 else 0.0

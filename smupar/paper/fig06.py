@@ -1,0 +1,60 @@
+"""Figure 6: loss over the learning rate at each sparsity, under SP, muP and SmuPar."""
+
+from __future__ import annotations
+
+from smupar.lm.config import RunConfig
+from smupar.paper.figure import (
+    Claim,
+    Rows,
+    all_of,
+    at_dense_optimum,
+    curve,
+    moves_more,
+    panel,
+    sparsities,
+    stable,
+    sweep,
+    title,
+)
+from smupar.paper.settings import Scale
+from smupar.study.curves import Panel
+from smupar.study.transfer import Curve
+
+TITLE = "Learning-rate transfer over sparsity"
+SHOWS = "SmuPar's best learning rate is the dense model's at every sparsity; SP's and muP's move."
+FINDING = 2
+RULES = ("sp", "mup", "smupar")
+_SPARSE = 0.75
+
+
+def runs(scale: Scale) -> list[RunConfig]:
+    return sweep(scale, "sweep", RULES)
+
+
+def curves(rows: Rows, rule: str) -> list[Curve]:
+    return [curve(rows, rule, sparsity) for sparsity in sparsities(rows)]
+
+
+def draw(rows: Rows) -> list[Panel]:
+    return [panel(curves(rows, rule), title(rule)) for rule in RULES]
+
+
+def claim(rows: Rows) -> Claim:
+    sp, mup, smupar = (curves(rows, rule) for rule in RULES)
+    return all_of(
+        stable(smupar, "SmuPar"),
+        moves_more(sp, smupar, "SP", "SmuPar"),
+        moves_more(mup, smupar, "muP", "SmuPar"),
+        _better(smupar, {"SP": sp, "muP": mup}),
+    )
+
+
+def _better(smupar: list[Curve], others: dict[str, list[Curve]]) -> Claim:
+    """Each at the learning rate that is best for it when dense."""
+    gaps = []
+    for index, one in enumerate(smupar):
+        if one.sparsity >= _SPARSE:
+            ours = at_dense_optimum(smupar, index)
+            gaps += [(name, one.sparsity, at_dense_optimum(curves, index) / ours - 1) for name, curves in others.items()]
+    words = ", ".join(f"{name} {gap:+.1%} at {sparsity:.4g}" for name, sparsity, gap in gaps)
+    return Claim(all(gap > 0 for _, _, gap in gaps), f"at dense-tuned learning rates others lose more than SmuPar: {words}")

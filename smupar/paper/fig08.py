@@ -1,0 +1,36 @@
+"""Figure 8: Figure 6's runs, each rule at its own best learning rate for each sparsity."""
+
+from __future__ import annotations
+
+from smupar.lm.config import RunConfig
+from smupar.paper import fig06
+from smupar.paper.figure import LOSS, Claim, Rows, all_of, over_sparsity, title
+from smupar.paper.settings import Scale
+from smupar.study.curves import Panel
+
+TITLE = "The best of each rule at each sparsity"
+SHOWS = "SmuPar is on the frontier: on average 0.8 % better than SP and 2.1 % better than muP, even if those are tuned anew."
+FINDING = 4
+RULES = fig06.RULES
+
+
+def runs(scale: Scale) -> list[RunConfig]:
+    return fig06.runs(scale)
+
+
+def _best(rows: Rows) -> dict[str, dict[float, float]]:
+    return {rule: {one.sparsity: one.best_loss for one in fig06.curves(rows, rule)} for rule in RULES}
+
+
+def draw(rows: Rows) -> list[Panel]:
+    return [over_sparsity({title(rule): values for rule, values in _best(rows).items()}, TITLE, LOSS)]
+
+
+def claim(rows: Rows) -> Claim:
+    best = _best(rows)
+    gaps = {rule: _mean_gap(best[rule], best["smupar"]) for rule in ("sp", "mup")}
+    return all_of(*(Claim(gap > 0, f"{title(rule)} is {gap:+.1%} from SmuPar on average") for rule, gap in gaps.items()))
+
+
+def _mean_gap(theirs: dict[float, float], ours: dict[float, float]) -> float:
+    return sum(theirs[sparsity] / ours[sparsity] - 1 for sparsity in ours) / len(ours)

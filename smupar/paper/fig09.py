@@ -1,0 +1,41 @@
+"""Figure 9: Iso-Parameter scaling: wider and sparser with as many kept weights, loss over the learning rate."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from smupar.lm.config import RunConfig
+from smupar.paper.fig06 import curves
+from smupar.paper.figure import STABLE, Claim, Rows, all_of, farthest_move, panel, sweep, title
+from smupar.paper.settings import Scale, iso_width
+from smupar.study.curves import Panel
+
+TITLE = "Learning-rate transfer in Iso-Parameter scaling"
+SHOWS = "Only under SmuPar does the best learning rate stay while loss improves with width and sparsity."
+FINDING = 3
+RULES = ("sp", "mup", "smupar")
+# Losses of two seeds differ by about as much.
+_HOLDS = 0.005
+
+
+def runs(scale: Scale) -> list[RunConfig]:
+    head_dim = scale.run("iso").model.head_dim
+    return sweep(scale, "iso", RULES, width=partial(_width, scale.size("iso").width, head_dim))
+
+
+def _width(width: int, head_dim: int, sparsity: float) -> int:
+    return iso_width(width, sparsity, head_dim)
+
+
+def draw(rows: Rows) -> list[Panel]:
+    return [panel(curves(rows, rule), title(rule)) for rule in RULES]
+
+
+def claim(rows: Rows) -> Claim:
+    smupar = curves(rows, "smupar")
+    move, losses = farthest_move(smupar), [one.best_loss for one in smupar]
+    text = ", ".join(f"{one.best_loss:.3f} at width {one.width}" for one in smupar)
+    return all_of(
+        Claim(move <= STABLE, f"SmuPar's best learning rate moves {move:.2g}x over widths and sparsities"),
+        Claim(all(loss <= losses[0] * (1 + _HOLDS) for loss in losses), f"its loss improves or holds: {text}"),
+    )

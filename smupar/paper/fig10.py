@@ -1,0 +1,46 @@
+"""Figure 10: Iso-Parameter scaling of deeper models with the hyperparameters of the dense one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from smupar.lm.config import RunConfig
+from smupar.paper.fig03 import losses
+from smupar.paper.figure import Claim, Rows, over_sparsity, title
+from smupar.paper.settings import Scale, iso_width
+from smupar.study.curves import Panel
+
+TITLE = "Iso-Parameter scaling with dense hyperparameters"
+SHOWS = "SP and muP detune as sparsity grows, and SmuPar ends with the best loss at every width."
+FINDING = 4
+RULES = ("sp", "mup", "smupar")
+# SP has another learning rate for the wider half of the models: 6e-4 up to 1088 of 768 .. 2176, then 2e-4.
+_WIDER, _SP_LR_WIDER = 1088 / 768, 2e-4
+
+
+def runs(scale: Scale) -> list[RunConfig]:
+    size, made = scale.size("iso-pretraining"), []
+    for rule in RULES:
+        for sparsity in size.sparsities:
+            shared = "mup" if sparsity == 0 and rule != "sp" else rule
+            start = scale.run("iso-pretraining", rule=shared, sparsity=sparsity)
+            width = iso_width(size.width, sparsity, start.model.head_dim)
+            run = scale.run("iso-pretraining", rule=shared, width=width, sparsity=sparsity)
+            if rule == "sp" and width > _WIDER * size.width:
+                run = replace(run, lr=_SP_LR_WIDER)
+            made.append(run)
+    return list({run.id: run for run in made}.values())
+
+
+def draw(rows: Rows) -> list[Panel]:
+    return [over_sparsity({title(rule): values for rule, values in losses(rows).items()}, TITLE, "validation loss")]
+
+
+def claim(rows: Rows) -> Claim:
+    found = losses(rows)
+    ours = found["smupar"]
+    words = [
+        f"at {s:g}: " + ", ".join(f"{title(rule)} {found[rule][s]:.3f}" for rule in RULES if s in found[rule]) for s in ours
+    ]
+    holds = all(loss <= min(found[rule][s] for rule in ("sp", "mup")) for s, loss in ours.items())
+    return Claim(holds, f"SmuPar is no worse than SP and muP at every width; {'; '.join(words)}")

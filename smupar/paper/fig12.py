@@ -1,0 +1,120 @@
+"""Figure 12: masks that move. The paper's three rules, and two columns of ours: SmuPar with the density of the moment (under
+gradual pruning) and measured updates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from smupar.lm.config import RunConfig
+from smupar.paper.figure import (
+    STABLE,
+    Claim,
+    Rows,
+    all_of,
+    at_dense_optimum,
+    curve,
+    farthest_move,
+    panel,
+    sparsities,
+    sweep,
+    title,
+)
+from smupar.paper.settings import Scale
+from smupar.study.curves import Panel
+from smupar.study.store import Study
+from smupar.study.transfer import Curve, moved, write_trace
+
+TITLE = "Learning-rate transfer under RigL and gradual pruning"
+SHOWS = "None of SP, muP and SmuPar keeps its best learning rate; SmuPar over-corrects, and its best falls with sparsity."
+FINDING = None
+METHODS = {"rigl": "RigL", "gmp": "GMP"}
+RULES = ("sp", "mup", "smupar")
+_MOVES_PER_RUN = 20
+_FALLS = 4.0
+_SPARSE = 0.93
+
+
+def runs(scale: Scale) -> list[RunConfig]:
+    """Those of the rules and of the proxy."""
+    made = _proxies(scale)
+    for method in METHODS:
+        made += sweep(scale, "dynamic", RULES, change=partial(_moving, method, "fixed"))
+    made += sweep(scale, "dynamic", ("smupar",), change=partial(_moving, "gmp", "moment"))
+    return list({run.id: run for run in made}.values())
+
+
+def then(scale: Scale, study: Study) -> list[RunConfig]:
+    """Those that follow the proxy."""
+    results = study.results(_proxies(scale))
+    if not results:
+        raise ValueError("no run of the proxy has finished")
+    trace = write_trace(study, min(results, key=lambda result: result.loss).config)
+    made: list[RunConfig] = []
+    for method in METHODS:
+        for run in sweep(scale, "dynamic", ("smupar",), change=partial(_moving, method, "moment")):
+            made.append(replace(run, rule="smupar", follow=str(trace)))
+    return list({run.id: run for run in made}.values())
+
+
+def _proxies(scale: Scale) -> list[RunConfig]:
+    size = scale.size("dynamic")
+    proxy = scale.run("dynamic", rule="mup", width=scale.run("dynamic").base_width)
+    return [replace(proxy, lr=2.0**log2, record=True) for log2 in size.log2_values]
+
+
+def _moving(method: str, correction: str, run: RunConfig) -> RunConfig:
+    if run.sparsity == 0:
+        return run
+    every = max(1, round(run.steps / _MOVES_PER_RUN))
+    return replace(run, dynamic=method, correction=correction, mask_every=every)  # type: ignore[arg-type]
+
+
+# Reading
+
+
+def _curves(rows: Rows, method: str, rule: str, correction: str = "fixed", *, follows: bool = False) -> list[Curve]:
+    base = rows[0].config.base_width
+
+    def wanted(config: RunConfig) -> bool:
+        dense = config.sparsity == 0 and config.model.width != base and config.follow is None
+        moves = config.dynamic == method and config.correction == correction and (config.follow is not None) == follows
+        return dense or moves
+
+    return [curve(rows, rule, sparsity, keep=wanted) for sparsity in sparsities(rows)]
+
+
+def _columns(rows: Rows, method: str) -> dict[str, list[Curve]]:
+    columns = {title(rule): _curves(rows, method, rule) for rule in RULES}
+    if method == "gmp":
+        columns["SmuPar, density of the moment"] = _curves(rows, method, "smupar", "moment")
+    columns["measured updates"] = _curves(rows, method, "smupar", "moment", follows=True)
+    return columns
+
+
+def draw(rows: Rows) -> list[Panel]:
+    return [panel(curves, f"{METHODS[m]}, {name}") for m in METHODS for name, curves in _columns(rows, m).items()]
+
+
+def claim(rows: Rows) -> Claim:
+    return all_of(*(part for method in METHODS for part in _claims(rows, method)))
+
+
+def _claims(rows: Rows, method: str) -> list[Claim]:
+    columns, name = _columns(rows, method), METHODS[method]
+    smupar, measured = columns["SmuPar"], columns["measured updates"]
+    fell = moved(smupar[0], smupar[-1])
+    falls = Claim(
+        fell >= _FALLS and smupar[-1].best < smupar[0].best,
+        f"{name}: SmuPar's best learning rate falls {fell:.2g}x from dense to the sparsest, {_FALLS:g}x asked",
+    )
+    move = farthest_move(measured)
+    stays = Claim(move <= STABLE, f"{name}: that of measured updates moves {move:.2g}x")
+    wins = []
+    for index, one in enumerate(measured):
+        if one.sparsity >= _SPARSE:
+            ours = at_dense_optimum(measured, index)
+            others = {rule: at_dense_optimum(columns[rule], index) for rule in ("SP", "muP", "SmuPar")}
+            words = ", ".join(f"{rule} {loss:.3f}" for rule, loss in others.items())
+            wins.append(Claim(ours < min(others.values()), f"{name} at {one.sparsity:.4g}: measured {ours:.3f}, {words}"))
+    return [falls, stays, *wins]

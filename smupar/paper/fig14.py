@@ -1,0 +1,37 @@
+"""Figure 14: the ablations of SmuPar, loss over the learning rate: init alone, learning rate alone."""
+
+from __future__ import annotations
+
+from smupar.lm.config import RunConfig
+from smupar.paper.fig06 import curves
+from smupar.paper.figure import Claim, Rows, all_of, at_dense_optimum, farthest_move, panel, sweep, title
+from smupar.paper.settings import Scale
+from smupar.study.curves import Panel
+from smupar.study.transfer import Curve
+
+TITLE = "Both corrections are needed: learning rate"
+SHOWS = "muP with SmuPar's init alone, or its learning rate alone, does not keep the best learning rate."
+FINDING = 3
+RULES = ("sp", "mup", "smupar-init-only", "smupar-lr-only", "smupar")
+ABLATIONS = ("smupar-init-only", "smupar-lr-only")
+
+
+def runs(scale: Scale) -> list[RunConfig]:
+    return sweep(scale, "sweep", RULES)
+
+
+def draw(rows: Rows) -> list[Panel]:
+    return [panel(curves(rows, rule), title(rule)) for rule in RULES]
+
+
+def claim(rows: Rows) -> Claim:
+    return all_of(*(worse(curves(rows, rule), curves(rows, "smupar"), title(rule)) for rule in ABLATIONS))
+
+
+def worse(ablation: list[Curve], smupar: list[Curve], name: str) -> Claim:
+    """Its optimum moves further, or it loses more at the value tuned when dense, at the sparsest level."""
+    mine, theirs = farthest_move(ablation), farthest_move(smupar)
+    last = len(smupar) - 1
+    cost, their_cost = (at_dense_optimum(curves, last) for curves in (ablation, smupar))
+    text = f"{name} moves {mine:.2g}x (SmuPar {theirs:.2g}x), at the dense optimum {cost:.3f} ({their_cost:.3f})"
+    return Claim(mine > theirs or cost > their_cost, text)

@@ -1,0 +1,141 @@
+"""What the files of figures share: reading curves off results, drawing them, and claims with their numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from smupar.lm.config import RunConfig
+from smupar.paper.settings import Scale
+from smupar.rules import get_rule
+from smupar.study.curves import Panel, Point, Series
+from smupar.study.store import Result
+from smupar.study.transfer import Curve, moved
+
+Rows = Sequence[Result]
+LOSS = "loss (mean of the last 5 % of steps)"
+STABLE = 2.0
+"""An optimum that moves by no more than this factor is called stable."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the paper says about a figure, as a yes or no about these runs, with the numbers behind it."""
+
+    holds: bool
+    text: str
+
+
+def all_of(*claims: Claim) -> Claim:
+    return Claim(all(one.holds for one in claims), "; ".join(f"{'yes' if c.holds else 'NO'}: {c.text}" for c in claims))
+
+
+# Proposing
+
+
+def sweep(
+    scale: Scale,
+    experiment: str,
+    rules: Iterable[str],
+    *,
+    axis: str = "lr",
+    width: Callable[[float], int] | None = None,
+    change: Callable[[RunConfig], RunConfig] = lambda run: run,
+) -> list[RunConfig]:
+    """Every rule, sparsity, value of the axis and seed of an experiment; ``width`` of a sparsity, where that varies. A dense
+    model under SmuPar or an ablation of it is the one under muP, and run once."""
+    size = scale.size(experiment)
+    runs = []
+    for rule in rules:
+        for sparsity in size.sparsities:
+            shared = "mup" if sparsity == 0 and rule != "sp" else rule
+            run = scale.run(experiment, rule=shared, width=width(sparsity) if width else None, sparsity=sparsity)
+            for log2 in size.log2_values:
+                runs += [change(replace(run, **{axis: 2.0**log2}, seed=seed)) for seed in range(size.seeds)]
+    return list({run.id: run for run in runs}.values())
+
+
+# Reading
+
+
+def curve(
+    rows: Rows, rule: str, sparsity: float, *, axis: str = "lr", keep: Callable[[RunConfig], bool] | None = None
+) -> Curve:
+    """Loss over the swept values, means over seeds, of one rule and sparsity. ``keep`` tells runs apart that share both."""
+    shared = "mup" if sparsity == 0 and rule != "sp" else rule
+    losses: dict[float, list[float]] = {}
+    width = 0
+    for row in rows:
+        config = row.config
+        if config.rule == shared and config.sparsity == sparsity and (keep is None or keep(config)):
+            losses.setdefault(getattr(config, axis), []).append(row.loss)
+            width = config.model.width
+    values = sorted(losses)
+    if not values:
+        raise ValueError(f"no finished run of {rule} at sparsity {sparsity:g}")
+    means = tuple(sum(losses[value]) / len(losses[value]) for value in values)
+    return Curve(rule, width, sparsity, tuple(values), means)
+
+
+def sparsities(rows: Rows) -> list[float]:
+    return sorted({row.config.sparsity for row in rows if row.config.sparsity is not None})
+
+
+def farthest_move(curves: Sequence[Curve]) -> float:
+    """The largest factor between the optimum of the first curve, the dense model's, and another's."""
+    return max(moved(curves[0], other) for other in curves[1:])
+
+
+def at_dense_optimum(curves: Sequence[Curve], index: int) -> float:
+    """Loss of a curve at the value of the grid that is best for the first one."""
+    best = curves[0].values[curves[0].best_index]
+    losses = dict(zip(curves[index].values, curves[index].losses, strict=True))
+    return losses.get(best, math.inf)
+
+
+def title(rule: str) -> str:
+    return get_rule(rule).title
+
+
+# Drawing
+
+
+def panel(curves: Sequence[Curve], heading: str, x_label: str = "learning rate") -> Panel:
+    """A rule's curves over the swept value, light for sparse."""
+    series = tuple(
+        Series(
+            f"sparsity {one.sparsity:.4g}",
+            tuple(Point(x, y) for x, y in zip(one.values, one.losses, strict=True)),
+            number / max(1, len(curves) - 1),
+            best=one.values[one.best_index],
+        )
+        for number, one in enumerate(curves)
+    )
+    return Panel(f"{heading}: best moves {farthest_move(curves):.2g}x", x_label, LOSS, series, curves[0].best)
+
+
+def over_sparsity(lines: dict[str, dict[float, float]], heading: str, y_label: str, x_label: str = "density") -> Panel:
+    """One curve for each rule over the density."""
+    series = tuple(
+        Series(label, tuple(Point(1 - s, loss) for s, loss in sorted(values.items())), number / max(1, len(lines) - 1))
+        for number, (label, values) in enumerate(lines.items())
+    )
+    return Panel(heading, x_label, y_label, series)
+
+
+# Claiming
+
+
+def stable(curves: Sequence[Curve], name: str, what: str = "learning rate") -> Claim:
+    move = farthest_move(curves)
+    return Claim(move <= STABLE, f"{name}'s best {what} moves {move:.2g}x{_edge(curves)}, at most {STABLE:g}x asked")
+
+
+def moves_more(curves: Sequence[Curve], than: Sequence[Curve], name: str, other: str) -> Claim:
+    mine, theirs = farthest_move(curves), farthest_move(than)
+    return Claim(mine > theirs, f"{name}'s moves {mine:.2g}x{_edge(curves)}, more than {other}'s {theirs:.2g}x")
+
+
+def _edge(curves: Sequence[Curve]) -> str:
+    return " or further (edge of the grid)" if any(one.on_edge for one in curves) else ""

@@ -1,0 +1,175 @@
+"""Running a figure or table: its runs, its picture, its rows, and whether what the paper says of it holds here.
+
+All figures of a scale share one folder of runs, by the hash of their configurations, so Figures 1, 6, 8 and 14 train each model
+once.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from smupar import __version__
+from smupar.lm.config import STANDARD_LIBRARY, RunConfig
+from smupar.lm.cost import Cost, estimate
+from smupar.lm.data import padded_vocab
+from smupar.lm.files import write_atomic
+from smupar.lm.shards import read_index
+from smupar.paper.figure import Claim
+from smupar.paper.settings import Scale, ScaleName
+from smupar.study.config import EngineConfig
+from smupar.study.curves import draw_png
+from smupar.study.engines import execute
+from smupar.study.store import Result, Study, row_of
+
+FIGURES = (
+    *("tab01", "fig01", "fig03", "fig05", "fig06", "fig07", "fig08", "fig09", "fig10", "fig11", "fig12", "fig13", "fig14"),
+    *("tab03", "tab04"),
+)
+FINDINGS = {
+    1: "Activations and gradients vanish with sparsity under SP and muP, and keep their size under SmuPar",
+    2: "With SP and muP, dense and sparse networks do not share the same optimal hyperparameters",
+    3: "SmuPar enables stable activation and stable optimal hyperparameters for any width and sparsity",
+    4: "Sparse networks trained with SmuPar improve over SP and muP due to improved tuning",
+}
+_GIB = 2**30
+_GPT2_VOCAB = 50257
+
+
+@dataclass(frozen=True)
+class Reproduced:
+    name: str
+    claim: Claim
+    folder: Path
+
+    def __str__(self) -> str:
+        return f"{self.name}: {'HOLDS' if self.claim.holds else 'DOES NOT HOLD'}. {self.claim.text}\n{self.folder}"
+
+
+def figure(name: str) -> ModuleType:
+    if name not in FIGURES:
+        raise ValueError(f"no figure or table is called {name!r}: choose one of {', '.join(FIGURES)}")
+    return import_module(f"smupar.paper.{name}")
+
+
+def listed() -> str:
+    """What ``smupar reproduce --list`` prints."""
+    lines = []
+    for name in FIGURES:
+        module = figure(name)
+        finding = f" (Finding {module.FINDING})" if module.FINDING else ""
+        lines.append(f"{name}  {module.TITLE}{finding}. {module.SHOWS}")
+    return "\n".join([*lines, *(f"Finding {number}: {text}." for number, text in FINDINGS.items())])
+
+
+def make_scale(name: ScaleName, data: str | None, *, dry: bool = False) -> Scale:
+    """``data``: a folder of `smupar data prepare`; at scale cpu the source of Python's standard library by default. What is
+    only counted needs none."""
+    if data is None:
+        if name == "cpu":
+            return Scale("cpu")
+        if dry:
+            return Scale(name, "DATA", _GPT2_VOCAB)
+        raise ValueError(f"scale {name} needs text: make some with `smupar data prepare` and pass --data FOLDER")
+    if data == STANDARD_LIBRARY:
+        return Scale(name)
+    return Scale(name, data, padded_vocab(read_index(data).tokenizer.vocab_size))
+
+
+def reproduce(name: str, scale: Scale, how: EngineConfig, *, out: str) -> Reproduced:
+    """Runs what is missing, draws, judges; writes picture.png, rows.csv, rows.json and claim.json under ``out``/scale/name."""
+    module, root = figure(name), Path(out) / scale.name
+    folder = root / name
+    if hasattr(module, "text"):  # a table that needs no run
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / "table.txt", module.text() + "\n")
+        return _written(name, scale, folder, module.claim(), 0)
+    if hasattr(module, "measure"):
+        folder.mkdir(parents=True, exist_ok=True)
+        return _written(name, scale, folder, module.claim(module.measure(scale, folder)), 0)
+    definition = {"kind": "reproduce", "scale": scale.name, "data": scale.data}
+    with Study.open(root, definition, f"smupar reproduce --scale {scale.name}") as study:
+        wanted = _executed(study, module.runs(scale), how)
+        if hasattr(module, "then"):
+            wanted = [*wanted, *_executed(study, module.then(scale, study), how)]
+        rows = study.results(wanted)
+    folder.mkdir(exist_ok=True)
+    _write_rows(folder, rows)
+    draw_png(module.draw(rows), folder / "picture.png", module.TITLE)
+    return _written(name, scale, folder, module.claim(rows), len(rows))
+
+
+def _executed(study: Study, configs: list[RunConfig], how: EngineConfig) -> list[RunConfig]:
+    missing = len(study.missing(configs))
+    print(f"{len(configs)} runs, {len(configs) - missing} of them done, in {study.folder}", flush=True)
+    if missing:
+        execute(study, configs, engine=how.engine, device=how.device, address=how.address)
+    return configs
+
+
+def _write_rows(folder: Path, rows: Sequence[Result]) -> None:
+    flat = [{**row_of(row), "seconds": row.summary.seconds, "device": row.summary.device} for row in rows]
+    write_atomic(folder / "rows.json", json.dumps(flat, indent=1))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(flat[0]))
+    writer.writeheader()
+    writer.writerows(flat)
+    write_atomic(folder / "rows.csv", text.getvalue())
+
+
+def _written(name: str, scale: Scale, folder: Path, claim: Claim, num_runs: int) -> Reproduced:
+    facts: dict[str, Any] = {"figure": name, "scale": asdict(scale), "smupar": __version__, "runs": num_runs, **asdict(claim)}
+    write_atomic(folder / "claim.json", json.dumps(facts, indent=1))
+    return Reproduced(name, claim, folder)
+
+
+# What it would cost
+
+
+def dry_run(name: str, scale: Scale) -> str:
+    """Runs, parameters, tokens, FLOPs, hours and memory of a figure, and the command that would do it."""
+    module = figure(name)
+    if not hasattr(module, "runs"):
+        return f"{name}: no training runs"
+    configs = module.runs(scale)
+    costs = {config.id: estimate(config, micro_batch=1) for config in _one_of_each(configs)}
+    each = [costs[_kind(config).id] for config in configs]
+    hours = sum(cost.hours() for cost in each)
+    largest = max(each, key=lambda cost: cost.num_parameters)
+    small, big = min(cost.num_parameters for cost in each), largest.num_parameters
+    extra = " and those that follow a trace" if hasattr(module, "then") else ""
+    return "\n".join(
+        [
+            f"{name}: {module.TITLE}",
+            f"  runs        {len(configs)}{extra}",
+            f"  parameters  {small:,}" + (f" to {big:,}" if big != small else ""),
+            f"  tokens      {sum(cost.num_tokens for cost in each):.3g}, {largest.num_tokens:.3g} in a run of the largest",
+            f"  FLOPs       {sum(cost.usual_flops for cost in each):.3g} (6 N tokens)",
+            f"  time        {hours:,.1f} GPU-hours of an H200 at 45% of 990 TFLOP/s",
+            f"  memory      {_memory(largest)} for the largest, with one sequence at a time",
+            f"  command     smupar reproduce {name} --scale {scale.name} --data {scale.data} --engine ray --address auto",
+        ]
+    )
+
+
+def _kind(config: RunConfig) -> RunConfig:
+    """What decides the cost of a run."""
+    return RunConfig(
+        model=config.model, base_width=config.base_width, sparsity=config.sparsity, steps=config.steps,
+        batch_size=config.batch_size, seq_len=config.seq_len, dtype=config.dtype, dynamic=config.dynamic,
+    )  # fmt: skip
+
+
+def _one_of_each(configs: Sequence[RunConfig]) -> list[RunConfig]:
+    return list({kind.id: kind for kind in map(_kind, configs)}.values())
+
+
+def _memory(cost: Cost) -> str:
+    return f"{(cost.state_bytes + cost.activation_bytes) / _GIB:.1f} GiB"

@@ -1,0 +1,254 @@
+"""Tables 3 and 4 of the paper as data, and what the smaller scales make of them. No torch in here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from smupar.lm.config import STANDARD_LIBRARY, ModelConfig, RunConfig
+
+ScaleName = Literal["cpu", "small", "paper"]
+
+# Table 3, found on the dense proxy of width 256.
+TABLE_3 = {"init_std": 0.08665602, "lr": 1.62e-2, "alpha_input": 9.1705, "alpha_output": 1.0951835}
+BASE_WIDTH = 256
+
+
+@dataclass(frozen=True)
+class Printed:
+    """A row of Table 4, as printed. None: varies in the figure."""
+
+    figures: tuple[str, ...]
+    width: int | None
+    depth: int
+    head_dim: int
+    batch_size: int
+    lr: dict[str, float] | None
+    init_std: dict[str, float] | None
+    alphas: tuple[float, float] | None
+    schedule: str
+    warmup: int
+    steps: int
+    tokens: str
+
+
+_INIT = {"sp": 2.166e-2, "mup": 0.087, "smupar": 0.087}
+_INIT_02 = {"sp": 0.02, "mup": 0.087, "smupar": 0.087}
+_ALPHAS = (9.1705, 1.095)
+TABLE_4: dict[str, Printed] = {
+    "sweep": Printed(
+        ("fig01", "fig06", "fig08", "fig14"), 4096, 2, 64, 128, None, _INIT, _ALPHAS, "10x linear", 116, 1169, "306M"
+    ),
+    "init": Printed(("fig07", "fig13"), 4096, 2, 64, 8, {"all": 1.62e-2}, None, _ALPHAS, "constant", 0, 100, "1.6M"),
+    "pretraining": Printed(
+        ("fig03", "tab02"),
+        2048,
+        10,
+        64,
+        504,
+        {"sp": 2e-4, "mup": 1.62e-2, "smupar": 1.62e-2},
+        _INIT_02,
+        _ALPHAS,
+        "to zero",
+        1175,
+        11752,
+        "12.13B",
+    ),
+    "coordinates": Printed(
+        ("fig05",),
+        2048,
+        2,
+        32,
+        4,
+        {"sp": 1.68e-2, "mup": 1.62e-2, "smupar": 1.62e-2},
+        {"all": 0.101},
+        (11.22, 1.0),
+        "constant",
+        0,
+        10,
+        "82K",
+    ),
+    "iso": Printed(("fig09",), None, 2, 64, 128, None, _INIT_02, _ALPHAS, "10x linear", 116, 1169, "306M"),
+    "iso-pretraining": Printed(
+        ("fig10",),
+        None,
+        10,
+        64,
+        256,
+        {"sp": 6e-4, "mup": 1.62e-2, "smupar": 1.62e-2},
+        _INIT_02,
+        _ALPHAS,
+        "10x linear",
+        190,
+        1907,
+        "1B",
+    ),
+    "wpn": Printed(("fig11",), None, 2, 64, 128, None, {"sp": 0.087}, None, "10x linear", 116, 1169, "306M"),
+    "dynamic": Printed(("fig12",), 1024, 2, 64, 128, None, _INIT, _ALPHAS, "10x linear", 116, 1169, "306M"),
+}
+# The paper does not print these: betas, epsilon, decay, clipping, the MLP's width, the vocabulary, the grids of its sweeps, the
+# widths of its Iso figures, when RigL and GMP stop. They are ours: the defaults of RunConfig, 8/3 of the width, GPT-2's
+# vocabulary, and what is below.
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large one experiment is at one scale."""
+
+    width: int
+    depth: int
+    batch_size: int
+    seq_len: int
+    steps: int
+    sparsities: tuple[float, ...]
+    log2_values: tuple[float, ...] = ()
+    """Of the swept hyperparameter."""
+    seeds: int = 1
+
+
+_PAPER_SPARSITIES = (0.0, 0.5, 0.75, 0.875, 0.9375, 0.96875, 0.984375, 0.9921875)
+_RATES = tuple(float(exponent) for exponent in range(-11, -3))
+_SIZES: dict[str, dict[str, Size]] = {
+    "sweep": {
+        "paper": Size(4096, 2, 128, 2048, 1169, _PAPER_SPARSITIES, tuple(map(float, range(-13, -2))), 3),
+        "small": Size(1024, 2, 32, 256, 500, (0.0, 0.75, 0.9375, 0.984375), _RATES, 3),
+        "cpu": Size(256, 2, 8, 64, 100, (0.0, 0.75, 0.9375), (-11.0, -10.0, -9.0, -8.0, -7.0, -6.0, -5.0)),
+    },
+    "init": {
+        "paper": Size(4096, 2, 8, 2048, 100, _PAPER_SPARSITIES, tuple(map(float, range(-8, 3))), 3),
+        "small": Size(1024, 2, 32, 256, 100, (0.0, 0.75, 0.9375, 0.984375), tuple(map(float, range(-8, 2))), 3),
+        "cpu": Size(256, 2, 8, 64, 40, (0.0, 0.75, 0.9375), tuple(map(float, range(-7, 1)))),
+    },
+    "pretraining": {
+        "paper": Size(2048, 10, 504, 2048, 11752, (0.0, *_PAPER_SPARSITIES[1:])),
+        "small": Size(512, 8, 64, 512, 2000, _PAPER_SPARSITIES),
+        "cpu": Size(128, 4, 8, 64, 150, (0.5, 0.75, 0.875, 0.9375)),
+    },
+    "coordinates": {
+        "paper": Size(2048, 2, 4, 2048, 10, (0.0, 0.5, 0.75, 0.875, 0.9375, 0.96875), seeds=10),
+        "small": Size(1024, 2, 4, 256, 10, (0.0, 0.5, 0.75, 0.875, 0.9375, 0.96875), seeds=5),
+        "cpu": Size(256, 2, 8, 64, 10, (0.0, 0.75, 0.9375), seeds=3),
+    },
+    "iso": {
+        "paper": Size(1024, 2, 128, 2048, 1169, (0.0, 0.5, 0.75, 0.875, 0.9375), tuple(map(float, range(-13, -2))), 3),
+        "small": Size(512, 2, 32, 256, 500, (0.0, 0.5, 0.75, 0.875, 0.9375), _RATES, 3),
+        "cpu": Size(128, 2, 8, 64, 80, (0.0, 0.5, 0.75), (-10.0, -9.0, -8.0, -7.0, -6.0, -5.0)),
+    },
+    "iso-pretraining": {
+        "paper": Size(768, 10, 256, 2048, 1907, (0.0, 0.5, 0.75, 0.875)),
+        "small": Size(384, 6, 64, 512, 1000, (0.0, 0.5, 0.75, 0.875)),
+        "cpu": Size(128, 4, 8, 64, 120, (0.0, 0.5, 0.75)),
+    },
+    "wpn": {
+        "paper": Size(512, 2, 128, 2048, 1169, (0.0, 0.5, 0.75, 0.875), tuple(map(float, range(-11, -2))), 3),
+        "small": Size(256, 2, 32, 256, 500, (0.0, 0.5, 0.75, 0.875), _RATES, 3),
+        "cpu": Size(64, 2, 8, 64, 100, (0.0, 0.5, 0.75), (-10.0, -9.0, -8.0, -7.0, -6.0, -5.0)),
+    },
+    "dynamic": {
+        "paper": Size(1024, 2, 128, 2048, 1169, _PAPER_SPARSITIES[:-1], tuple(map(float, range(-13, -2))), 3),
+        "small": Size(1024, 2, 32, 256, 500, (0.0, 0.75, 0.9375, 0.984375), _RATES, 3),
+        "cpu": Size(128, 2, 8, 64, 80, (0.0, 0.75, 0.9375), (-9.0, -8.0, -7.0, -6.0, -5.0)),
+    },
+}
+_HEAD_DIM = {"cpu": 32, "small": 64, "paper": 64}
+_BASE = {"cpu": 64, "small": 256, "paper": 256}
+_SCHEDULES = {"10x linear": "linear", "constant": "constant", "to zero": "linear-to-zero"}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """cpu: minutes on two cores; small: minutes on one GPU; paper: as printed."""
+
+    name: ScaleName
+    data: str = STANDARD_LIBRARY
+    vocab_size: int = 256
+
+    def size(self, experiment: str) -> Size:
+        return _SIZES[experiment][self.name]
+
+    def run(self, experiment: str, *, rule: str = "smupar", width: int | None = None, sparsity: float = 0.0) -> RunConfig:
+        """A run of an experiment of Table 4 with the hyperparameters that it prints, reduced to this scale."""
+        printed, size = TABLE_4[experiment], self.size(experiment)
+        width, base = width or size.width, _BASE[self.name]
+        printed_warmup = printed.warmup / printed.steps
+        head_dim = 32 if experiment == "coordinates" else _HEAD_DIM[self.name]
+        alphas = printed.alphas or (1.0, 1.0)
+        run = RunConfig(
+            model=ModelConfig(width=width, depth=size.depth, head_dim=head_dim, vocab_size=self.vocab_size),
+            base_width=base,
+            rule=rule,
+            sparsity=sparsity,
+            lr=_of(printed.lr, rule, TABLE_3["lr"]),
+            init_std=self._init_std(experiment, rule, width),
+            alpha_input=alphas[0],
+            alpha_output=alphas[1],
+            schedule=_SCHEDULES[printed.schedule],  # type: ignore[arg-type]
+            warmup=round(printed_warmup * size.steps),
+            steps=size.steps,
+            batch_size=size.batch_size,
+            seq_len=size.seq_len,
+            dtype="fp32" if self.name == "cpu" else "bf16",
+            data=self.data,
+            valid_batches=1 if printed.lr is None else 20,
+        )
+        if self.name == "paper":
+            run = replace(run, model=replace(run.model, ff_multiple=1, biases=True))
+        return run
+
+    def _init_std(self, experiment: str, rule: str, width: int) -> float:
+        """As printed; where SP's is that of the width, 0.08666 / sqrt(16) at 4096, that of this width."""
+        printed = TABLE_4[experiment]
+        value = _of(printed.init_std, rule, TABLE_3["init_std"])
+        if rule == "sp" and value == _INIT["sp"]:
+            return TABLE_3["init_std"] * math.sqrt(_BASE[self.name] / width)
+        if rule == "sp" and value == _INIT_02["sp"] and printed.width is not None and self.name != "paper":
+            return 0.02 * math.sqrt(printed.width / width)
+        return value
+
+
+def _of(values: dict[str, float] | None, rule: str, default: float) -> float:
+    if values is None:
+        return default
+    known = rule if rule in values else "smupar"
+    return values.get(known, values.get("all", default))
+
+
+def iso_width(width: int, sparsity: float, head_dim: int) -> int:
+    """Iso-Parameter: as many kept hidden weights as the dense model of ``width``, rounded to whole heads."""
+    return max(1, round(width / math.sqrt(1 - sparsity) / head_dim)) * head_dim
+
+
+def wpn_width(width: int, sparsity: float) -> int:
+    """Iso-WPN: as many kept weights per neuron as the dense model of ``width``."""
+    return round(width / (1 - sparsity))
+
+
+def table_4() -> str:
+    """Table 4 in words, and what the smaller scales make of it."""
+    header = ["experiment", "figures", "scale", "width", "depth", "head", "batch x T", "steps", "LR", "init std", "schedule"]
+    lines = [header]
+    for name, printed in TABLE_4.items():
+        for scale in ("paper", "small", "cpu"):
+            size = _SIZES[name][scale]
+            head = 32 if name == "coordinates" else _HEAD_DIM[scale]
+            lines.append(
+                [
+                    name,
+                    " ".join(printed.figures),
+                    scale,
+                    str(size.width) + ("" if printed.width else " and wider"),
+                    *(str(size.depth), str(head), f"{size.batch_size} x {size.seq_len}", str(size.steps)),
+                    _words(printed.lr, size) if printed.lr or name != "init" else "",
+                    _words(printed.init_std, size),
+                    f"{printed.schedule}, warm-up {round(printed.warmup / printed.steps * size.steps)}",
+                ]
+            )
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def _words(values: dict[str, float] | None, size: Size) -> str:
+    if values is None:
+        return f"2^{size.log2_values[0]:g} .. 2^{size.log2_values[-1]:g}"
+    return ", ".join(f"{value:g}" if rule == "all" else f"{rule} {value:g}" for rule, value in values.items())

@@ -1,0 +1,33 @@
+"""Table 1: the rules, as the code executes them, against what the paper prints."""
+
+from __future__ import annotations
+
+from smupar.paper.figure import Claim
+from smupar.rules import table
+
+TITLE = "The rules"
+SHOWS = "Init, learning rates and forward factors of SP, muP and SmuPar."
+FINDING = None
+# What the paper prints, in the words of `smupar rules`; m_in is its m_d.
+PRINTED = {
+    "embedding init variance": ("s^2", "s^2", "s^2"),
+    "embedding LR (Adam family)": ("eta", "eta", "eta"),
+    "embedding forward": ("x W", "alpha_in x W", "alpha_in x W"),
+    "hidden init variance": ("s^2", "s^2 / m_in", "s^2 / (m_in m_rho)"),
+    "hidden LR (Adam family)": ("eta", "eta / m_in", "eta / (m_in m_rho)"),
+    "unembedding forward": ("x W^T", "alpha_out x W^T / m_in", "alpha_out x W^T / m_in"),
+    "attention logits": ("q.k / sqrt(d_head)", "q.k / d_head", "q.k / d_head"),
+}
+
+
+def text() -> str:
+    rows = table()
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def claim() -> Claim:
+    executed = {row[0]: tuple(row[1:4]) for row in table()}
+    different = [what for what, printed in PRINTED.items() if executed.get(what) != printed]
+    said = f"{', '.join(different)} differ" if different else f"all {len(PRINTED)} printed rows are executed as printed"
+    return Claim(not different, said)

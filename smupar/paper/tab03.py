@@ -1,0 +1,53 @@
+"""Table 3: the random search for base hyperparameters on the dense proxy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from smupar.lm.config import RunConfig
+from smupar.paper.figure import Claim, Rows
+from smupar.paper.settings import TABLE_3, Scale
+from smupar.study.config import TuneConfig
+from smupar.study.curves import Panel
+from smupar.study.report import tune_panels
+from smupar.study.space import with_fields
+from smupar.study.tune import propose
+
+TITLE = "Tuning the dense proxy"
+SHOWS = "350 random samples of learning rate, init std and alphas on a proxy of width 256 give the base hyperparameters."
+FINDING = None
+NUM_SAMPLES = {"cpu": 24, "small": 350, "paper": 350}
+# The paper's proxy: 24 layers, 800M tokens of batches of 256 x 2048.
+_PAPER = {"depth": 24, "batch_size": 256, "seq_len": 2048, "steps": 1526}
+
+
+def config(scale: Scale) -> TuneConfig:
+    run = scale.run("sweep", rule="mup", width=scale.run("sweep").base_width)
+    if scale.name == "paper":
+        run = with_fields(run, {**_PAPER, "warmup": None})
+    return TuneConfig(run=run, num_samples=NUM_SAMPLES[scale.name])
+
+
+def default(scale: Scale) -> RunConfig:
+    """What one would start with: no alphas, PyTorch's learning rate for Adam, GPT-2's init at this width."""
+    return replace(config(scale).run, lr=1e-3, init_std=0.02, alpha_input=1.0, alpha_output=1.0)
+
+
+def printed(scale: Scale) -> RunConfig:
+    """Table 3's."""
+    return with_fields(config(scale).run, TABLE_3)
+
+
+def runs(scale: Scale) -> list[RunConfig]:
+    return [default(scale), printed(scale), *propose(config(scale))]
+
+
+def draw(rows: Rows) -> list[Panel]:
+    return tune_panels(rows)
+
+
+def claim(rows: Rows) -> Claim:
+    best = min(rows[2:], key=lambda row: row.loss)
+    values = ", ".join(f"{name} {getattr(best.config, name):.4g}" for name in ("lr", "init_std", "alpha_input", "alpha_output"))
+    others = f"common defaults {rows[0].loss:.3f}, Table 3's values {rows[1].loss:.3f}"
+    return Claim(best.loss < rows[0].loss, f"best of {len(rows) - 2} samples {best.loss:.3f} ({values}), {others}")
