@@ -222,6 +222,43 @@ def commands(name: str, start: RunConfig) -> dict[str, Callable[..., None]]:
         then = functools.partial(measured_proposals, study)
         print(run_study(out, definition, _command(), proposals(study), checked(how), then=then))
 
+    def reproduce(
+        figures: tyro.conf.Positional[tuple[str, ...]] = (),
+        scale: Literal["cpu", "small", "paper"] = "cpu",
+        how: Engine = default_engine,
+        data: str | None = None,
+        out: str = "runs/reproduce",
+        list: bool = False,  # noqa: A002 (the flag)
+        dry_run: bool = False,
+    ) -> None:
+        """Reproduce figures and tables of the paper: picture, rows, and whether its claim holds here (exit code 1 if not).
+
+        Args:
+            figures: fig06, tab01, ...; all: every one.
+            scale: cpu: minutes on two cores; small: minutes on one GPU; paper: as printed.
+            data: Folder made by `smupar data prepare`; at scale cpu default Python's own source.
+            out: Folder; figures that share runs share them here. Started again, only what is missing is run.
+            list: Print what there is.
+            dry_run: Print runs, parameters, tokens, FLOPs, hours and memory; run nothing.
+        """
+        from smupar.paper import reproduce as paper
+
+        if list or not figures:
+            print(paper.listed())
+            return
+        names = paper.FIGURES if figures == ("all",) else figures
+        for name in names:
+            paper.figure(name)
+        wanted = paper.make_scale(scale, data, dry=dry_run)
+        if dry_run:
+            print("\n".join(paper.dry_run(name, wanted) for name in names))
+            return
+        ended = []
+        for name in names:
+            ended.append(paper.reproduce(name, wanted, checked(how), out=out))
+            print(ended[-1], flush=True)
+        sys.exit(0 if all(one.claim.holds for one in ended) else 1)
+
     def tune(config: Tune = begin_tune, how: Engine = default_engine, out: str = "runs/tune") -> None:
         """Search lr, init_std, alpha_input and alpha_output on the dense proxy of base width, as in the paper's Table 3.
 
@@ -247,6 +284,7 @@ def commands(name: str, start: RunConfig) -> dict[str, Callable[..., None]]:
         "sweep": sweep,
         "tune": tune,
         "transfer": transfer,
+        "reproduce": reproduce,
         "report": report,
         "bench": bench,
     }
