@@ -121,10 +121,13 @@ class Stack:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Copies the trained weights into the models."""
+        """Copies the trained weights into the models, and masks that moved."""
         for index, model in enumerate(self.models):
             for name, parameter in model.named_parameters():
                 parameter.copy_(self.tensors["params"][name][index])
+                mask = mask_of(model, name)
+                if mask is not None:
+                    mask.copy_(self.tensors["masks"][name][index])
 
     # One step, as a function of tensors
 

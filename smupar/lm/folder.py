@@ -80,9 +80,7 @@ class RunFolder:
     def begin(self, config: RunConfig, text: Text) -> None:
         """Makes the folder this run's."""
         if not (self.path / "config.json").exists():
-            write_atomic(self.path / "data.json", json.dumps(asdict(text.facts), indent=1))
-            if text.tokenizer_file is not None:
-                write_atomic(self.path / TOKENIZER_FILE, text.tokenizer_file.read_text())
+            write_facts(self.path, text)
             if config.follow is not None:
                 write_atomic(self.path / FOLLOWED_FILE, Path(config.follow).read_text())
             write_atomic(self.path / "config.json", config.to_json())
@@ -135,6 +133,14 @@ class RunFolder:
         known = {name: value for name, value in row.items() if value is not None}
         finite = {name: value if math.isfinite(value) else None for name, value in known.items()}  # JSON knows no NaN
         self._metrics.write(json.dumps(finite) + "\n")
+
+
+def write_facts(path: Path, text: Text) -> None:
+    """What a run remembers of its text, and its tokenizer."""
+    path.mkdir(parents=True, exist_ok=True)
+    write_atomic(path / "data.json", json.dumps(asdict(text.facts), indent=1))
+    if text.tokenizer_file is not None:
+        write_atomic(path / TOKENIZER_FILE, text.tokenizer_file.read_text())
 
 
 def _is_ours(name: str) -> bool:

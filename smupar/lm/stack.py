@@ -8,13 +8,17 @@ import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from smupar.lm import data
+from smupar.lm import checkpoint, data
 from smupar.lm.config import RunConfig
 from smupar.lm.data import Text
+from smupar.lm.distributed import World
+from smupar.lm.files import write_atomic
+from smupar.lm.folder import write_facts
 from smupar.lm.gpt import GPT, build, use_plain_attention
 from smupar.lm.moving import make_stacked_sparsifier, read_trace
 from smupar.lm.schedule import lr_share
@@ -112,6 +116,16 @@ class GPTStack:
         self.configs = list(configs)
         self.seeds = sorted({config.seed for config in configs})
         return [model.to(self.device) for model, _ in made], [plan for _, plan in made]
+
+    def save(self, folder: Path, num: int) -> None:
+        """Leaves what ``load_run`` reads of the first ``num`` runs in folders named by their ids."""
+        self.stack.write_back()
+        for config, model in zip(self.configs[:num], self.stack.models, strict=False):
+            path = folder / config.id
+            write_facts(path, self.text)
+            write_atomic(path / "config.json", config.to_json())
+            world = World(0, 1, self.device, "ddp")
+            checkpoint.save(path / "checkpoints", config.steps, model, [], {"best_step": None}, world)
 
     def step(self, step: int) -> Tensor:
         batch, shares = self._batch(self.text.train, step), [lr_share(step, config) for config in self.configs]

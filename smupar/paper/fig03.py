@@ -11,6 +11,7 @@ TITLE = "Language models over sparsity, no tuning"
 SHOWS = "SmuPar has the best loss at every sparsity, and SP and muP fall behind further as sparsity grows."
 FINDING = 4
 RULES = ("sp", "mup", "smupar")
+KEEPS_WEIGHTS = True  # for Table 2
 _CORRELATION = 0.8
 
 

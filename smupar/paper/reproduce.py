@@ -96,6 +96,7 @@ def reproduce(name: str, scale: Scale, how: EngineConfig, *, out: str) -> Reprod
         return _written(name, scale, folder, module.claim(module.measure(scale, folder)), 0)
     definition = {"kind": "reproduce", "scale": scale.name, "data": scale.data}
     with Study.open(root, definition, f"smupar reproduce --scale {scale.name}") as study:
+        study.keeps_weights = getattr(module, "KEEPS_WEIGHTS", False)
         wanted = _executed(study, module.runs(scale), how)
         if hasattr(module, "then"):
             wanted = [*wanted, *_executed(study, module.then(scale, study), how)]

@@ -123,7 +123,7 @@ def groups(configs: Sequence[RunConfig]) -> Iterator[list[RunConfig]]:
 
 
 def run_group(study: Study, group: list[RunConfig], engine: EngineName, device: torch.device, board: Board) -> None:
-    if stack_key(group[0]) is None:
+    if stack_key(group[0]) is None or fitting(group[0], device) < 1:  # the trainer takes a batch in parts
         for config in group:
             summary = train(config, Execution(out=str(study.runs / config.id), device=str(device)))
             if summary.status not in ("finished", "diverged"):
@@ -142,6 +142,8 @@ def run_group(study: Study, group: list[RunConfig], engine: EngineName, device: 
         if start or stack.stack.num_steps:
             stack.refill(filled)
         ended = run_stack(stack, len(part), board)
+        if study.keeps_weights:
+            stack.save(study.runs, len(part))
         for config, (summary, rows), trace in zip(part, ended, stack.traces(), strict=False):
             study.add(config, summary, rows, trace)
             board.done(summary)
@@ -180,6 +182,11 @@ def _seconds(stack: GPTStack, device: torch.device) -> float:
 
 
 def largest_stack(config: RunConfig, device: torch.device) -> int:
+    """How many such runs to train at once."""
+    return max(1, min(_MOST, int(fitting(config, device))))
+
+
+def fitting(config: RunConfig, device: torch.device) -> float:
     """How many such runs should fit into the device's memory at once."""
     cost = estimate(config)
     model = config.model
@@ -188,7 +195,7 @@ def largest_stack(config: RunConfig, device: torch.device) -> int:
     each = cost.state_bytes + cost.activation_bytes + scores + cost.num_parameters * 8
     on_gpu = device.type == "cuda"
     memory = float(torch.cuda.get_device_properties(device).total_memory) if on_gpu else _free_memory()
-    return max(1, min(_MOST, int(_USABLE * memory / each)))
+    return _USABLE * memory / each
 
 
 def _free_memory() -> float:

@@ -42,6 +42,9 @@ class Result:
 class Study:
     """``with Study.open(...) as study``: one process at a time adds runs, others may read."""
 
+    keeps_weights = False
+    """Whether runs leave a checkpoint at their end, for what is done with the models."""
+
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.runs = self.folder / "runs"
