@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export PYTHONUNBUFFERED = 1
 
-.PHONY: demo test check test-slow bench docs clean
+.PHONY: demo test check test-slow reproduce bench docs clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/smupar transfer --rules sp smupar --sparsities 0 0.9375 --steps 120 --out runs/demo
@@ -22,6 +22,10 @@ check: $(VENV)/.dev
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow -n 2
 
+# Every figure of the paper at the smallest scale; exit code 1 if a claim does not hold.
+reproduce: $(VENV)/.runtime
+	$(BIN)/smupar reproduce all --scale cpu
+
 bench: $(VENV)/.runtime
 	$(BIN)/smupar bench parameterize
 
@@ -34,10 +38,11 @@ $(VENV)/.runtime: pyproject.toml constraints.txt
 	$(PIP) --constraint constraints.txt --editable '.[plot]'
 	touch $@
 
-# mup is here to be compared with; its own requirements would bring a torchvision that does not fit a CPU torch.
+# mup is here to be compared with; its own requirements would bring a torchvision that does not fit a CPU torch. lm-eval's would
+# bring metrics that no task of ours uses (scikit-learn, scipy, nltk) and releases of years ago, to fit our python-dateutil.
 $(VENV)/.dev: $(VENV)/.runtime
 	$(PIP) --constraint constraints.txt --editable '.[dev]'
-	$(PIP) --no-deps mup==1.0.0
+	$(PIP) --no-deps mup==1.0.0 lm-eval==0.4.13
 	touch $@
 
 clean:

@@ -1,0 +1,282 @@
+"""The paper's figures: their settings are the printed ones, figures share runs, and claims can fail."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from smupar.lm.folder import Summary
+from smupar.lm.gpt import plan_on_meta
+from smupar.paper import fig01, fig03, fig06, fig07, fig08, fig09, fig10, fig11, fig12, fig13, fig14, tab01, tab03, tab04
+from smupar.paper.figure import curve, farthest_move
+from smupar.paper.reproduce import FIGURES, FINDINGS, dry_run, figure, listed, make_scale, reproduce
+from smupar.paper.settings import TABLE_3, TABLE_4, Scale, iso_width, wpn_width
+from smupar.study.config import EngineConfig
+from smupar.study.store import Result, Study
+
+PAPER = Scale("paper", "data/slimpajama", 50257)
+CPU = Scale("cpu")
+
+
+def finished(config, loss):
+    status = "finished" if math.isfinite(loss) else "diverged"
+    ended = Summary(
+        id=config.id,
+        status=status,
+        folder="",
+        steps=config.steps,
+        num_tokens=config.num_tokens,
+        num_parameters=1,
+        sparsity=config.sparsity,
+        train_loss=loss if math.isfinite(loss) else None,
+        valid_loss=loss if math.isfinite(loss) else None,
+        best_valid_loss=None,
+        best_step=None,
+        seconds=1.0,
+        tokens_per_second=1.0,
+        device="cpu",
+        num_ranks=1,
+        num_threads=1,
+        versions={},
+    )
+    return Result(config, ended)
+
+
+def parabolas(runs, best, floor=lambda config: 4.0, axis="lr"):
+    """Losses with the optimum, log2, that ``best`` gives for a run."""
+    return [finished(run, floor(run) + 0.05 * (math.log2(getattr(run, axis)) - best(run)) ** 2) for run in runs]
+
+
+# Settings
+
+
+def test_table_1_is_executed_as_printed():
+    assert tab01.claim().holds
+    assert "all 7 printed rows" in tab01.claim().text
+
+
+def test_table_4_gives_the_printed_tokens_and_the_610m_model():
+    assert tab04.claim().holds
+    assert "606,519,972" in tab04.claim().text
+    assert "fig03 tab02" in tab04.text()
+
+
+@pytest.mark.parametrize(
+    ("experiment", "width", "depth", "head", "batch", "steps", "warmup", "schedule"),
+    [
+        ("sweep", 4096, 2, 64, 128, 1169, 116, "linear"),
+        ("init", 4096, 2, 64, 8, 100, 0, "constant"),
+        ("pretraining", 2048, 10, 64, 504, 11752, 1175, "linear-to-zero"),
+        ("coordinates", 2048, 2, 32, 4, 10, 0, "constant"),
+        ("iso-pretraining", 768, 10, 64, 256, 1907, 190, "linear"),
+        ("dynamic", 1024, 2, 64, 128, 1169, 116, "linear"),
+    ],
+)
+def test_runs_at_scale_paper_have_the_printed_numbers(experiment, width, depth, head, batch, steps, warmup, schedule):
+    run = PAPER.run(experiment)
+    assert (run.model.width, run.model.depth, run.model.head_dim) == (width, depth, head)
+    assert (run.batch_size, run.seq_len, run.steps, run.warmup_steps, run.schedule) == (batch, 2048, steps, warmup, schedule)
+    assert run.base_width == 256
+
+
+def test_sp_has_its_printed_init_and_rates():
+    assert PAPER.run("sweep", rule="sp").init_std == pytest.approx(2.166e-2, rel=1e-3)
+    assert PAPER.run("pretraining", rule="sp").init_std == 0.02
+    assert PAPER.run("pretraining", rule="sp").lr == 2e-4
+    assert PAPER.run("pretraining", rule="mup").lr == 1.62e-2
+    assert PAPER.run("wpn", rule="sp").init_std == 0.087
+    assert PAPER.run("sweep").init_std == TABLE_4["sweep"].init_std["smupar"]
+    assert TABLE_3["lr"] == 1.62e-2
+
+
+def test_iso_widths_keep_the_number_of_weights_or_of_weights_per_neuron():
+    assert [iso_width(768, sparsity, 64) for sparsity in (0, 0.5, 0.75, 0.875)] == [768, 1088, 1536, 2176]
+    assert [wpn_width(512, sparsity) for sparsity in (0, 0.5, 0.75, 0.875)] == [512, 1024, 2048, 4096]
+    widths = {(run.rule, run.sparsity): (run.model.width, run.lr) for run in fig10.runs(PAPER)}
+    assert widths["sp", 0.5] == (1088, 6e-4)
+    assert widths["sp", 0.75] == (1536, 2e-4)
+    assert widths["smupar", 0.875] == (2176, 1.62e-2)
+
+
+def test_every_run_of_every_figure_can_be_planned_at_every_scale():
+    for scale in (CPU, Scale("small", "data/text", 8192), PAPER):
+        for name in FIGURES:
+            module = figure(name)
+            if hasattr(module, "runs"):
+                kinds = {(run.model, run.rule, run.sparsity, run.dynamic): run for run in module.runs(scale)}
+                plan_on_meta(list(kinds.values())[-1])
+
+
+# Sharing
+
+
+def test_figures_share_their_runs():
+    ids = {name: {run.id for run in figure(name).runs(CPU)} for name in ("fig01", "fig06", "fig08", "fig14", "fig07", "fig13")}
+    assert ids["fig01"] < ids["fig06"] < ids["fig14"]
+    assert ids["fig08"] == ids["fig06"]
+    assert ids["fig07"] < ids["fig13"]
+
+
+def test_a_dense_model_is_run_once_for_mup_and_smupar():
+    runs = fig06.runs(CPU)
+    assert not any(run.rule == "smupar" and run.sparsity == 0 for run in runs)
+    rows = parabolas(runs, lambda run: -7)
+    assert curve(rows, "smupar", 0.0).losses == curve(rows, "mup", 0.0).losses
+
+
+def test_ablations_have_one_half_of_smupar_each():
+    plans = {rule: plan_on_meta(CPU.run("sweep", rule=rule, sparsity=0.9375)) for rule in fig14.RULES}
+    name = "blocks.0.mlp.up.weight"
+    init, rate = (
+        {rule: f(plan[name]) for rule, plan in plans.items()} for f in (lambda r: r.init_std, lambda r: r.lr_factors["adam"])
+    )
+    assert init["smupar-init-only"] == init["smupar"] != init["mup"] == init["smupar-lr-only"]
+    assert rate["smupar-lr-only"] == rate["smupar"] != rate["mup"] == rate["smupar-init-only"]
+
+
+def test_figure_11_has_constant_weights_per_neuron_and_sps_hidden_rates():
+    for run in fig11.runs(CPU):
+        assert run.model.width * (1 - run.sparsity) == CPU.size("wpn").width
+        assert run.rule == "sp"
+
+
+# Claims
+
+
+def moving(run):
+    """SP and muP go up with sparsity, SmuPar stays."""
+    return -7 if run.rule.startswith("smupar") or run.sparsity == 0 else -7 + 1.5 * run.sparsity
+
+
+def test_figure_6_holds_where_smupar_stays_and_the_others_move():
+    floor = lambda run: 4.0 if run.rule == "smupar" or run.sparsity == 0 else 4.2  # noqa: E731
+    rows = parabolas(fig06.runs(CPU), moving, floor)
+    assert fig06.claim(rows).holds
+    assert farthest_move(fig06.curves(rows, "sp")) == pytest.approx(2 ** (1.5 * 0.9375), rel=1e-6)
+    assert fig01.claim([row for row in rows if row.config.rule != "mup" or row.config.sparsity == 0]).holds
+    assert fig08.claim(rows).holds
+    assert len(fig06.draw(rows)) == 3
+
+
+def test_figure_6_fails_where_smupar_moves():
+    rows = parabolas(fig06.runs(CPU), lambda run: -7 + 1.5 * run.sparsity)
+    claim = fig06.claim(rows)
+    assert not claim.holds
+    assert "NO: SmuPar's best learning rate moves 2.7x" in claim.text
+
+
+def test_figure_8_fails_where_smupar_is_worse():
+    rows = parabolas(fig06.runs(CPU), moving, lambda run: 4.1 if run.rule == "smupar" else 4.0)
+    assert not fig08.claim(rows).holds
+
+
+def test_figures_7_and_13_read_the_init():
+    runs = fig13.runs(CPU)
+    best = lambda run: -3 if run.rule == "smupar" or run.sparsity == 0 else -3 - 2.5 * run.sparsity  # noqa: E731
+    rows = parabolas(runs, best, axis="init_std")
+    assert fig07.claim(rows).holds
+    assert fig13.claim(rows).holds
+    assert not fig13.claim(parabolas(runs, lambda run: -3, axis="init_std")).holds
+
+
+def test_figure_9_wants_a_loss_that_holds():
+    runs = fig09.runs(CPU)
+    better = lambda run: 4.0 - 0.1 * run.sparsity  # noqa: E731
+    assert fig09.claim(parabolas(runs, lambda run: -7, better)).holds
+    assert not fig09.claim(parabolas(runs, lambda run: -7, lambda run: 4.0 + 0.1 * run.sparsity)).holds
+
+
+def test_figure_10_compares_at_every_width():
+    losses = {"sp": 4.2, "mup": 4.1, "smupar": 4.0}
+    rows = [finished(run, losses[run.rule]) for run in fig10.runs(CPU)]
+    assert fig10.claim(rows).holds
+    worse = [finished(row.config, 4.3) if row.config.rule == "smupar" and row.config.sparsity == 0.5 else row for row in rows]
+    assert not fig10.claim(worse).holds
+
+
+def test_figure_3_wants_gaps_that_grow():
+    gap = {"sp": 0.2, "mup": 0.1, "smupar": 0.0}
+    assert fig03.claim([finished(run, 4 + gap[run.rule] * run.sparsity) for run in fig03.runs(CPU)]).holds
+    assert not fig03.claim([finished(run, 4 + gap[run.rule] * (1 - run.sparsity)) for run in fig03.runs(CPU)]).holds
+
+
+def test_figure_12_reads_five_columns():
+    trace = "proxy-0.trace.json"
+    measured = [
+        replace(run, rule="smupar", follow=trace) for run in fig12.runs(CPU) if run.rule == "smupar" and run.dynamic == "rigl"
+    ]
+    measured += [
+        replace(run, follow=trace)
+        for run in fig12.runs(CPU)
+        if run.rule == "smupar" and run.dynamic == "gmp" and run.correction == "moment"
+    ]
+    measured = [replace(run, correction="moment") for run in measured]
+
+    def best(run):
+        if run.follow or run.correction == "moment" or run.sparsity == 0:
+            return -6
+        return -6 - 2.5 * run.sparsity if run.rule == "smupar" else -6 + run.sparsity
+
+    rows = parabolas([*fig12.runs(CPU), *measured], best)
+    assert fig12.claim(rows).holds
+    assert [panel.title.partition(":")[0] for panel in fig12.draw(rows)] == [
+        *("RigL, SP", "RigL, muP", "RigL, SmuPar", "RigL, measured updates"),
+        *("GMP, SP", "GMP, muP", "GMP, SmuPar", "GMP, SmuPar, density of the moment", "GMP, measured updates"),
+    ]
+
+
+def test_table_3_compares_the_best_sample_with_defaults():
+    runs = tab03.runs(CPU)
+    assert len(runs) == 2 + tab03.NUM_SAMPLES["cpu"]
+    assert runs[1].lr == TABLE_3["lr"]
+    assert tab03.claim([finished(run, 5.0 if run is runs[0] else 4.5) for run in runs]).holds
+    assert not tab03.claim([finished(run, 4.0 if run is runs[0] else 4.5) for run in runs]).holds
+    assert len({run.id for run in tab03.runs(PAPER)}) == 352
+
+
+# Running
+
+
+def test_list_names_every_figure_and_finding():
+    text = listed()
+    assert all(f"{name}  " in text for name in FIGURES)
+    assert all(f"Finding {number}: " in text for number in FINDINGS)
+
+
+def test_dry_run_at_scale_paper_counts_runs_and_hours():
+    text = dry_run("fig03", make_scale("paper", None, dry=True))
+    assert "runs        23" in text
+    assert "606,519,972" in text
+    assert "633.1 GPU-hours" in text
+    assert dry_run("tab01", PAPER) == "tab01: no training runs"
+
+
+def test_tables_are_written_without_training(tmp_path):
+    done = reproduce("tab01", CPU, EngineConfig(), out=str(tmp_path))
+    assert done.claim.holds
+    assert "hidden init variance" in (tmp_path / "cpu" / "tab01" / "table.txt").read_text()
+
+
+def test_figure_is_drawn_from_the_runs_that_are_there(tmp_path):
+    with Study.open(tmp_path / "cpu", {"kind": "reproduce", "scale": "cpu", "data": "stdlib"}, "") as study:
+        for row in parabolas(fig11.runs(CPU), lambda run: -7):
+            study.add(row.config, row.summary)
+    done = reproduce("fig11", CPU, EngineConfig(), out=str(tmp_path))
+    assert done.claim.holds
+    assert {path.name for path in done.folder.iterdir()} == {"picture.png", "rows.csv", "rows.json", "claim.json"}
+    assert str(done).startswith("fig11: HOLDS. SP's best learning rate moves 1x")
+
+
+def test_unknown_figure_and_missing_text_are_named():
+    with pytest.raises(ValueError, match="no figure or table is called 'fig99': choose one of tab01, fig01"):
+        figure("fig99")
+    with pytest.raises(ValueError, match="scale small needs text: make some with `smupar data prepare`"):
+        make_scale("small", None)
+
+
+def test_docs_list_the_reductions_as_they_are():
+    page = (Path(__file__).parent.parent / "docs" / "reproduce.md").read_text()
+    assert tab04.text() in page
