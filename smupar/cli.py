@@ -7,7 +7,6 @@ diverged, 130 interrupted, 143 ended by SIGTERM; a training run saves before the
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import shlex
 import sys
@@ -21,7 +20,18 @@ import tyro
 from smupar import __version__
 from smupar import rules as table_1
 from smupar.flags import checked, twin, unchecked
-from smupar.lm.config import STANDARD_LIBRARY, CheckConfig, Execution, ExportConfig, GenerateConfig, PrepareConfig, RunConfig
+from smupar.lm.config import (
+    STANDARD_LIBRARY,
+    CheckConfig,
+    EvalConfig,
+    Execution,
+    ExportConfig,
+    GenerateConfig,
+    PrepareConfig,
+    RunConfig,
+    ScoringConfig,
+    TasksConfig,
+)
 from smupar.lm.recipes import recipe
 from smupar.study.config import EngineConfig, TransferConfig, TuneConfig
 
@@ -38,14 +48,17 @@ if TYPE_CHECKING:
     Sample: TypeAlias = GenerateConfig
     Export: TypeAlias = ExportConfig
     Prepare: TypeAlias = PrepareConfig
+    Evaluation: TypeAlias = EvalConfig
+    Questions: TypeAlias = TasksConfig
+    Scoring: TypeAlias = ScoringConfig
 else:
     _FLAGS, _POSITIONAL = tyro.conf.OmitArgPrefixes, tyro.conf.PositionalRequiredArgs
-    Run, How, Check, Engine, Transfer, Tune = (
+    Run, How, Check, Engine, Transfer, Tune, Questions, Scoring = (
         Annotated[twin(config), _FLAGS]
-        for config in (RunConfig, Execution, CheckConfig, EngineConfig, TransferConfig, TuneConfig)
+        for config in (RunConfig, Execution, CheckConfig, EngineConfig, TransferConfig, TuneConfig, TasksConfig, ScoringConfig)
     )
-    Sample, Export, Prepare = (
-        Annotated[twin(config), _FLAGS, _POSITIONAL] for config in (GenerateConfig, ExportConfig, PrepareConfig)
+    Sample, Export, Prepare, Evaluation = (
+        Annotated[twin(config), _FLAGS, _POSITIONAL] for config in (GenerateConfig, ExportConfig, PrepareConfig, EvalConfig)
     )
 Recipe = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="[RECIPE]")]]
 _EXIT_CODES = {"finished": 0, "diverged": 3, "interrupted": 130, "terminated": 143}
@@ -200,7 +213,7 @@ def commands(name: str, start: RunConfig) -> dict[str, Callable[..., None]]:
         parsed = dict(parse_axis(axis) for axis in axes)
         base = checked(config)
         definition = {"kind": "sweep", "axes": parsed, "run": dataclasses.asdict(base)}
-        print(run_study(out, definition, _command(), list(grid(base, parsed)), checked(how)))
+        print(run_study(out, definition, _command(), [lambda study: list(grid(base, parsed))], checked(how)))
 
     def transfer(
         config: Transfer = begin_transfer,
@@ -215,12 +228,11 @@ def commands(name: str, start: RunConfig) -> dict[str, Callable[..., None]]:
             hps: best.json of `smupar tune`: what is not swept.
         """
         from smupar.study.engines import run_study
-        from smupar.study.transfer import measured_proposals, proposals
+        from smupar.study.transfer import stages
 
         study = checked(config)
         definition = {"kind": "transfer", **dataclasses.asdict(study)}
-        then = functools.partial(measured_proposals, study)
-        print(run_study(out, definition, _command(), proposals(study), checked(how), then=then))
+        print(run_study(out, definition, _command(), stages(study), checked(how)))
 
     def reproduce(
         figures: tyro.conf.Positional[tuple[str, ...]] = (),
@@ -334,6 +346,63 @@ def verify(folder: tyro.conf.Positional[str]) -> None:
     print(f"{folder}: {index.num_tokens:,} tokens, {index.num_documents:,} documents, {index.tokenizer.name}: intact")
 
 
+def evaluate(config: Evaluation) -> None:
+    """Evaluate models on ARC-easy, LAMBADA, RACE, PIQA and BoolQ by EleutherAI's harness: the paper's Table 2.
+
+    In three steps, of which only the middle one needs the model and does without the harness: `smupar eval requests`,
+    `smupar eval score`, `smupar eval table`.
+    """
+    from smupar.integrations.lm_eval import evaluate as run
+
+    wanted = checked(config)
+    print(f"{run(wanted)}\n{wanted.out}/results.json, table.md, table.csv")
+
+
+def requests(config: Questions, out: str = "requests.jsonl") -> None:
+    """Write all that the tasks ask, for `smupar eval score`. Needs the harness.
+
+    Args:
+        out: File to write.
+    """
+    from smupar.integrations.lm_eval import write_requests
+
+    print(write_requests(checked(config), out))
+
+
+def score(
+    folder: tyro.conf.Positional[str], config: Scoring, requests: str = "requests.jsonl", out: str = "scores.jsonl"
+) -> None:
+    """Compute the loglikelihoods that a file asks for. Needs no harness; interrupted, the same command goes on.
+
+    Args:
+        folder: Of a run, a checkpoint, an export, or a model that transformers reads.
+        requests: Made by `smupar eval requests`.
+        out: File to append to; what it holds is not computed again.
+    """
+    from smupar.lm.score import score_file
+
+    print(score_file(folder, requests, out, checked(config)))
+
+
+def table(
+    requests: str = "requests.jsonl",
+    scores: tuple[str, ...] = ("scores.jsonl",),
+    out: str = "runs/eval",
+    data_dir: str | None = None,
+) -> None:
+    """Turn scores into the table, one row for each file of scores. Needs the harness.
+
+    Args:
+        requests: Made by `smupar eval requests`.
+        scores: Made by `smupar eval score`, a file for each model.
+        out: Folder for results.json, table.md, table.csv.
+        data_dir: Where the tasks' local copies are now; default where they were.
+    """
+    from smupar.integrations.lm_eval import tabulate
+
+    print(f"{tabulate(requests, list(scores), out, data_dir=data_dir)}\n{out}/results.json, table.md, table.csv")
+
+
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     if argv == ["--version"]:
@@ -374,8 +443,14 @@ def _run(argv: list[str]) -> None:
             args=argv[1:] or ["--help"],
         )
         return
+    if argv[0] == "eval":
+        steps: dict[str, Callable[..., None]] = {"requests": requests, "score": score, "table": table}
+        step = steps.get(argv[1]) if len(argv) > 1 else None
+        prog, args = (f"smupar eval {argv[1]}", argv[2:]) if step else ("smupar eval", argv[1:] or ["--help"])
+        tyro.cli(step or evaluate, prog=prog, args=args)
+        return
     tyro.extras.subcommand_cli_from_dict(
-        {**commands(*_start(argv)), "data": data},
+        {**commands(*_start(argv)), "data": data, "eval": evaluate},
         prog="smupar",
         description="Tune a small dense model, train wide sparse ones with the same hyperparameters.",
         args=argv,

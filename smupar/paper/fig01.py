@@ -11,10 +11,11 @@ from smupar.study.curves import Panel
 TITLE = "Standard practice against SmuPar"
 SHOWS = "The best learning rate of standard practice shifts with sparsity, SmuPar's is stable."
 FINDING = 2
+SWEPT = ("sweep", "lr")
 
 
 def runs(scale: Scale) -> list[RunConfig]:
-    return sweep(scale, "sweep", ("sp", "smupar"))
+    return sweep(scale, SWEPT[0], ("sp", "smupar"))
 
 
 def draw(rows: Rows) -> list[Panel]:

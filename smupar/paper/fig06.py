@@ -23,12 +23,13 @@ from smupar.study.transfer import Curve
 TITLE = "Learning-rate transfer over sparsity"
 SHOWS = "SmuPar's best learning rate is the dense model's at every sparsity; SP's and muP's move."
 FINDING = 2
+SWEPT = ("sweep", "lr")
 RULES = ("sp", "mup", "smupar")
 _SPARSE = 0.75
 
 
 def runs(scale: Scale) -> list[RunConfig]:
-    return sweep(scale, "sweep", RULES)
+    return sweep(scale, SWEPT[0], RULES)
 
 
 def curves(rows: Rows, rule: str) -> list[Curve]:

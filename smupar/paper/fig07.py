@@ -11,11 +11,12 @@ from smupar.study.transfer import Curve
 TITLE = "Transfer of the init over sparsity"
 SHOWS = "SmuPar's best init std is stable, SP's and muP's are not."
 FINDING = 2
+SWEPT = ("init", "init_std")
 RULES = ("sp", "mup", "smupar")
 
 
 def runs(scale: Scale) -> list[RunConfig]:
-    return sweep(scale, "init", RULES, axis="init_std")
+    return sweep(scale, SWEPT[0], RULES, axis=SWEPT[1])
 
 
 def curves(rows: Rows, rule: str) -> list[Curve]:

@@ -11,6 +11,7 @@ from smupar.study.curves import Panel
 TITLE = "The best of each rule at each sparsity"
 SHOWS = "SmuPar is on the frontier: on average 0.8 % better than SP and 2.1 % better than muP, even if those are tuned anew."
 FINDING = 4
+SWEPT = ("sweep", "lr")
 RULES = fig06.RULES
 
 

@@ -13,6 +13,7 @@ from smupar.study.curves import Panel
 TITLE = "Learning-rate transfer in Iso-Parameter scaling"
 SHOWS = "Only under SmuPar does the best learning rate stay while loss improves with width and sparsity."
 FINDING = 3
+SWEPT = ("iso", "lr")
 RULES = ("sp", "mup", "smupar")
 # Losses of two seeds differ by about as much.
 _HOLDS = 0.005
@@ -20,7 +21,7 @@ _HOLDS = 0.005
 
 def runs(scale: Scale) -> list[RunConfig]:
     head_dim = scale.run("iso").model.head_dim
-    return sweep(scale, "iso", RULES, width=partial(_width, scale.size("iso").width, head_dim))
+    return sweep(scale, SWEPT[0], RULES, width=partial(_width, scale.size("iso").width, head_dim))
 
 
 def _width(width: int, head_dim: int, sparsity: float) -> int:

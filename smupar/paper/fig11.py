@@ -13,10 +13,11 @@ from smupar.study.curves import Panel
 TITLE = "Learning-rate transfer under SP in Iso-WPN scaling"
 SHOWS = "With width times density constant SP's best learning rate stays between 2^-7 and 2^-6."
 FINDING = 3
+SWEPT = ("wpn", "lr")
 
 
 def runs(scale: Scale) -> list[RunConfig]:
-    return sweep(scale, "wpn", ("sp",), width=partial(wpn_width, scale.size("wpn").width))
+    return sweep(scale, SWEPT[0], ("sp",), width=partial(wpn_width, scale.size("wpn").width))
 
 
 def draw(rows: Rows) -> list[Panel]:

@@ -28,6 +28,7 @@ from smupar.study.transfer import Curve, moved, write_trace
 TITLE = "Learning-rate transfer under RigL and gradual pruning"
 SHOWS = "None of SP, muP and SmuPar keeps its best learning rate; SmuPar over-corrects, and its best falls with sparsity."
 FINDING = None
+SWEPT = ("dynamic", "lr")
 METHODS = {"rigl": "RigL", "gmp": "GMP"}
 RULES = ("sp", "mup", "smupar")
 _MOVES_PER_RUN = 20
@@ -39,8 +40,8 @@ def runs(scale: Scale) -> list[RunConfig]:
     """Those of the rules and of the proxy."""
     made = _proxies(scale)
     for method in METHODS:
-        made += sweep(scale, "dynamic", RULES, change=partial(_moving, method, "fixed"))
-    made += sweep(scale, "dynamic", ("smupar",), change=partial(_moving, "gmp", "moment"))
+        made += sweep(scale, SWEPT[0], RULES, change=partial(_moving, method, "fixed"))
+    made += sweep(scale, SWEPT[0], ("smupar",), change=partial(_moving, "gmp", "moment"))
     return list({run.id: run for run in made}.values())
 
 
@@ -52,7 +53,7 @@ def then(scale: Scale, study: Study) -> list[RunConfig]:
     trace = write_trace(study, min(results, key=lambda result: result.loss).config)
     made: list[RunConfig] = []
     for method in METHODS:
-        for run in sweep(scale, "dynamic", ("smupar",), change=partial(_moving, method, "moment")):
+        for run in sweep(scale, SWEPT[0], ("smupar",), change=partial(_moving, method, "moment")):
             made.append(replace(run, rule="smupar", follow=str(trace)))
     return list({run.id: run for run in made}.values())
 

@@ -12,10 +12,11 @@ from smupar.study.curves import Panel
 TITLE = "Both corrections are needed: init"
 SHOWS = "muP with SmuPar's init alone, or its learning rate alone, does not keep the best init std."
 FINDING = 3
+SWEPT = ("init", "init_std")
 
 
 def runs(scale: Scale) -> list[RunConfig]:
-    return sweep(scale, "init", RULES, axis="init_std")
+    return sweep(scale, SWEPT[0], RULES, axis=SWEPT[1])
 
 
 def draw(rows: Rows) -> list[Panel]:

@@ -12,12 +12,13 @@ from smupar.study.transfer import Curve
 TITLE = "Both corrections are needed: learning rate"
 SHOWS = "muP with SmuPar's init alone, or its learning rate alone, does not keep the best learning rate."
 FINDING = 3
+SWEPT = ("sweep", "lr")
 RULES = ("sp", "mup", "smupar-init-only", "smupar-lr-only", "smupar")
 ABLATIONS = ("smupar-init-only", "smupar-lr-only")
 
 
 def runs(scale: Scale) -> list[RunConfig]:
-    return sweep(scale, "sweep", RULES)
+    return sweep(scale, SWEPT[0], RULES)
 
 
 def draw(rows: Rows) -> list[Panel]:

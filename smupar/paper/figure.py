@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from smupar.lm.config import RunConfig
 from smupar.paper.settings import Scale
 from smupar.rules import get_rule
 from smupar.study.curves import Panel, Point, Series
+from smupar.study.space import with_fields
 from smupar.study.store import Result
 from smupar.study.transfer import Curve, moved
 
@@ -43,8 +44,8 @@ def sweep(
     width: Callable[[float], int] | None = None,
     change: Callable[[RunConfig], RunConfig] = lambda run: run,
 ) -> list[RunConfig]:
-    """Every rule, sparsity, value of the axis and seed of an experiment; ``width`` of a sparsity, where that varies. A dense
-    model under SmuPar or an ablation of it is the one under muP, and run once."""
+    """Every rule, sparsity and value of the axis of an experiment, with the first seed; ``width`` of a sparsity, where that
+    varies. A dense model under SmuPar or an ablation of it is the one under muP, and run once."""
     size = scale.size(experiment)
     runs = []
     for rule in rules:
@@ -52,7 +53,7 @@ def sweep(
             shared = "mup" if sparsity == 0 and rule != "sp" else rule
             run = scale.run(experiment, rule=shared, width=width(sparsity) if width else None, sparsity=sparsity)
             for log2 in size.log2_values:
-                runs += [change(replace(run, **{axis: 2.0**log2}, seed=seed)) for seed in range(size.seeds)]
+                runs.append(change(with_fields(run, {axis: 2.0**log2})))
     return list({run.id: run for run in runs}.values())
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +29,7 @@ from smupar.study.config import EngineConfig
 from smupar.study.curves import draw_png
 from smupar.study.engines import execute
 from smupar.study.store import Result, Study, row_of
+from smupar.study.transfer import more_seeds
 
 FIGURES = (
     *("tab01", "fig01", "fig03", "fig05", "fig06", "fig07", "fig08", "fig09", "fig10", "fig11", "fig12", "fig13", "fig14"),
@@ -97,9 +99,9 @@ def reproduce(name: str, scale: Scale, how: EngineConfig, *, out: str) -> Reprod
     definition = {"kind": "reproduce", "scale": scale.name, "data": scale.data}
     with Study.open(root, definition, f"smupar reproduce --scale {scale.name}") as study:
         study.keeps_weights = getattr(module, "KEEPS_WEIGHTS", False)
-        wanted = _executed(study, module.runs(scale), how)
-        if hasattr(module, "then"):
-            wanted = [*wanted, *_executed(study, module.then(scale, study), how)]
+        wanted: list[RunConfig] = []
+        for propose in _stages(module, scale):
+            wanted += _executed(study, propose(study), how)
         rows = study.results(wanted)
     folder.mkdir(exist_ok=True)
     _write_rows(folder, rows)
@@ -107,7 +109,27 @@ def reproduce(name: str, scale: Scale, how: EngineConfig, *, out: str) -> Reprod
     return _written(name, scale, folder, module.claim(rows), len(rows))
 
 
-def _executed(study: Study, configs: list[RunConfig], how: EngineConfig) -> list[RunConfig]:
+Stage = Callable[[Study], Sequence[RunConfig]]
+
+
+def _stages(module: ModuleType, scale: Scale) -> list[Stage]:
+    """The runs of a figure, those that stand on their results, and where something is swept more seeds round each optimum."""
+    first: list[Stage] = [lambda study: module.runs(scale)]
+    if hasattr(module, "then"):
+        first.append(lambda study: module.then(scale, study))
+    if not hasattr(module, "SWEPT"):
+        return first
+    return [stage for one in first for stage in (one, partial(_more_seeds, one, module.SWEPT, scale))]
+
+
+def _more_seeds(first: Stage, swept: tuple[str, str], scale: Scale, study: Study) -> Sequence[RunConfig]:
+    experiment, axis = swept
+    return more_seeds(study.results(first(study)), axis, scale.size(experiment).seeds)
+
+
+def _executed(study: Study, configs: Sequence[RunConfig], how: EngineConfig) -> Sequence[RunConfig]:
+    if not configs:
+        return []
     missing = len(study.missing(configs))
     print(f"{len(configs)} runs, {len(configs) - missing} of them done, in {study.folder}", flush=True)
     if missing:
@@ -140,6 +162,10 @@ def dry_run(name: str, scale: Scale) -> str:
     if not hasattr(module, "runs"):
         return f"{name}: no training runs"
     configs = module.runs(scale)
+    if hasattr(module, "SWEPT"):  # wherever the optima will be
+        experiment, axis = module.SWEPT
+        middle = [one for one in configs if getattr(one, axis) in _middle(configs, axis)]
+        configs += [replace(one, seed=seed) for one in middle for seed in range(1, scale.size(experiment).seeds)]
     costs = {config.id: estimate(config, micro_batch=1) for config in _one_of_each(configs)}
     each = [costs[_kind(config).id] for config in configs]
     hours = sum(cost.hours() for cost in each)
@@ -158,6 +184,11 @@ def dry_run(name: str, scale: Scale) -> str:
             f"  command     smupar reproduce {name} --scale {scale.name} --data {scale.data} --engine ray --address auto",
         ]
     )
+
+
+def _middle(configs: Sequence[RunConfig], axis: str) -> list[float]:
+    values = sorted({getattr(config, axis) for config in configs})
+    return values[len(values) // 2 - 1 : len(values) // 2 + 2]
 
 
 def _kind(config: RunConfig) -> RunConfig:

@@ -37,6 +37,7 @@ class TransferConfig:
     widths: tuple[int, ...] = (256,)
     """Of the targets."""
     seeds: int = 1
+    """At the best value of each curve and its two neighbours; one elsewhere."""
     proxy_depth: int | None = None
     """Of the proxy; default that of the targets."""
     proxy_steps: int | None = None

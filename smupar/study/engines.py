@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -77,20 +77,18 @@ def run_study(
     folder: str,
     definition: dict[str, Any],
     command: str,
-    configs: Sequence[RunConfig],
+    stages: Iterable[Callable[[Study], Sequence[RunConfig]]],
     how: EngineConfig,
-    *,
-    then: Callable[[Study], Sequence[RunConfig]] = lambda study: (),
 ) -> str:
-    """Runs what is missing of a study and writes its page; returns what it found, and where. ``then`` proposes the runs that
-    stand on the results of the others."""
+    """Runs what is missing of a study and writes its page; returns what it found, and where. A stage proposes runs that may
+    stand on the results of those before."""
     with Study.open(folder, definition, command) as study:
-        for propose in (lambda study: configs, then):
-            wanted = propose(study)
-            if wanted:
-                num_done = len(wanted) - len(study.missing(wanted))
-                print(f"{len(wanted)} runs, {num_done} of them done, in {folder}", flush=True)
-                execute(study, wanted, engine=how.engine, device=how.device, address=how.address)
+        for propose in stages:
+            configs = propose(study)
+            if configs:
+                num_done = len(configs) - len(study.missing(configs))
+                print(f"{len(configs)} runs, {num_done} of them done, in {folder}", flush=True)
+                execute(study, configs, engine=how.engine, device=how.device, address=how.address)
         found = write_report(study)
     return f"{found}\n{folder}/report.html, picture.png, table.csv"
 

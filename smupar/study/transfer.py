@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -86,8 +86,32 @@ def moved(proxy: Curve, curve: Curve) -> float:
     return 2 ** abs(math.log2(curve.best / proxy.best))
 
 
+def stages(config: TransferConfig) -> list[Callable[[Study], Sequence[RunConfig]]]:
+    """The runs of a study, each stage standing on the results of those before."""
+    return [
+        lambda study: proposals(config),
+        lambda study: more_seeds(study.results(proposals(config)), config.axis, config.seeds),
+        lambda study: measured_proposals(config, study),
+        lambda study: more_seeds(study.results(measured_proposals(config, study)), config.axis, config.seeds),
+    ]
+
+
+def more_seeds(results: Iterable[Result], axis: str, seeds: int) -> list[RunConfig]:
+    """Further seeds where they count: at the best value of every curve and its two neighbours."""
+    curves: dict[str, list[Result]] = {}
+    for result in results:
+        curves.setdefault(with_fields(result.config, {axis: 1.0}).id, []).append(result)
+    runs = []
+    for curve in curves.values():
+        curve.sort(key=lambda result: getattr(result.config, axis))
+        best = min(range(len(curve)), key=lambda index: curve[index].loss)
+        for result in curve[max(0, best - 1) : best + 2]:
+            runs += [replace(result.config, seed=result.config.seed + number) for number in range(1, seeds)]
+    return runs
+
+
 def proposals(config: TransferConfig) -> list[RunConfig]:
-    """Every run that needs no trace. A dense model under SmuPar is the one under muP: it is run once."""
+    """Every run that needs no trace, with the first seed. A dense model under SmuPar is the one under muP: it is run once."""
     return _proposed(config, [wanted for wanted in _curves_wanted(config) if wanted.rule != MEASURED or wanted.is_proxy])
 
 
@@ -99,7 +123,7 @@ def measured_proposals(config: TransferConfig, study: Study) -> list[RunConfig]:
     proxy = _curve(config, {result.config.id: result for result in study.results()}, wanted)
     if not math.isfinite(proxy.best_loss):
         raise ValueError(f"all runs of the proxy diverged: sweep smaller values of {config.axis} (--values)")
-    trace = write_trace(study, _runs(config, wanted, proxy.values[proxy.best_index])[0])
+    trace = write_trace(study, _run(config, wanted, proxy.values[proxy.best_index]))
     targets = [wanted for wanted in _curves_wanted(config) if wanted.rule == MEASURED and not wanted.is_proxy]
     return _proposed(config, targets, str(trace))
 
@@ -114,7 +138,7 @@ def write_trace(study: Study, proxy: RunConfig) -> Path:
 
 
 def _proposed(config: TransferConfig, curves: Iterable[_Wanted], trace: str | None = None) -> list[RunConfig]:
-    runs = [run for wanted in curves for value in axis_values(config) for run in _runs(config, wanted, value, trace)]
+    runs = [_run(config, wanted, value, trace) for wanted in curves for value in axis_values(config)]
     return list({run.id: run for run in runs}.values())
 
 
@@ -198,7 +222,7 @@ def _curves_wanted(config: TransferConfig) -> list[_Wanted]:
     return wanted
 
 
-def _runs(config: TransferConfig, wanted: _Wanted, value: float, trace: str | None = None) -> list[RunConfig]:
+def _run(config: TransferConfig, wanted: _Wanted, value: float, trace: str | None = None) -> RunConfig:
     rule, width, sparsity, is_proxy = wanted
     fields: dict[str, object] = {"rule": "smupar" if rule in _OURS else rule, "width": width, "sparsity": sparsity}
     if sparsity == 0:
@@ -215,15 +239,16 @@ def _runs(config: TransferConfig, wanted: _Wanted, value: float, trace: str | No
     if rule == "sp":  # is given the init that fits its width, as in the paper's Table 4: 0.087 / sqrt(16) at width 4096
         fields["init_std"] = config.run.init_std * math.sqrt(config.run.base_width / width)
     fields[config.axis] = value
-    run = with_fields(config.run, fields)
-    return [replace(run, seed=config.run.seed + number) for number in range(config.seeds)]
+    return with_fields(config.run, fields)
 
 
 def _curve(config: TransferConfig, by_id: dict[str, Result], wanted: _Wanted, trace: str | None = None) -> Curve:
     rule, width, sparsity, is_proxy = wanted
     values, losses = [], []
     for value in axis_values(config):
-        found = [by_id[run.id].loss for run in _runs(config, wanted, value, trace) if run.id in by_id]
+        run = _run(config, wanted, value, trace)
+        seeds = [replace(run, seed=run.seed + number).id for number in range(config.seeds)]
+        found = [by_id[id_].loss for id_ in seeds if id_ in by_id]
         if found:
             values.append(value)
             losses.append(sum(found) / len(found))
