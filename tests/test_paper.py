@@ -10,7 +10,24 @@ import pytest
 
 from smupar.lm.folder import Summary
 from smupar.lm.gpt import plan_on_meta
-from smupar.paper import fig01, fig03, fig06, fig07, fig08, fig09, fig10, fig11, fig12, fig13, fig14, tab01, tab03, tab04
+from smupar.paper import (
+    fig01,
+    fig03,
+    fig06,
+    fig07,
+    fig08,
+    fig09,
+    fig10,
+    fig11,
+    fig12,
+    fig13,
+    fig14,
+    patterns,
+    tab01,
+    tab03,
+    tab04,
+    thin,
+)
 from smupar.paper.figure import curve, farthest_move
 from smupar.paper.reproduce import FIGURES, FINDINGS, dry_run, figure, listed, make_scale, reproduce
 from smupar.paper.settings import TABLE_3, TABLE_4, Scale, iso_width, wpn_width
@@ -235,6 +252,16 @@ def test_table_3_compares_the_best_sample_with_defaults():
     assert tab03.claim([finished(run, 5.0 if run is runs[0] else 4.5) for run in runs]).holds
     assert not tab03.claim([finished(run, 4.0 if run is runs[0] else 4.5) for run in runs]).holds
     assert len({run.id for run in tab03.runs(PAPER)}) == 352
+
+
+def test_patterns_and_thin_masks_are_compared_with_the_dense_model():
+    rows = parabolas(patterns.runs(CPU), lambda run: -7 + (0.5 if run.allocation == "erk" else 0))
+    assert patterns.claim(rows).holds
+    assert "ERK: the best learning rate moves 1.4x" in patterns.claim(rows).text
+    thinner = parabolas(thin.runs(CPU), lambda run: -7 if run.sparsity < 1 - 10 / 256 else -9)
+    assert thin.claim(thinner).holds
+    assert "8: 4x" in thin.claim(thinner).text
+    assert not thin.claim(parabolas(thin.runs(CPU), lambda run: -7 - 2 * (run.sparsity > 0))).holds
 
 
 # Running

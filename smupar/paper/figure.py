@@ -46,14 +46,19 @@ def sweep(
 ) -> list[RunConfig]:
     """Every rule, sparsity and value of the axis of an experiment, with the first seed; ``width`` of a sparsity, where that
     varies. A dense model under SmuPar or an ablation of it is the one under muP, and run once."""
-    size = scale.size(experiment)
-    runs = []
+    starts = []
     for rule in rules:
-        for sparsity in size.sparsities:
+        for sparsity in scale.size(experiment).sparsities:
             shared = "mup" if sparsity == 0 and rule != "sp" else rule
             run = scale.run(experiment, rule=shared, width=width(sparsity) if width else None, sparsity=sparsity)
-            for log2 in size.log2_values:
-                runs.append(change(with_fields(run, {axis: 2.0**log2})))
+            starts.append(change(run))
+    return sweep_values(scale, experiment, axis, starts)
+
+
+def sweep_values(scale: Scale, experiment: str, axis: str, starts: Iterable[RunConfig]) -> list[RunConfig]:
+    """Each run at every value of the axis."""
+    values = [2.0**log2 for log2 in scale.size(experiment).log2_values]
+    runs = [with_fields(start, {axis: value}) for start in starts for value in values]
     return list({run.id: run for run in runs}.values())
 
 

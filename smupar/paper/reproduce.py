@@ -33,7 +33,7 @@ from smupar.study.transfer import more_seeds
 
 FIGURES = (
     *("tab01", "fig01", "fig03", "fig05", "fig06", "fig07", "fig08", "fig09", "fig10", "fig11", "fig12", "fig13", "fig14"),
-    *("tab03", "tab04"),
+    *("tab03", "tab04", "patterns", "thin"),
 )
 FINDINGS = {
     1: "Activations and gradients vanish with sparsity under SP and muP, and keep their size under SmuPar",

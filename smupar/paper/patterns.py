@@ -1,0 +1,51 @@
+"""Beyond the paper: does the best learning rate stay under SmuPar for masks that are not uniformly random?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from smupar.lm.config import RunConfig
+from smupar.paper.figure import STABLE, Claim, Rows, all_of, curve, panel, sweep_values
+from smupar.paper.settings import Scale
+from smupar.study.curves import Panel
+from smupar.study.transfer import Curve, moved
+
+TITLE = "Learning-rate transfer for 2:4, constant fan-in and ERK masks"
+SHOWS = "Not in the paper, whose masks are random and uniform."
+FINDING = None
+SWEPT = ("sweep", "lr")
+# Sparsity, pattern and allocation of each.
+KINDS = {
+    "2:4": (0.5, "2:4", "uniform"),
+    "constant fan-in": (0.9375, "fan_in", "uniform"),
+    "ERK": (0.9375, "random", "erk"),
+}
+
+
+def runs(scale: Scale) -> list[RunConfig]:
+    dense = scale.run("sweep", rule="mup", sparsity=0.0)
+    sparse = [
+        replace(scale.run("sweep", sparsity=sparsity), pattern=pattern, allocation=allocation)  # type: ignore[arg-type]
+        for sparsity, pattern, allocation in KINDS.values()
+    ]
+    return sweep_values(scale, *SWEPT, [dense, *sparse])
+
+
+def _curves(rows: Rows) -> dict[str, tuple[Curve, Curve]]:
+    """Dense and sparse, of each kind."""
+    dense = curve(rows, "smupar", 0.0)
+    found = {}
+    for name, (sparsity, pattern, allocation) in KINDS.items():
+        wanted = (pattern, allocation)
+        sparse = curve(rows, "smupar", sparsity, keep=lambda run, wanted=wanted: (run.pattern, run.allocation) == wanted)  # type: ignore[misc]
+        found[name] = (dense, sparse)
+    return found
+
+
+def draw(rows: Rows) -> list[Panel]:
+    return [panel(both, name) for name, both in _curves(rows).items()]
+
+
+def claim(rows: Rows) -> Claim:
+    moves = {name: moved(*both) for name, both in _curves(rows).items()}
+    return all_of(*(Claim(move <= STABLE, f"{name}: the best learning rate moves {move:.2g}x") for name, move in moves.items()))

@@ -1,0 +1,44 @@
+"""Beyond the paper: how few weights per neuron can SmuPar bear? Its derivation is a law of large numbers over them."""
+
+from __future__ import annotations
+
+from smupar.lm.config import RunConfig
+from smupar.paper.figure import STABLE, Claim, Rows, curve, panel, sweep_values
+from smupar.paper.settings import Scale
+from smupar.study.curves import Panel
+from smupar.study.transfer import Curve, moved
+
+TITLE = "Where few weights per neuron break the rule"
+SHOWS = "The paper names the question and leaves it open."
+FINDING = None
+SWEPT = ("sweep", "lr")
+WEIGHTS_PER_NEURON = (64, 16, 8, 4, 2)
+ENOUGH = 16
+"""The plan warns below it."""
+
+
+def runs(scale: Scale) -> list[RunConfig]:
+    width = scale.size("sweep").width
+    wanted = [num for num in WEIGHTS_PER_NEURON if num < width]
+    sparse = [scale.run("sweep", sparsity=1 - num / width) for num in wanted]
+    return sweep_values(scale, *SWEPT, [scale.run("sweep", rule="mup", sparsity=0.0), *sparse])
+
+
+def _curves(rows: Rows) -> list[Curve]:
+    levels = sorted({row.config.sparsity for row in rows if row.config.sparsity is not None})
+    return [curve(rows, "smupar", sparsity) for sparsity in levels]
+
+
+def draw(rows: Rows) -> list[Panel]:
+    return [panel(_curves(rows), "SmuPar")]
+
+
+def claim(rows: Rows) -> Claim:
+    dense, *sparse = _curves(rows)
+    found = {round(one.width * (1 - one.sparsity)): (moved(dense, one), one.excess(dense.best)) for one in sparse}
+    words = ", ".join(f"{num}: {move:.2g}x, {cost:+.1%}" for num, (move, cost) in sorted(found.items(), reverse=True))
+    holds = all(move <= STABLE for num, (move, _) in found.items() if num >= ENOUGH)
+    return Claim(
+        holds,
+        f"with {ENOUGH} weights per neuron and more the optimum stays; moves and costs at the dense one by number: {words}",
+    )
