@@ -374,3 +374,63 @@ class ExportConfig:
     dtype: Literal["fp32", "bf16"] = "fp32"
     best: bool = False
     """The checkpoint with the lowest validation loss instead of the last."""
+
+
+TASKS = ("arc_easy", "lambada_openai", "race", "piqa", "boolq")
+"""Of the paper's Table 2, in its order, as EleutherAI's harness calls them."""
+
+
+@dataclass(frozen=True)
+class TasksConfig:
+    """What models are asked."""
+
+    tasks: tuple[str, ...] = TASKS
+    """arc_easy, lambada_openai, race, piqa, boolq."""
+    data_dir: str | None = None
+    """Folder with TASK.jsonl for each of them; default the harness's own datasets, which it downloads."""
+    limit: int | None = None
+    """Only the first so many documents of each task."""
+
+    def __post_init__(self) -> None:
+        unknown = [task for task in self.tasks if task not in TASKS]
+        if unknown:
+            raise ValueError(f"unknown task {unknown[0]!r}: choose among {', '.join(TASKS)}")
+        if not self.tasks or len(set(self.tasks)) < len(self.tasks):
+            raise ValueError(f"--tasks names each task once, at least one, got {' '.join(self.tasks) or 'none'}")
+        if self.limit is not None:
+            _positive(self, "limit")
+
+
+@dataclass(frozen=True)
+class ScoringConfig:
+    """How loglikelihoods are computed. None of this changes them, apart from max_length and rounding."""
+
+    device: str = "auto"
+    """auto: a GPU if there is one."""
+    batch_size: int = 16
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """bf16: products and activations; weights and softmax stay fp32."""
+    max_length: int = 2048
+    """Longest input in tokens, older ones are cut off; a model with fewer positions takes fewer."""
+
+    def __post_init__(self) -> None:
+        _known(self)
+        _positive(self, "batch_size", "max_length")
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Models on the downstream tasks of the paper's Table 2."""
+
+    folders: tuple[str, ...]
+    """Of runs, checkpoints, exports, or models that transformers reads."""
+    questions: TasksConfig = field(default_factory=TasksConfig)
+    scoring: ScoringConfig = field(default_factory=ScoringConfig)
+    out: str = "runs/eval"
+    """Folder for results.json, table.md, table.csv. Started again, only what is missing is computed."""
+
+    def __post_init__(self) -> None:
+        if not self.folders:
+            raise ValueError("no model: give the folder of a run, a checkpoint, an export, or a model that transformers reads")
+        if len(set(self.folders)) < len(self.folders):
+            raise ValueError("a folder is given twice: name each model once")

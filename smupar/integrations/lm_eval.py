@@ -1,0 +1,261 @@
+"""EleutherAI's harness (lm-eval) around our scoring: it says what is asked and turns answers into numbers with its own metrics.
+
+Three steps, so that the one in the middle (``smupar.lm.score``) can run where the harness is not installed:
+
+    write_requests -> requests.jsonl -> score_file -> scores.jsonl -> tabulate -> results.json, table.md, table.csv
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from smupar.integrations.table import Number, Results, TaskResults, write_results
+from smupar.lm import score
+from smupar.lm.config import EvalConfig, TasksConfig
+from smupar.lm.score import Request, Score
+from smupar.lm.tokenizer import first_line
+
+# Resamples for standard errors that have no formula, perplexity's. The harness's own number takes minutes on few cores.
+_RESAMPLES = 1000
+
+
+def evaluate(config: EvalConfig) -> Results:
+    """All three steps in one process; their files stay in ``config.out``, so that the same command goes on."""
+    out = Path(config.out)
+    requests = out / "requests.jsonl"
+    write_requests(config.questions, requests)
+    scores = []
+    for folder in config.folders:
+        place = Path(folder).resolve()
+        scores.append(out / "scores" / f"{place.name}-{hashlib.sha256(str(place).encode()).hexdigest()[:8]}.jsonl")
+        score.score_file(folder, requests, scores[-1], config.scoring)
+    return tabulate(requests, scores, out)
+
+
+def write_requests(config: TasksConfig, out: str | Path) -> str:
+    """All that is asked, as a file; a line that says what is in it."""
+    tasks = load_tasks(config)
+    requests, digest = _requests(tasks, config)
+    header = {
+        "tasks": list(config.tasks),
+        "data_dir": None if config.data_dir is None else str(Path(config.data_dir).resolve()),
+        "limit": config.limit,
+        "sha256": digest,
+        "lm_eval": _module("lm_eval").__version__,
+    }
+    score.write_requests(Path(out), header, requests)
+    counts = Counter(request.task for request in requests)
+    return f"{len(requests):,} requests ({', '.join(f'{task} {count:,}' for task, count in counts.items())}) in {out}"
+
+
+def tabulate(requests: str | Path, scores: Sequence[str | Path], out: str | Path, *, data_dir: str | None = None) -> Results:
+    """Scores of several models into the harness's numbers, written to the folder ``out``."""
+    header, asked = score.read_requests(requests)
+    config = TasksConfig(tuple(header["tasks"]), data_dir or header["data_dir"], header["limit"])
+    models = []
+    for file in scores:  # before anything that takes time
+        about, known = score.read_scores(file)
+        missing = [request for request in asked if request.key not in known]
+        if missing:
+            first = f"document {missing[0].doc} of {missing[0].task}"
+            raise ValueError(
+                f"{file} lacks {len(missing):,} of the {len(asked):,} scores that {requests} asks for, the first is {first}: "
+                f"smupar eval score {about.get('folder')} --requests {requests} --out {file}"
+            )
+        models.append(({name: value for name, value in about.items() if name != "format"}, known))
+    tasks = load_tasks(config)
+    _, digest = _requests(tasks, config)
+    if digest != header["sha256"]:
+        raise ValueError(
+            f"{requests} was made from other documents than {config.data_dir or 'the harness has now'}: make and score it again"
+        )
+    results = Results(
+        lm_eval=_module("lm_eval").__version__,
+        limit=config.limit,
+        data_dir=config.data_dir,
+        documents={name: len({r.doc for r in asked if r.task == name}) for name in tasks},
+        random={name: _by_chance(task, [r for r in asked if r.task == name]) for name, task in tasks.items()},
+        models=tuple((about, _metrics(tasks, known, config.limit)) for about, known in models),
+    )
+    write_results(results, Path(out))
+    return results
+
+
+def _by_chance(task: Any, requests: list[Request]) -> float:
+    """Accuracy of drawing a choice at random; no word is guessed among all words."""
+    if task.OUTPUT_TYPE != "multiple_choice":
+        return 0.0
+    num_choices = Counter(request.doc for request in requests)
+    return sum(1 / number for number in num_choices.values()) / len(num_choices)
+
+
+# The harness
+
+
+def _module(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("smupar eval needs the harness: pip install 'smupar[eval]'") from error
+
+
+def load_tasks(config: TasksConfig) -> dict[str, Any]:
+    """Its task objects, from its own definitions or from local copies."""
+    if config.data_dir is not None:
+        documents = {name: read_documents(name, config.data_dir) for name in config.tasks}
+        return {name: _local_task(name, documents[name]) for name in config.tasks}
+    tasks = _module("lm_eval.tasks")
+    try:
+        loaded = tasks.get_task_dict(list(config.tasks), tasks.TaskManager())
+    except Exception as error:  # no network, a dataset that moved: each its own type
+        raise ValueError(
+            f"the harness cannot load its tasks ({first_line(error)}): pass --data-dir with local copies"
+        ) from error
+    return {name: loaded[name] for name in config.tasks}
+
+
+def _requests(tasks: dict[str, Any], config: TasksConfig) -> tuple[list[Request], str]:
+    """What the tasks ask, and a hash of it and of the documents, which hold the right answers."""
+    requests, digest = [], hashlib.sha256()
+    for name, task in tasks.items():
+        with _quiet():
+            task.build_all_requests(limit=config.limit, rank=0, world_size=1)
+        for instance in task.instances:
+            context, continuation = instance.args
+            requests.append(Request(name, instance.doc_id, instance.idx, context, continuation))
+            digest.update(json.dumps([name, context, continuation, instance.doc], default=str, sort_keys=True).encode())
+    return requests, digest.hexdigest()
+
+
+def _metrics(tasks: dict[str, Any], scores: dict[str, Score], limit: int | None) -> dict[str, TaskResults]:
+    """Through the harness's own evaluation, with a model that looks its answers up."""
+    harness, base = _module("lm_eval.evaluator"), _module("lm_eval.api.model").LM
+
+    class Stored(base):  # type: ignore[misc, valid-type]
+        def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
+            found = [scores[Request("", 0, 0, *request.args).key] for request in requests]
+            return [(answer.loglikelihood, answer.is_greedy) for answer in found]
+
+        def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
+            raise NotImplementedError
+
+        def generate_until(self, requests: list[Any]) -> list[str]:
+            raise NotImplementedError
+
+    with _quiet():
+        given = harness.evaluate(lm=Stored(), task_dict=tasks, limit=limit, bootstrap_iters=_RESAMPLES, log_samples=False)
+    metrics: dict[str, TaskResults] = defaultdict(dict)
+    for name, numbers in given["results"].items():
+        for key, value in numbers.items():
+            metric, comma, filtered = key.partition(",")
+            if comma and not metric.endswith("_stderr"):
+                error = numbers.get(f"{metric}_stderr,{filtered}")
+                metrics[name][metric] = Number(float(value), float(error) if isinstance(error, int | float) else None)
+    return dict(metrics)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The harness prints while it resamples, and forks a process for each core, which is unsafe beside torch's threads."""
+    before = os.environ.get("DISABLE_MULTIPROC")
+    os.environ["DISABLE_MULTIPROC"] = "1"
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        del os.environ["DISABLE_MULTIPROC"]
+        if before is not None:
+            os.environ["DISABLE_MULTIPROC"] = before
+
+
+# Local copies
+
+_CHOICES = '{"query": "Question: ...", "choices": ["...", "..."], "gold": 0}'
+_LAST_WORD = '{"context": "...", "continuation": "word"}'
+
+# From a query to what the harness itself would ask; RACE's ends with its question.
+_PROMPTS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "arc_easy": lambda doc: doc["query"].removesuffix("\n") + "\nAnswer:",
+    "piqa": lambda doc: doc["query"].removesuffix("\n") + "\nAnswer:",
+    "boolq": lambda doc: doc["query"].removeprefix("Passage: ").removesuffix("\n") + "\nAnswer:",
+    "race": lambda doc: doc["query"],
+}
+
+
+def read_documents(task: str, folder: str) -> list[dict[str, Any]]:
+    """TASK.jsonl of a folder, checked line by line."""
+    path, form = Path(folder) / f"{task}.jsonl", _LAST_WORD if task == "lambada_openai" else _CHOICES
+    remedy = f"every line should be like {form}"
+    if not path.is_file():
+        raise ValueError(f"no file {path}: {remedy}")
+    documents = []
+    for number, row in score.read_lines(path, remedy):
+        if not (_is_last_word(row) if task == "lambada_openai" else _is_choice(row)):
+            raise ValueError(f"{path}, line {number}: {remedy}")
+        documents.append({name: row[name] for name in json.loads(form)})
+    if not documents:
+        raise ValueError(f"{path} is empty: {remedy}")
+    return documents
+
+
+def _is_choice(row: dict[str, Any]) -> bool:
+    choices, gold = row.get("choices"), row.get("gold")
+    return (
+        isinstance(row.get("query"), str)
+        and isinstance(choices, list)
+        and len(choices) > 1
+        and all(isinstance(choice, str) and choice for choice in choices)
+        and type(gold) is int
+        and 0 <= gold < len(choices)
+    )
+
+
+def _is_last_word(row: dict[str, Any]) -> bool:
+    return isinstance(row.get("context"), str) and isinstance(row.get("continuation"), str) and row["continuation"] != ""
+
+
+def _local_task(name: str, documents: list[dict[str, Any]]) -> Any:
+    """Asked and counted as the harness's own task, without its download."""
+    base, datasets = _module("lm_eval.api.task").ConfigurableTask, _module("datasets")
+
+    class Local(base):  # type: ignore[misc, valid-type]
+        def download(self, *args: Any, **kwargs: Any) -> None:
+            self.dataset = {"test": datasets.Dataset.from_list(documents)}
+
+    metrics = ("perplexity", "acc") if name == "lambada_openai" else ("acc", "acc_norm")
+    config: dict[str, Any] = {
+        "task": name,
+        "test_split": "test",
+        "num_fewshot": 0,
+        "metric_list": [
+            {
+                "metric": metric,
+                "aggregation": "perplexity" if metric == "perplexity" else "mean",
+                "higher_is_better": metric != "perplexity",
+            }
+            for metric in metrics
+        ],
+    }
+    if name == "lambada_openai":
+        config |= {
+            "output_type": "loglikelihood",
+            "doc_to_text": lambda doc: doc["context"],
+            "doc_to_target": lambda doc: " " + doc["continuation"].lstrip(" "),
+        }
+    else:
+        config |= {
+            "output_type": "multiple_choice",
+            "doc_to_text": _PROMPTS[name],
+            "doc_to_target": lambda doc: doc["gold"],
+            "doc_to_choice": lambda doc: doc["choices"],
+        }
+    return Local(config=config)

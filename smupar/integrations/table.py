@@ -1,0 +1,112 @@
+"""The paper's Table 2: a row for each model, a column for each task, in percent with standard errors."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from smupar import __version__
+from smupar.lm.files import write_atomic
+
+_TITLES = {"arc_easy": "ARC-easy", "lambada_openai": "LAMBADA", "race": "RACE", "piqa": "PIQA", "boolq": "BoolQ"}
+_METRIC = "acc"
+
+
+@dataclass(frozen=True)
+class Number:
+    value: float
+    stderr: float | None
+    """None where there is none: of a single document."""
+
+
+TaskResults = dict[str, Number]
+"""By metric: acc, and acc_norm or perplexity."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """Every number of an evaluation; prints as the table."""
+
+    lm_eval: str
+    """The harness's version."""
+    limit: int | None
+    data_dir: str | None
+    """None: the harness's own datasets."""
+    documents: dict[str, int]
+    """How many, by task."""
+    random: dict[str, float]
+    """Accuracy by chance."""
+    models: tuple[tuple[dict[str, Any], dict[str, TaskResults]], ...]
+    """What the scores' header says of a model, and its numbers by task."""
+
+    def __str__(self) -> str:
+        rows = [["model", *(_TITLES[task] for task in self.documents), "average"], ["random", *map(_percent, self._chance())]]
+        rows += [[about["folder"], *map(_percent, self._row(numbers))] for about, numbers in self.models]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+    def markdown(self) -> str:
+        titles = ["model", *(_TITLES[task] for task in self.documents), "average"]
+        rows = [titles, ["---"] * len(titles), ["random", *map(_percent, self._chance())]]
+        rows += [[f"`{about['folder']}`", *map(_percent, self._row(numbers))] for about, numbers in self.models]
+        counts = ", ".join(f"{_TITLES[task]} {number:,}" for task, number in self.documents.items())
+        note = f"Accuracy in percent ± standard error, zero-shot, lm-eval {self.lm_eval}. Documents: {counts}."
+        return "\n".join("| " + " | ".join(row) + " |" for row in rows) + f"\n\n{note}\n"
+
+    def csv(self) -> str:
+        """Shares, not percent."""
+        names = [*self.documents, "average"]
+        lines = [["model", "config_id", *(column for name in names for column in (name, f"{name}_stderr"))]]
+        rows: list[tuple[list[str], list[Number]]] = [(["random", ""], self._chance())]
+        rows += [([about["folder"], about["config_id"] or ""], self._row(numbers)) for about, numbers in self.models]
+        for who, row in rows:
+            lines.append([*who, *(_cell(value) for number in row for value in (number.value, number.stderr))])
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows(lines)
+        return text.getvalue()
+
+    def to_json(self) -> str:
+        models = [
+            about
+            | {
+                "results": {task: {m: asdict(number) for m, number in found.items()} for task, found in numbers.items()},
+                "average": asdict(self._row(numbers)[-1]),
+            }
+            for about, numbers in self.models
+        ]
+        described = asdict(self) | {"models": models, "average_random": self._chance()[-1].value}
+        versions = {"lm_eval": described.pop("lm_eval"), "smupar": __version__}
+        return json.dumps({"format": "smupar-eval/1", "versions": versions} | described, indent=1)
+
+    def _chance(self) -> list[Number]:
+        return with_average([Number(self.random[task], None) for task in self.documents])
+
+    def _row(self, numbers: dict[str, TaskResults]) -> list[Number]:
+        return with_average([numbers[task][_METRIC] for task in self.documents])
+
+
+def with_average(row: list[Number]) -> list[Number]:
+    """Tasks count alike, and err independently."""
+    errors = [number.stderr for number in row if number.stderr is not None]
+    stderr = math.hypot(*errors) / len(row) if len(errors) == len(row) else None
+    return [*row, Number(sum(number.value for number in row) / len(row), stderr)]
+
+
+def write_results(results: Results, out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomic(out / "results.json", results.to_json())
+    write_atomic(out / "table.md", results.markdown())
+    write_atomic(out / "table.csv", results.csv())
+
+
+def _percent(number: Number) -> str:
+    return f"{100 * number.value:.1f}" + ("" if number.stderr is None else f" ± {100 * number.stderr:.1f}")
+
+
+def _cell(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"
