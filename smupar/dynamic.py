@@ -664,6 +664,10 @@ class StackedSparsifier:
             for state in tensors["state"][name]:
                 state[indices] = 0
         tensors["number"][indices] = 0
+        for index in indices:  # what was measured is of the round before
+            if self.corrections[index] == "fixed":
+                for name, density in self.last[index].items():
+                    self._correct(name, index, density)
 
     def _move(self, move: Move, indices: list[int], name: str, step: int) -> None:
         tensors = self.stack.tensors

@@ -113,19 +113,19 @@ def groups_by_optimizer(
     eps: str = "constant",
     eps_value: float | None = None,
     **settings: Any,
-) -> dict[str, list[dict[str, Any]]]:
-    """The groups of every optimizer of a run. With a ``rest_lr`` the named one takes the hidden weights and an AdamW at that
-    rate the rest; Muon takes hidden matrices only, so there ``rest_lr`` is ``lr`` by default. Epsilon goes to those that have
-    one; ``settings`` are those of ``param_groups``."""
+) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Every optimizer of a run by name, with its groups. With a ``rest_lr`` the named one takes the hidden weights and an AdamW
+    at that rate the rest; Muon takes hidden matrices only, so there ``rest_lr`` is ``lr`` by default. Epsilon goes to those
+    that have one; ``settings`` are those of ``param_groups``."""
 
     def groups(name: str, lr: float | Tensor, only: str | None = None) -> list[dict[str, Any]]:
         own = {"eps": eps, "eps_value": eps_value} if name in _WITH_EPS else {}
         return param_groups(model, plan, lr=lr, optimizer=name, only=only, **own, **settings)  # type: ignore[arg-type]
 
     if optimizer != "muon" and rest_lr is None:
-        return {optimizer: groups(optimizer, lr)}
-    hidden, rest = groups(optimizer, lr, "hidden"), groups("adamw", lr if rest_lr is None else rest_lr, "rest")
-    return {optimizer: hidden + rest} if optimizer == "adamw" else {optimizer: hidden, "adamw": rest}
+        return [(optimizer, groups(optimizer, lr))]
+    rest = groups("adamw", lr if rest_lr is None else rest_lr, "rest")
+    return [(optimizer, groups(optimizer, lr, "hidden")), ("adamw", rest)]
 
 
 def _choice(what: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -310,7 +310,7 @@ def _constants(
             weight_decay=h.weight_decay,
             decay=h.decay,
         )
-        for group in (group for groups in named.values() for group in groups):
+        for group in (group for _, groups in named for group in groups):
             for parameter in group["params"]:
                 values = (group["lr"], group["weight_decay"], group.get("eps", h.eps))
                 rows.setdefault(names[id(parameter)], []).append(values)

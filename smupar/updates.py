@@ -48,6 +48,7 @@ _EVERY, _FIRST = 5, 20  # the first steps are all measured, then every fifth
 _OLD = 0.8
 _CLAMP = 1e4
 _INPUT = "smupar_input"
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _DECOUPLED = {"AdamW", "Lion", "Muon"}
 
 
@@ -74,6 +75,7 @@ class Trace:
     """RMS of the change of a layer's output by one update, over the base learning rate. Not finite: the run diverged."""
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     optimizer: str = ""
+    """Of the hidden weights."""
     note: str = ""
 
     @property
@@ -97,6 +99,8 @@ class Trace:
                 raise KeyError("format")
             values["shapes"] = {name: tuple(shape) for name, shape in values["shapes"].items()}
             values["effects"] = {n: [math.nan if v is None else v for v in vs] for n, vs in values["effects"].items()}
+            if any(len(effects) != len(values["at"]) for effects in values["effects"].values()):
+                raise KeyError("effects of another number than steps")
             return cls(**values)
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"this is no trace in format {FORMAT!r} ({error}): record one with record_updates") from error
@@ -137,19 +141,15 @@ class Guide:
         """``num_steps`` of the target; default as many as the trace has."""
         if not trace.at or not trace.effects:
             raise ValueError("the trace has no measured step: record it over a whole run of the proxy")
-        if trace.diverged:
-            warnings.warn(
-                "the run that this trace was recorded on diverged: record one at a smaller learning rate",
-                UpdatesWarning,
-                stacklevel=3,
-            )
+        self.cautions = ["the run that this trace was recorded on diverged: record one at a smaller learning rate"]
+        self.cautions = self.cautions if trace.diverged else []
         self.trace, self.num_steps = trace, num_steps or trace.num_steps
         self.sources = {name: _sources(name, names, list(trace.effects)) for name in names}
         own, theirs = (Counter(layer_glob(name) for name in some) for some in (names, trace.effects))
-        depths = {own[kind]: theirs[kind] for kind in own}
-        short = [kind for kind in own if theirs[kind] != depths[own[kind]]]
-        if short:
-            raise ValueError(f"the trace misses layers: it has {theirs[short[0]]} like {short[0]!r} and more of others")
+        for kind in own:
+            most = max(theirs[other] for other in own if own[other] == own[kind])
+            if theirs[kind] < most:
+                raise ValueError(f"the trace misses layers: it has {theirs[kind]} like {kind!r} and {most} of other kinds")
 
     def effect(self, name: str, step: int) -> float:
         """What an update should do at this step of the target."""
@@ -192,9 +192,10 @@ def some_rows(x: Tensor) -> Tensor:
 class _Probe:
     """One hidden weight: keeps some inputs of its layer, and says what the weight makes of them."""
 
-    def __init__(self, name: str, module: nn.Module, parameter: nn.Parameter, in_dim: int) -> None:
+    def __init__(self, name: str, model: nn.Module, plan: Plan) -> None:
+        module, parameter, in_dim = model.get_submodule(parent_path(name)), model.get_parameter(name), plan[name].in_dims[0]
         self.name, self.module, self.parameter, self.in_dim = name, module, parameter, in_dim
-        self.is_conv = isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+        self.is_conv = isinstance(module, _CONVOLUTIONS)
         self.buffer = f"{name.rpartition('.')[2]}_{_INPUT}"
         self.before: Tensor | None = None
         if not self.is_conv:
@@ -233,6 +234,11 @@ class _Probe:
         function = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}[weight.ndim]
         return function(self.inputs, weight, None, conv.stride, conv.padding, conv.dilation, conv.groups)
 
+    def missed(self) -> bool:
+        """Whether the layer was used, as its gradient shows, and no input was seen."""
+        grad = self.parameter.grad
+        return grad is not None and bool(local(grad).any()) and not bool(self.inputs.any())
+
     def remove(self) -> None:
         self.hook.remove()
         if hasattr(self.module, self.buffer):
@@ -254,28 +260,28 @@ class _Meter:
         for path, module in model.named_modules():
             if module._compiled_call_impl is not None:
                 raise ValueError(f"{path or 'the model'!r} is compiled already and would ignore new hooks: compile afterwards")
+            if any(name.endswith(_INPUT) for name in module._buffers):
+                raise ValueError("the updates of this model are measured already: call remove() on what measures them")
         self.optimizers = optimizers(optimizer)
         if not self.optimizers:
             raise ValueError("no optimizer was given")
         self.rates: LayerRates = layer_rates(model, plan, self.optimizers)
         trained = {name for one in self.optimizers for name in group_of_weight(one)}
-        self.probes = {name: probe for name in self.rates.names if name in trained and (probe := _probe(model, plan, name))}
-        blind = [name for name in self.rates.names if name not in self.probes]
-        if blind:
-            warnings.warn(
-                f"{len(blind)} hidden weights cannot be measured ({', '.join(blind[:3])}): their layers are neither linear nor "
-                "convolutions, or no optimizer has them. They keep the plan's factor.",
-                UpdatesWarning,
-                stacklevel=4,
-            )
-        if not self.probes:
+        names = [name for name in self.rates.names if name in trained and _is_measurable(model, plan, name)]
+        if not names:
             raise ValueError("no hidden weight can be measured: the plan has none in linear layers or convolutions")
+        blind = [name for name in self.rates.names if name not in names]
+        self.cautions = [
+            f"{len(blind)} hidden weights cannot be measured ({', '.join(blind[:3])}): their layers are neither linear nor "
+            "convolutions, or no optimizer has them. They keep the plan's factor."
+        ][: len(blind)]
+        self.probes = {name: _Probe(name, model, plan) for name in names}
         ignored = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ())}
         ignored |= {f"{parent_path(name)}.{probe.buffer}".lstrip(".") for name, probe in self.probes.items()}
         nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
         self.trace = Trace(
             shapes={name: tuple(probe.parameter.shape) for name, probe in self.probes.items()},
-            optimizer="+".join(type(one).__name__.lower() for one in self.optimizers),
+            optimizer="+".join(type(one).__name__.lower() for one in self.optimizers if group_of_weight(one)),
         )
         self.step, self.waiting = 0, len(self.optimizers)
         self.gains: dict[str, float] = {}
@@ -314,6 +320,7 @@ class _Meter:
             if due(self.place) and self.gains.keys() == self.probes.keys():  # else the learning rate was 0
                 self.trace.add(self.step, {name: gain * self.factors[name] for name, gain in self.gains.items()})
                 self.took_measure()
+            self.gains, self.factors = {}, {}
             self.step += 1
             self.trace.num_steps = self.step
             if self.place == 0:
@@ -339,7 +346,7 @@ class _Meter:
         for (name, (_, lr, factor)), (total, count) in zip(found.items(), sums.tolist(), strict=True):
             self.gains[name] = math.sqrt(total / count) / lr if math.isfinite(total) else math.nan
             self.factors[name] = factor
-            if total == 0 and not bool(self.probes[name].inputs.any()):
+            if total == 0 and self.probes[name].missed():
                 raise ValueError(
                     f"no input of {name!r} was seen. Call record_updates and follow_updates before torch.compile; where "
                     "another model of the class ran compiled, set torch._dynamo.config.skip_nnmodule_hook_guards = False."
@@ -359,14 +366,13 @@ class _Meter:
         self.step, self.trace = state["step"], Trace.from_json(state["trace"])
 
 
-def _probe(model: nn.Module, plan: Plan, name: str) -> _Probe | None:
-    module, parameter, row = model.get_submodule(parent_path(name)), model.get_parameter(name), plan[name]
-    is_conv = isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
-    # transformers' Conv1D is a linear layer that stores (in, out).
-    is_linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-    if not (is_conv or (is_linear and len(row.in_dims) == 1)) or name.rpartition(".")[2] != "weight":
-        return None
-    return _Probe(name, module, parameter, row.in_dims[0])
+def _is_measurable(model: nn.Module, plan: Plan, name: str) -> bool:
+    module, row = model.get_submodule(parent_path(name)), plan[name]
+    # transformers' Conv1D is a linear layer that stores (in, out); nn.MultiheadAttention never calls its out_proj.
+    is_linear = isinstance(module, nn.Linear) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
+    called = not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
+    fits = isinstance(module, _CONVOLUTIONS) or (is_linear and called and len(row.in_dims) == 1)
+    return fits and name.rpartition(".")[2] == "weight"
 
 
 def _is_decoupled(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
@@ -405,13 +411,16 @@ class Recorder(_Meter):
         self.trace = trace
 
 
-def record_updates(model: nn.Module, plan: Plan, optimizer: Any) -> Recorder:
+def record_updates(model: nn.Module, plan: Plan, optimizer: Any, *, period: int | None = None) -> Recorder:
     """Writes down, while the proxy trains, what each update does to every hidden layer's output.
 
     ``with record_updates(model, plan, optimizer) as trace: ...train...`` and then ``trace.save("proxy.trace.json")``. Before a
-    scheduler, DDP and torch.compile. The run itself is not changed.
+    scheduler, DDP and torch.compile. The run itself is not changed. ``period`` as in ``follow_updates``.
     """
-    return Recorder(model, plan, optimizer)
+    recorder = Recorder(model, plan, optimizer)
+    recorder.period = period
+    _warn(recorder)
+    return recorder
 
 
 class Follower(_Meter):
@@ -429,12 +438,11 @@ class Follower(_Meter):
         except ValueError:
             self.remove()
             raise
+        self.cautions += self.guide.cautions
         if trace.optimizer != self.trace.optimizer:
-            warnings.warn(
+            self.cautions.append(
                 f"the trace was recorded with {trace.optimizer}, this is {self.trace.optimizer}: updates of two optimizers "
-                "grow differently over a run",
-                UpdatesWarning,
-                stacklevel=3,
+                "grow differently over a run"
             )
 
     def took_measure(self) -> None:
@@ -465,11 +473,12 @@ class Follower(_Meter):
         self.rates.measured.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "averages": self.averages, "measured": self.rates.measured}
+        return {**super().state_dict(), "averages": dict(self.averages), "measured": dict(self.rates.measured)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self.averages = {name: (wanted, gain) for name, (wanted, gain) in state["averages"].items()}
+        self.rates.measured.clear()
         self.rates.measured.update(state["measured"])
 
 
@@ -491,7 +500,18 @@ def follow_updates(
     Call it after ``param_groups`` and before a scheduler, DDP and torch.compile, then train as usual. The plan should be
     SmuPar's, for its init and for everything that is not hidden. With GMP the density correction gives way to what is measured.
     """
-    return Follower(model, plan, optimizer, trace if isinstance(trace, Trace) else Trace.load(trace), steps, period)
+    follower = Follower(model, plan, optimizer, trace if isinstance(trace, Trace) else Trace.load(trace), steps, period)
+    _warn(follower)
+    return follower
+
+
+def _warn(meter: _Meter) -> None:
+    try:
+        for caution in meter.cautions:
+            warnings.warn(caution, UpdatesWarning, stacklevel=3)
+    except UpdatesWarning:  # made an error: the model is left as it was
+        meter.remove()
+        raise
 
 
 class StackedUpdates:
@@ -566,10 +586,8 @@ class StackedUpdates:
         every = torch.stack(self.effects).cpu().tolist()  # (steps, models, layers)
         shapes = {name: tuple(self.stack.tensors["params"][name].shape[1:]) for name in self.names}
         at = self.steps[: len(every)]
-        both = self.stack.two_optimizers and self.stack.kind != "adamw"
-        optimizer = f"{self.stack.kind}+adamw" if both else self.stack.kind
         return [
-            Trace(self.num_steps, at, {n: [e[k][i] for e in every] for i, n in enumerate(self.names)}, shapes, optimizer)
+            Trace(self.num_steps, at, {n: [e[k][i] for e in every] for i, n in enumerate(self.names)}, shapes, self.stack.kind)
             for k in range(len(self.stack))
         ]
 

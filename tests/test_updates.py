@@ -5,6 +5,7 @@ import json
 import math
 import statistics
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -233,7 +234,7 @@ def test_effect_is_the_change_of_the_output_over_the_base_learning_rate(name, si
                 expected[key].append(rms(used_rows(x[key]) @ update.T) / lr)
     assert trace.at == [0, 1, 2]
     assert trace.num_steps == 3
-    assert trace.optimizer == ("muon+adamw" if name == "muon" else name)
+    assert trace.optimizer == name
     assert trace.shapes == dict.fromkeys(names, (32, 32))
     for key in names:
         assert trace.effects[key] == pytest.approx(expected[key], rel=1e-4)
@@ -903,8 +904,9 @@ def test_warning_raised_as_an_error_leaves_the_model_alone(proxy, doubt):
     trace = replace(proxy, optimizer="lion") if doubt == "optimizer" else proxy
     if doubt == "diverged":
         trace = replace(proxy, effects={name: [math.nan] * len(values) for name, values in proxy.effects.items()})
+    measure = smupar.record_updates if doubt == "blind" else partial(smupar.follow_updates, trace=trace)
     with pytest.raises(UpdatesWarning):  # warnings are errors here
-        smupar.follow_updates(model, plan, optimizer, trace=trace)
+        measure(model, plan, optimizer)
     assert_untouched(model)
 
 
@@ -989,10 +991,7 @@ def test_compiled_module_is_refused(proxy, follows):
 def test_optimizer_without_a_hidden_weight_is_refused():
     model, plan = make()
     optimizer = make_adamw(model, plan, only="rest")
-    with (
-        pytest.warns(UpdatesWarning, match="2 hidden weights cannot be measured"),
-        pytest.raises(ValueError, match="no hidden weight can be measured"),
-    ):
+    with pytest.raises(ValueError, match="no hidden weight can be measured"):
         smupar.record_updates(model, plan, optimizer)
     assert_untouched(model)
 
@@ -1003,7 +1002,7 @@ def test_optimizer_without_a_hidden_weight_is_refused():
 def start_run(name, proxy, follows):
     """Everything that has a state, freshly made."""
     model, plan = make(density=1.0 if name == "GMP" else 0.5)
-    kind = "muon+adamw" if name == "Muon" else "adamw"
+    kind = "muon" if name == "Muon" else "adamw"
     optimizers = make_all(kind.partition("+")[0], model, plan)
     meter = start(model, plan, optimizers, replace(proxy, optimizer=kind) if follows else None)
     sparsifier = None
@@ -1132,7 +1131,7 @@ def test_context_takes_hooks_away_when_training_fails():
     model, plan = make()
     optimizer = make_adamw(model, plan)
     recorder = smupar.record_updates(model, plan, optimizer)
-    with pytest.raises(RuntimeError, match="must match the size|shapes cannot be multiplied"), recorder:
+    with pytest.raises(RuntimeError, match=r"must match the size|shapes cannot be multiplied"), recorder:
         train(model, optimizer, [0, 1], shape=(7,))
     assert_untouched(model)
     assert recorder.trace.at == []
@@ -1141,7 +1140,7 @@ def test_context_takes_hooks_away_when_training_fails():
 def test_off_mask_weights_stay_zero_while_following(proxy):
     model, plan = make(density=0.25)
     optimizers = make_all("muon", model, plan)
-    smupar.follow_updates(model, plan, optimizers, trace=replace(proxy, optimizer="muon+adamw"))
+    smupar.follow_updates(model, plan, optimizers, trace=replace(proxy, optimizer="muon"))
     train(model, optimizers, range(3))
     for name in ("blocks.0.weight", "blocks.1.weight"):
         assert not model.get_parameter(name)[~mask_of(model, name)].any()

@@ -4,6 +4,7 @@ model card that says what the model is and what to be careful with."""
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -33,11 +34,11 @@ def export(config: ExportConfig) -> str:
     model_config = replace(run.config.model, tied=False)
     tensors = folded(run.model)
     if config.format == "sparse":
-        for name in [row.name for row in run.plan if row.masked and len(row.shape) == 2]:
+        for name in [row.name for row in run.plan if len(row.shape) == 2]:
             mask = mask_of(run.model, name)
-            assert mask is not None
-            csr = to_csr(tensors.pop(name), mask)
-            tensors |= {f"{name}.{part}": tensor for part, tensor in csr.items()}
+            if mask is not None:
+                csr = to_csr(tensors.pop(name), mask)
+                tensors |= {f"{name}.{part}": tensor for part, tensor in csr.items()}
     if config.dtype == "bf16":
         tensors = {name: t.bfloat16() if t.is_floating_point() else t for name, t in tensors.items()}
     facts = read_facts(run.folder)
@@ -84,8 +85,8 @@ def model_card(run: LoadedRun) -> str:
         "model": f"GPT, width {model.width}, depth {model.depth}, {model.num_heads} heads of {model.head_dim}, "
         f"{model.positions} positions, {model.activation}",
         "parameters": f"{num_parameters:,}, of which the masks keep {sum(_num_kept(run, name) for name in names):,}",
-        "density of hidden weights": f"{1 - plan.hidden_sparsity:.4g} ({config.pattern} masks, {config.allocation}, "
-        f"seed {plan.seed})",
+        "density of hidden weights": f"{_hidden_density(run):.4g} ({config.pattern} masks, {config.allocation}, seed "
+        f"{plan.seed}" + (f", moved by {config.dynamic})" if config.dynamic != "none" else ")"),
         "rule": f"{config.rule}, tuned at width {config.base_width}: LR {config.lr:g}, init std {config.init_std:g}, "
         f"alphas {config.alpha_input:g} and {config.alpha_output:g}",
         "optimizer": f"{config.optimizer}, {config.schedule} schedule, warm-up of {config.warmup_steps} steps, weight decay "
@@ -132,6 +133,11 @@ preparation or the runs that tuned the hyperparameters.
 factors are folded in. In the sparse format a masked matrix is `<name>.crow_indices`, `.col_indices` and `.values` (CSR).
 `smupar generate FOLDER` samples from it.
 """
+
+
+def _hidden_density(run: LoadedRun) -> float:
+    hidden = [row for row in run.plan if row.role == "hidden"]
+    return sum(_num_kept(run, row.name) for row in hidden) / sum(math.prod(row.shape) for row in hidden)
 
 
 def _num_kept(run: LoadedRun, name: str) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -88,7 +88,7 @@ class RunFolder:
     def _refuse_another(self, config: RunConfig, text: Text) -> None:
         if (self.path / "config.json").exists():
             old = read_config(self.path)
-            if old != config:
+            if _with_name(old) != _with_name(config):
                 raise ValueError(f"{self.path} holds another run ({_differences(old, config)}): choose another --out")
             facts = read_facts(self.path)
             if facts.sha256 != text.facts.sha256:
@@ -96,7 +96,8 @@ class RunFolder:
                     f"the text {config.data!r} is not the one that {self.path} was started with: bring that back, "
                     "or choose another --out"
                 )
-            if config.follow and Path(config.follow).read_text() != (self.path / FOLLOWED_FILE).read_text():
+            given = Path(config.follow or "")
+            if given.is_file() and given.read_text() != (self.path / FOLLOWED_FILE).read_text():
                 raise ValueError(
                     f"the trace {config.follow} is not the one that {self.path} was started with, which is {FOLLOWED_FILE} "
                     "in that folder: bring it back, or choose another --out"
@@ -133,6 +134,16 @@ class RunFolder:
         known = {name: value for name, value in row.items() if value is not None}
         finite = {name: value if math.isfinite(value) else None for name, value in known.items()}  # JSON knows no NaN
         self._metrics.write(json.dumps(finite) + "\n")
+
+
+def _with_name(config: RunConfig) -> RunConfig:
+    """A trace goes by its name, wherever it lies."""
+    return config if config.follow is None else replace(config, follow=Path(config.follow).name)
+
+
+def read_followed(path: Path) -> Trace | None:
+    """The trace that a run was started with, if it follows one and has been started."""
+    return Trace.load(path / FOLLOWED_FILE) if (path / FOLLOWED_FILE).exists() else None
 
 
 def write_facts(path: Path, text: Text) -> None:

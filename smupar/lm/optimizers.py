@@ -34,7 +34,7 @@ def make_optimizers(model: GPT, plan: Plan, config: RunConfig, *, capturable: bo
         decay=config.decay,
     )
     made: list[torch.optim.Optimizer] = []
-    for kind, groups in named.items():
+    for kind, groups in named:
         options: dict[str, Any] = {"capturable": True} if capturable else {}
         if kind in _WITH_BETAS:
             options["betas"] = config.betas

@@ -125,7 +125,7 @@ class GPTStack:
             write_facts(path, self.text)
             write_atomic(path / "config.json", config.to_json())
             world = World(0, 1, self.device, "ddp")
-            checkpoint.save(path / "checkpoints", config.steps, model, [], {"best_step": None}, world)
+            checkpoint.save(path / "checkpoints", config.steps, model, [], {"best_step": None, "valid_loss": None}, world)
 
     def step(self, step: int) -> Tensor:
         batch, shares = self._batch(self.text.train, step), [lr_share(step, config) for config in self.configs]

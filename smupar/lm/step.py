@@ -23,7 +23,7 @@ from smupar.lm.moving import make_sparsifier, read_trace
 from smupar.lm.optimizers import CAPTURABLE, make_optimizers, set_lr
 from smupar.lm.schedule import lr_share
 from smupar.lm.shards import Tokens
-from smupar.updates import Follower, Recorder, follow_updates, record_updates
+from smupar.updates import Follower, Recorder, Trace, follow_updates, record_updates
 
 
 def next_token_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -33,7 +33,8 @@ def next_token_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor
 class Stepper:
     """``step(n)`` does step n of the run and returns its loss, a tensor, so that a GPU need not wait to be asked for it."""
 
-    def __init__(self, config: RunConfig, how: Execution, world: World, text: Text) -> None:
+    def __init__(self, config: RunConfig, how: Execution, world: World, text: Text, trace: Trace | None = None) -> None:
+        """``trace``: the one that the run follows, where it is not to be read from the file that the configuration names."""
         self.config, self.world, self.text = config, world, text
         self.upload = Upload(world.device)
         self.rows = world.share_of(config.batch_size)
@@ -51,7 +52,7 @@ class Stepper:
             )
         self.optimizers = make_optimizers(self.model, self.plan, config, capturable=captured)
         audit(self.model, self.plan, self.optimizers)
-        self.updates = self._updates()
+        self.updates = self._updates(trace or read_trace(config))
         self.sparsifier = make_sparsifier(self.model, self.plan, self.optimizers, config)
         self.forward = wrap(self.model, world)
         self.loss_fn = next_token_loss
@@ -59,13 +60,12 @@ class Stepper:
             self._compile(flex=on_gpu and config.model.positions == "alibi")
         self._update: Callable[..., Tensor] = Graphed(self._passes) if captured else self._passes
 
-    def _updates(self) -> Recorder | Follower | None:
-        trace = read_trace(self.config)
+    def _updates(self, trace: Trace | None) -> Recorder | Follower | None:
+        period = self.config.round_steps if self.config.dynamic == "imp" else None
+        on = (self.model, self.plan, self.optimizers)
         if trace is not None:
-            period = self.config.round_steps if self.config.dynamic == "imp" else None
-            steps = self.config.steps
-            return follow_updates(self.model, self.plan, self.optimizers, trace=trace, steps=steps, period=period)
-        return record_updates(self.model, self.plan, self.optimizers) if self.config.record else None
+            return follow_updates(*on, trace=trace, steps=self.config.steps, period=period)
+        return record_updates(*on, period=period) if self.config.record else None
 
     def state_dict(self) -> dict[str, Any]:
         """What moves, beside masks: JSON. The weights that IMP goes back to are those that a new model starts with."""

@@ -26,7 +26,7 @@ from smupar.lm import checkpoint, data
 from smupar.lm.config import Execution, RunConfig
 from smupar.lm.cost import peak_flops
 from smupar.lm.distributed import World, join
-from smupar.lm.folder import RunFolder, Status, Summary, default_folder, read_summary
+from smupar.lm.folder import RunFolder, Status, Summary, default_folder, read_followed, read_summary
 from smupar.lm.schedule import lr_share
 from smupar.lm.step import Stepper
 
@@ -83,7 +83,7 @@ class _Loop:
     ) -> None:
         self.config, self.how, self.world, self.folder, self.stop = config, how, world, folder, stop
         self.path, self.checkpoints = path, path / "checkpoints"
-        self.stepper = Stepper(config, how, world, text)
+        self.stepper = Stepper(config, how, world, text, read_followed(path))
         if folder:
             folder.begin(config, text)  # only now: a configuration that cannot be built must not keep the folder
         self.progress = _Progress()
