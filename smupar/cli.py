@@ -239,6 +239,7 @@ def commands(name: str, start: RunConfig) -> dict[str, Callable[..., None]]:
         scale: Literal["cpu", "small", "paper"] = "cpu",
         how: Engine = default_engine,
         data: str | None = None,
+        data_dir: str | None = None,
         out: str = "runs/reproduce",
         list: bool = False,  # noqa: A002 (the flag)
         dry_run: bool = False,
@@ -246,9 +247,10 @@ def commands(name: str, start: RunConfig) -> dict[str, Callable[..., None]]:
         """Reproduce figures and tables of the paper: picture, rows, and whether its claim holds here (exit code 1 if not).
 
         Args:
-            figures: fig06, tab01, ...; all: every one.
+            figures: fig06, tab01, ...; all: every one, tab02 only with --data-dir.
             scale: cpu: minutes on two cores; small: minutes on one GPU; paper: as printed.
             data: Folder made by `smupar data prepare`; at scale cpu default Python's own source.
+            data_dir: tab02: folder with local copies of the tasks as JSONL; default the harness's own, online.
             out: Folder; figures that share runs share them here. Started again, only what is missing is run.
             list: Print what there is.
             dry_run: Print runs, parameters, tokens, FLOPs, hours and memory; run nothing.
@@ -258,7 +260,8 @@ def commands(name: str, start: RunConfig) -> dict[str, Callable[..., None]]:
         if list or not figures:
             print(paper.listed())
             return
-        names = paper.FIGURES if figures == ("all",) else figures
+        offline = [name for name in paper.FIGURES if name != "tab02" or data_dir is not None]
+        names = offline if figures == ("all",) else figures
         for name in names:
             paper.figure(name)
         wanted = paper.make_scale(scale, data, dry=dry_run)
@@ -267,7 +270,7 @@ def commands(name: str, start: RunConfig) -> dict[str, Callable[..., None]]:
             return
         ended = []
         for name in names:
-            ended.append(paper.reproduce(name, wanted, checked(how), out=out))
+            ended.append(paper.reproduce(name, wanted, checked(how), out=out, data_dir=data_dir))
             print(ended[-1], flush=True)
         sys.exit(0 if all(one.claim.holds for one in ended) else 1)
 

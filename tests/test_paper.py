@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from smupar.lm.config import ModelConfig, RunConfig
 from smupar.lm.folder import Summary
 from smupar.lm.gpt import plan_on_meta
 from smupar.paper import (
@@ -24,6 +26,7 @@ from smupar.paper import (
     fig14,
     patterns,
     tab01,
+    tab02,
     tab03,
     tab04,
     thin,
@@ -32,6 +35,7 @@ from smupar.paper.figure import curve, farthest_move
 from smupar.paper.reproduce import FIGURES, FINDINGS, dry_run, figure, listed, make_scale, reproduce
 from smupar.paper.settings import TABLE_3, TABLE_4, Scale, iso_width, wpn_width
 from smupar.study.config import EngineConfig
+from smupar.study.engines import execute
 from smupar.study.store import Result, Study
 
 PAPER = Scale("paper", "data/slimpajama", 50257)
@@ -288,9 +292,10 @@ def test_tables_are_written_without_training(tmp_path):
 
 
 def test_figure_is_drawn_from_the_runs_that_are_there(tmp_path):
-    with Study.open(tmp_path / "cpu", {"kind": "reproduce", "scale": "cpu", "data": "stdlib"}, "") as study:
+    with Study.open(tmp_path / "cpu" / "study", {"kind": "reproduce", "scale": "cpu", "data": "stdlib"}, "") as study:
         for row in parabolas(fig11.runs(CPU), lambda run: -7):
             study.add(row.config, row.summary)
+    reproduce("tab01", CPU, EngineConfig(), out=str(tmp_path))
     done = reproduce("fig11", CPU, EngineConfig(), out=str(tmp_path))
     assert done.claim.holds
     assert {path.name for path in done.folder.iterdir()} == {"picture.png", "rows.csv", "rows.json", "claim.json"}
@@ -307,3 +312,24 @@ def test_unknown_figure_and_missing_text_are_named():
 def test_docs_list_the_reductions_as_they_are():
     page = (Path(__file__).parent.parent / "docs" / "reproduce.md").read_text()
     assert tab04.text() in page
+
+
+def test_table_2_evaluates_the_runs_that_a_study_kept(tmp_path):
+    tiny = RunConfig(model=ModelConfig(width=64, head_dim=32), steps=2, batch_size=2, seq_len=32, valid_batches=1)
+    with Study.open(tmp_path / "study", {"kind": "test"}, "") as study:
+        study.keeps_weights = True
+        runs = [replace(tiny, rule=rule, sparsity=0.75) for rule in ("sp", "smupar")]
+        execute(study, runs, engine="stacked")
+    asked = tmp_path / "tasks"
+    asked.mkdir()
+    for task in ("arc_easy", "piqa", "boolq"):
+        (asked / f"{task}.jsonl").write_text(json.dumps({"query": "Question: a?", "choices": ["b", "c"], "gold": 0}) + "\n")
+    (asked / "lambada_openai.jsonl").write_text(json.dumps({"context": "one two", "continuation": " three"}) + "\n")
+    folders = {str(study.runs / run.id): run for run in runs}
+    results = tab02.judge(folders, tmp_path / "out", str(asked), "cpu")
+    assert tab02.claim(results).holds
+    assert "2 models on 4 tasks, 4 documents" in tab02.claim(results).text
+    table = tab02.text(results, {run.id: run for run in runs})
+    assert "SP 0.75" in table
+    assert "SmuPar 0.75" in table
+    assert "random" in table

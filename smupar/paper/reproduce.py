@@ -33,7 +33,7 @@ from smupar.study.transfer import more_seeds
 
 FIGURES = (
     *("tab01", "fig01", "fig03", "fig05", "fig06", "fig07", "fig08", "fig09", "fig10", "fig11", "fig12", "fig13", "fig14"),
-    *("tab03", "tab04", "patterns", "thin"),
+    *("tab02", "tab03", "tab04", "patterns", "thin"),
 )
 FINDINGS = {
     1: "Activations and gradients vanish with sparsity under SP and muP, and keep their size under SmuPar",
@@ -85,11 +85,12 @@ def make_scale(name: ScaleName, data: str | None, *, dry: bool = False) -> Scale
     return Scale(name, data, padded_vocab(read_index(data).tokenizer.vocab_size))
 
 
-def reproduce(name: str, scale: Scale, how: EngineConfig, *, out: str) -> Reproduced:
-    """Runs what is missing, draws, judges; writes picture.png, rows.csv, rows.json and claim.json under ``out``/scale/name."""
+def reproduce(name: str, scale: Scale, how: EngineConfig, *, out: str, data_dir: str | None = None) -> Reproduced:
+    """Runs what is missing, draws, judges; writes picture.png, rows.csv, rows.json and claim.json under ``out``/scale/name;
+    runs are in ``out``/scale/study. ``data_dir``: local copies of the tasks of Table 2."""
     module, root = figure(name), Path(out) / scale.name
     folder = root / name
-    if hasattr(module, "text"):  # a table that needs no run
+    if not hasattr(module, "runs") and hasattr(module, "text"):  # a table that needs no run
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / "table.txt", module.text() + "\n")
         return _written(name, scale, folder, module.claim(), 0)
@@ -97,14 +98,19 @@ def reproduce(name: str, scale: Scale, how: EngineConfig, *, out: str) -> Reprod
         folder.mkdir(parents=True, exist_ok=True)
         return _written(name, scale, folder, module.claim(module.measure(scale, folder)), 0)
     definition = {"kind": "reproduce", "scale": scale.name, "data": scale.data}
-    with Study.open(root, definition, f"smupar reproduce --scale {scale.name}") as study:
+    with Study.open(root / "study", definition, f"smupar reproduce --scale {scale.name}") as study:
         study.keeps_weights = getattr(module, "KEEPS_WEIGHTS", False)
         wanted: list[RunConfig] = []
         for propose in _stages(module, scale):
             wanted += _executed(study, propose(study), how)
         rows = study.results(wanted)
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     _write_rows(folder, rows)
+    if hasattr(module, "judge"):
+        folders = {str(study.runs / row.config.id): row.config for row in rows if row.summary.status == "finished"}
+        results = module.judge(folders, folder, data_dir, how.device)
+        print(module.text(results, {config.id: config for config in folders.values()}))
+        return _written(name, scale, folder, module.claim(results), len(rows))
     draw_png(module.draw(rows), folder / "picture.png", module.TITLE)
     return _written(name, scale, folder, module.claim(rows), len(rows))
 

@@ -1,0 +1,47 @@
+"""Table 2: downstream accuracy of Figure 3's models, by EleutherAI's harness."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from smupar.integrations.lm_eval import evaluate
+from smupar.integrations.table import Results
+from smupar.lm.config import EvalConfig, RunConfig, ScoringConfig, TasksConfig
+from smupar.paper import fig03
+from smupar.paper.figure import Claim, title
+from smupar.paper.settings import Scale
+
+TITLE = "Downstream accuracy"
+SHOWS = "SmuPar is best or within 0.01 of the best at almost every sparsity and task; at 99.2 % SP is close to chance."
+FINDING = 4
+KEEPS_WEIGHTS = True
+# Without the user's own copy of RACE, which may not be handed on.
+_LOCAL_TASKS = ("arc_easy", "lambada_openai", "piqa", "boolq")
+
+
+def runs(scale: Scale) -> list[RunConfig]:
+    return fig03.runs(scale)
+
+
+def judge(folders: dict[str, RunConfig], out: Path, data_dir: str | None, device: str) -> Results:
+    """Evaluates the runs in these folders."""
+    local = data_dir is not None and not (Path(data_dir) / "race.jsonl").exists()
+    tasks = TasksConfig(tasks=_LOCAL_TASKS, data_dir=data_dir) if local else TasksConfig(data_dir=data_dir)
+    return evaluate(EvalConfig(tuple(folders), tasks, ScoringConfig(device=device), str(out)))
+
+
+def text(results: Results, runs_by_id: dict[str, RunConfig]) -> str:
+    """The table with rules and sparsities in the place of folders."""
+    shown = str(results)
+    for about, _ in results.models:
+        run = runs_by_id[about["config_id"]]
+        label = f"{title(run.rule)} {run.sparsity:.4g}"
+        shown = shown.replace(about["folder"], label.ljust(len(about["folder"])))
+    return shown
+
+
+def claim(results: Results) -> Claim:
+    """That the table is there; what it says is for the reader."""
+    whole = all(set(numbers) == set(results.documents) for _, numbers in results.models)
+    text = f"{len(results.models)} models on {len(results.documents)} tasks, {sum(results.documents.values()):,} documents"
+    return Claim(whole and bool(results.models), f"{text}, by lm-eval {results.lm_eval}")
