@@ -262,7 +262,7 @@ def test_patterns_and_thin_masks_are_compared_with_the_dense_model():
     rows = parabolas(patterns.runs(CPU), lambda run: -7 + (0.5 if run.allocation == "erk" else 0))
     assert patterns.claim(rows).holds
     assert "ERK: the best learning rate moves 1.4x" in patterns.claim(rows).text
-    thinner = parabolas(thin.runs(CPU), lambda run: -7 if run.sparsity < 1 - 10 / 256 else -9)
+    thinner = parabolas(thin.runs(CPU), lambda run: -7 if run.sparsity < 1 - 10 / 128 else -9)
     assert thin.claim(thinner).holds
     assert "8: 4x" in thin.claim(thinner).text
     assert not thin.claim(parabolas(thin.runs(CPU), lambda run: -7 - 2 * (run.sparsity > 0))).holds

@@ -12,15 +12,14 @@ TITLE = "Where few weights per neuron break the rule"
 SHOWS = "The paper names the question and leaves it open."
 FINDING = None
 SWEPT = ("sweep", "lr")
-WEIGHTS_PER_NEURON = (64, 16, 8, 4, 2)
+WEIGHTS_PER_NEURON = {"cpu": (16, 8, 4), "small": (64, 16, 8, 4, 2), "paper": (64, 16, 8, 4, 2)}
 ENOUGH = 16
 """The plan warns below it."""
 
 
 def runs(scale: Scale) -> list[RunConfig]:
     width = scale.size("sweep").width
-    wanted = [num for num in WEIGHTS_PER_NEURON if num < width]
-    sparse = [scale.run("sweep", sparsity=1 - num / width) for num in wanted]
+    sparse = [scale.run("sweep", sparsity=1 - num / width) for num in WEIGHTS_PER_NEURON[scale.name]]
     return sweep_values(scale, *SWEPT, [scale.run("sweep", rule="mup", sparsity=0.0), *sparse])
 
 
