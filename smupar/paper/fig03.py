@@ -36,7 +36,7 @@ def losses(rows: Rows) -> dict[str, dict[float, float]]:
 
 
 def draw(rows: Rows) -> list[Panel]:
-    return [over_sparsity({title(rule): values for rule, values in losses(rows).items()}, TITLE, "validation loss")]
+    return [over_sparsity({title(rule): values for rule, values in losses(rows).items()}, "", "validation loss")]
 
 
 def claim(rows: Rows) -> Claim:

@@ -24,7 +24,7 @@ def _best(rows: Rows) -> dict[str, dict[float, float]]:
 
 
 def draw(rows: Rows) -> list[Panel]:
-    return [over_sparsity({title(rule): values for rule, values in _best(rows).items()}, TITLE, LOSS)]
+    return [over_sparsity({title(rule): values for rule, values in _best(rows).items()}, "", LOSS)]
 
 
 def claim(rows: Rows) -> Claim:

@@ -33,7 +33,7 @@ def runs(scale: Scale) -> list[RunConfig]:
 
 
 def draw(rows: Rows) -> list[Panel]:
-    return [over_sparsity({title(rule): values for rule, values in losses(rows).items()}, TITLE, "validation loss")]
+    return [over_sparsity({title(rule): values for rule, values in losses(rows).items()}, "", "validation loss")]
 
 
 def claim(rows: Rows) -> Claim:

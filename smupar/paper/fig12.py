@@ -31,6 +31,7 @@ FINDING = None
 SWEPT = ("dynamic", "lr")
 METHODS = {"rigl": "RigL", "gmp": "GMP"}
 RULES = ("sp", "mup", "smupar")
+COLUMNS = 4  # RigL's in a row, then those of gradual pruning
 _MOVES_PER_RUN = 20
 _FALLS = 4.0
 _SPARSE = 0.93

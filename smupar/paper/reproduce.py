@@ -111,7 +111,7 @@ def reproduce(name: str, scale: Scale, how: EngineConfig, *, out: str, data_dir:
         results = module.judge(folders, folder, data_dir, how.device)
         print(module.text(results, {config.id: config for config in folders.values()}))
         return _written(name, scale, folder, module.claim(results), len(rows))
-    draw_png(module.draw(rows), folder / "picture.png", module.TITLE)
+    draw_png(module.draw(rows), folder / "picture.png", module.TITLE, columns=getattr(module, "COLUMNS", None))
     return _written(name, scale, folder, module.claim(rows), len(rows))
 
 

@@ -43,28 +43,39 @@ class Panel:
     log_x: bool = field(default=True)
 
 
+# So few points are all shown.
+_FEW = 24
+
+
 def y_range(panels: Sequence[Panel]) -> tuple[float, float]:
     """The same for all panels: from the best to a bit above what is still of interest."""
     finite = [p.y for panel in panels for series in panel.series for p in series.points if math.isfinite(p.y)]
     if not finite:
         return 0.0, 1.0
     low, ordered = min(finite), sorted(finite)
-    high = max(ordered[int(0.9 * (len(ordered) - 1))], low * 1.05)
+    interesting = 0.9 if len(ordered) > _FEW else 1.0
+    high = max(ordered[int(interesting * (len(ordered) - 1))], low * 1.05)
     return low - 0.05 * (high - low), high + 0.05 * (high - low)
 
 
 # A picture
 
 
-def draw_png(panels: Sequence[Panel], path: Path, title: str = "") -> None:
+def draw_png(panels: Sequence[Panel], path: Path, title: str = "", *, columns: int | None = None) -> None:
+    """All panels in a row, or in rows of so many columns."""
     try:
         from matplotlib import colormaps
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("the picture needs matplotlib: pip install 'smupar[plot]'") from error
     low, high = y_range(panels)
-    figure = Figure(figsize=(3.6 * len(panels) + 0.6, 3.9), layout="constrained")
-    axes: Any = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    columns = min(columns or len(panels), len(panels))
+    num_rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(3.6 * columns + 0.6, 3.9 * num_rows), layout="constrained")
+    grid: Any = figure.subplots(num_rows, columns, sharey=True, squeeze=False)
+    axes = grid.flat[: len(panels)]
+    for unused in grid.flat[len(panels) :]:
+        unused.set_visible(False)
     for panel, axis in zip(panels, axes, strict=True):
         for series in panel.series:
             colour = colormaps["viridis"](0.9 * series.colour)
@@ -84,7 +95,8 @@ def draw_png(panels: Sequence[Panel], path: Path, title: str = "") -> None:
         axis.set_title(panel.title, fontsize=10)
         axis.set_xlabel(panel.x_label)
         axis.grid(True, alpha=0.25)
-    axes[0].set_ylabel(panels[0].y_label)
+    for row in grid:
+        row[0].set_ylabel(panels[0].y_label)
     axes[-1].legend(fontsize=8, loc="upper right")
     if title:
         figure.suptitle(title, fontsize=11)
