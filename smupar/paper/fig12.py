@@ -29,9 +29,9 @@ TITLE = "Learning-rate transfer under RigL and gradual pruning"
 SHOWS = "None of SP, muP and SmuPar keeps its best learning rate; SmuPar over-corrects, and its best falls with sparsity."
 FINDING = None
 SWEPT = ("dynamic", "lr")
-METHODS = {"rigl": "RigL", "gmp": "GMP"}
+METHODS = {"gmp": "GMP", "rigl": "RigL"}
 RULES = ("sp", "mup", "smupar")
-COLUMNS = 4  # RigL's in a row, then those of gradual pruning
+COLUMNS = 5
 _MOVES_PER_RUN = 20
 _FALLS = 4.0
 _SPARSE = 0.93
@@ -89,7 +89,7 @@ def _curves(rows: Rows, method: str, rule: str, correction: str = "fixed", *, fo
 def _columns(rows: Rows, method: str) -> dict[str, list[Curve]]:
     columns = {title(rule): _curves(rows, method, rule) for rule in RULES}
     if method == "gmp":
-        columns["SmuPar, density of the moment"] = _curves(rows, method, "smupar", "moment")
+        columns["density of the moment"] = _curves(rows, method, "smupar", "moment")
     columns["measured updates"] = _curves(rows, method, "smupar", "moment", follows=True)
     return columns
 
