@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from smupar.lm.config import ModelConfig, RunConfig
 from smupar.lm.folder import Summary
@@ -307,6 +308,13 @@ def test_unknown_figure_and_missing_text_are_named():
         figure("fig99")
     with pytest.raises(ValueError, match="scale small needs text: make some with `smupar data prepare`"):
         make_scale("small", None)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_scale_for_a_gpu_is_refused_without_one(tmp_path):
+    with pytest.raises(ValueError, match="scale small is for a GPU and torch sees none: try --scale cpu"):
+        reproduce("fig06", Scale("small"), EngineConfig(), out=str(tmp_path))
+    assert not any(tmp_path.iterdir())
 
 
 def test_docs_list_the_reductions_as_they_are():

@@ -17,10 +17,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from smupar import __version__
 from smupar.lm.config import STANDARD_LIBRARY, RunConfig
 from smupar.lm.cost import Cost, estimate
 from smupar.lm.data import padded_vocab
+from smupar.lm.distributed import pick_device
 from smupar.lm.files import write_atomic
 from smupar.lm.shards import read_index
 from smupar.paper.figure import Claim
@@ -97,6 +100,8 @@ def reproduce(name: str, scale: Scale, how: EngineConfig, *, out: str, data_dir:
     if hasattr(module, "measure"):
         folder.mkdir(parents=True, exist_ok=True)
         return _written(name, scale, folder, module.claim(module.measure(scale, folder)), 0)
+    if how.engine != "ray":  # whose machines are others
+        _refuse_device(name, scale, module.runs(scale), pick_device(how.device), asked=how.device != "auto")
     definition = {"kind": "reproduce", "scale": scale.name, "data": scale.data}
     with Study.open(root / "study", definition, f"smupar reproduce --scale {scale.name}") as study:
         study.keeps_weights = getattr(module, "KEEPS_WEIGHTS", False)
@@ -131,6 +136,20 @@ def _stages(module: ModuleType, scale: Scale) -> list[Stage]:
 def _more_seeds(first: Stage, swept: tuple[str, str], scale: Scale, study: Study) -> Sequence[RunConfig]:
     experiment, axis = swept
     return more_seeds(study.results(first(study)), axis, scale.size(experiment).seeds)
+
+
+def _refuse_device(name: str, scale: Scale, configs: Sequence[RunConfig], device: torch.device, *, asked: bool) -> None:
+    if device.type == "cpu":
+        if scale.name != "cpu" and not asked:
+            raise ValueError(f"scale {scale.name} is for a GPU and torch sees none: try --scale cpu, or wait with --device cpu")
+        return
+    memory = torch.cuda.get_device_properties(device).total_memory
+    needed = max(_bytes(estimate(config, micro_batch=1)) for config in _one_of_each(configs))
+    if needed > memory:
+        raise ValueError(
+            f"{name} at scale {scale.name} needs {needed / _GIB:.0f} GiB for its largest model, this GPU has "
+            f"{memory / _GIB:.0f}: try a smaller --scale"
+        )
 
 
 def _executed(study: Study, configs: Sequence[RunConfig], how: EngineConfig) -> Sequence[RunConfig]:
@@ -186,7 +205,7 @@ def dry_run(name: str, scale: Scale) -> str:
             f"  tokens      {sum(cost.num_tokens for cost in each):.3g}, {largest.num_tokens:.3g} in a run of the largest",
             f"  FLOPs       {sum(cost.usual_flops for cost in each):.3g} (6 N tokens)",
             f"  time        {hours:,.1f} GPU-hours of an H200 at 45% of 990 TFLOP/s",
-            f"  memory      {_memory(largest)} for the largest, with one sequence at a time",
+            f"  memory      {_bytes(largest) / _GIB:.1f} GiB for the largest, with one sequence at a time",
             f"  command     smupar reproduce {name} --scale {scale.name} --data {scale.data} --engine ray --address auto",
         ]
     )
@@ -209,5 +228,5 @@ def _one_of_each(configs: Sequence[RunConfig]) -> list[RunConfig]:
     return list({kind.id: kind for kind in map(_kind, configs)}.values())
 
 
-def _memory(cost: Cost) -> str:
-    return f"{(cost.state_bytes + cost.activation_bytes) / _GIB:.1f} GiB"
+def _bytes(cost: Cost) -> float:
+    return cost.state_bytes + cost.activation_bytes
