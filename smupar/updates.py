@@ -634,8 +634,9 @@ def _plot(target: Trace, proxy: Trace | None, path: str | PathLike[str]) -> None
         panel.grid(alpha=0.25)
     for panel in axes.flat[len(kinds) :]:
         panel.set_visible(False)
-    for panel in axes[-1]:
+    for panel in axes.flat[max(0, len(kinds) - columns) : len(kinds)]:  # the lowest of each column
         panel.set_xlabel("share of the run")
+        panel.tick_params(labelbottom=True)
     for panel in axes[:, 0]:
         panel.set_ylabel("RMS(X dW) / base LR")
     axes.flat[0].legend(frameon=False, fontsize=8)
