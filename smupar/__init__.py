@@ -13,13 +13,15 @@ if TYPE_CHECKING:
     from smupar.auditing import AuditError, audit
     from smupar.coordinates.check import coord_check
     from smupar.coordinates.report import Report
-    from smupar.dynamic import GMP, IMP, SET, RigL, fan_in_init, magnitude_masks, snip_masks
+    from smupar.dynamic.at_init import fan_in_init, magnitude_masks, snip_masks
+    from smupar.dynamic.sparsifiers import GMP, IMP, SET, RigL
     from smupar.masks import er, erk, uniform
     from smupar.optim import LRRatioWarning, guard, param_groups
     from smupar.plan import Plan
     from smupar.planner import PlanWarning, make_plan
     from smupar.stacked import train_stacked
-    from smupar.updates import Trace, UpdatesWarning, follow_updates, record_updates
+    from smupar.updates.meter import UpdatesWarning, follow_updates, record_updates
+    from smupar.updates.trace import Trace
 
 __version__ = "0.1.0"
 
@@ -36,17 +38,17 @@ _WHERE = {
     "guard": "optim",
     "LRRatioWarning": "optim",
     "train_stacked": "stacked",
-    "RigL": "dynamic",
-    "SET": "dynamic",
-    "GMP": "dynamic",
-    "IMP": "dynamic",
-    "magnitude_masks": "dynamic",
-    "snip_masks": "dynamic",
-    "fan_in_init": "dynamic",
-    "record_updates": "updates",
-    "follow_updates": "updates",
-    "Trace": "updates",
-    "UpdatesWarning": "updates",
+    "RigL": "dynamic.sparsifiers",
+    "SET": "dynamic.sparsifiers",
+    "GMP": "dynamic.sparsifiers",
+    "IMP": "dynamic.sparsifiers",
+    "magnitude_masks": "dynamic.at_init",
+    "snip_masks": "dynamic.at_init",
+    "fan_in_init": "dynamic.at_init",
+    "record_updates": "updates.meter",
+    "follow_updates": "updates.meter",
+    "Trace": "updates.trace",
+    "UpdatesWarning": "updates.meter",
     "audit": "auditing",
     "AuditError": "auditing",
     "coord_check": "coordinates.check",

@@ -28,7 +28,7 @@ from smupar.lm.shard_writer import write_tokens
 from smupar.lm.shards import TokenizerInfo, Tokens, open_tokens
 from smupar.lm.stack import GPTStack
 from smupar.lm.step import Stepper, next_token_loss
-from smupar.updates import Trace
+from smupar.updates.trace import Trace
 
 _610M = ModelConfig(width=2048, depth=10, head_dim=64, vocab_size=50257)
 _70B = ModelConfig(width=8192, depth=87, head_dim=128, vocab_size=32000)

@@ -15,7 +15,7 @@ from torch import nn
 
 import smupar
 from smupar.apply import add_masks, gradient_mask, mask_of, masks_gradient
-from smupar.dynamic import DropAndGrow, Pruning, Times, density_factor, key_of, largest, pruned, random_scores
+from smupar.dynamic.moves import DropAndGrow, Pruning, Times, density_factor, key_of, largest, pruned, random_scores
 from smupar.rates import group_of_weight, layer_rates
 
 VOCAB = 11

@@ -33,7 +33,7 @@ from smupar.lm.train import train
 from smupar.study.engines import execute
 from smupar.study.report import write_report
 from smupar.study.store import Study
-from smupar.updates import Trace
+from smupar.updates.trace import Trace
 
 CPU = torch.device("cpu")
 HOW = Execution(save_every=3, valid_every=10, log_every=2, keep=99, device="cpu", peak_tflops=0.1)

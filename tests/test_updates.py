@@ -25,7 +25,8 @@ from smupar.lm.optimizers import make_optimizers
 from smupar.lm.step import next_token_loss
 from smupar.rates import group_of_weight
 from smupar.rules import family_of
-from smupar.updates import NUM_TOKENS, Guide, Trace, UpdatesWarning, due
+from smupar.updates.meter import NUM_TOKENS, UpdatesWarning
+from smupar.updates.trace import Guide, Trace, due
 
 CLASSES = 5
 

@@ -24,7 +24,7 @@ from smupar.lm import data
 from smupar.lm.config import Execution, ModelConfig, RunConfig
 from smupar.lm.distributed import World
 from smupar.lm.step import Stepper
-from smupar.updates import Trace
+from smupar.updates.trace import Trace
 
 WORLD, STEPS, WIDTH, CLASSES = 2, 4, 15, 5
 HIDDEN = ["up.weight", "down.weight", "mix.weight"]

@@ -22,7 +22,7 @@ from smupar.lm.config import RunConfig
 from smupar.lm.data import Text, TextFacts
 from smupar.lm.files import locked, write_atomic
 from smupar.lm.tokenizer import TOKENIZER_FILE, Tokenizer
-from smupar.updates import Trace
+from smupar.updates.trace import Trace
 
 Status = Literal["finished", "diverged", "interrupted", "terminated"]
 

@@ -7,13 +7,15 @@ from fractions import Fraction
 
 import torch
 
-from smupar.dynamic import GMP, IMP, SET, DropAndGrow, Move, Pruning, RigL, Rounds, Sparsifier, StackedSparsifier, Times
+from smupar.dynamic.moves import DropAndGrow, Move, Pruning, Rounds, Times
+from smupar.dynamic.sparsifiers import GMP, IMP, SET, RigL, Sparsifier
+from smupar.dynamic.stacks import StackedSparsifier
 from smupar.lm.config import RunConfig
 from smupar.lm.gpt import GPT, allocated
 from smupar.masks import allocate
 from smupar.plan import Plan
 from smupar.stacked import Stack
-from smupar.updates import Trace
+from smupar.updates.trace import Trace
 
 
 def stop(config: RunConfig) -> int:

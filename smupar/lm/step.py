@@ -23,7 +23,8 @@ from smupar.lm.moving import make_sparsifier, read_trace
 from smupar.lm.optimizers import CAPTURABLE, make_optimizers, set_lr
 from smupar.lm.schedule import lr_share
 from smupar.lm.shards import Tokens
-from smupar.updates import Follower, Recorder, Trace, follow_updates, record_updates
+from smupar.updates.meter import Follower, Recorder, follow_updates, record_updates
+from smupar.updates.trace import Trace
 
 
 def next_token_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from smupar import __version__
 from smupar.lm.config import RunConfig
 from smupar.lm.files import locked, write_atomic
 from smupar.lm.folder import TRACE_FILE, Summary, read_config, read_summary
-from smupar.updates import Trace
+from smupar.updates.trace import Trace
 
 FORMAT = "smupar-study/1"
 

@@ -1,31 +1,12 @@
-"""Measured updates: the learning rate of each hidden layer set so that one update changes its output as much as in the proxy.
-
-For a hidden weight W with inputs X and one update dW, made at a base learning rate eta,
-
-    effect = RMS(X dW) / eta
-
-is what one update does to the layer's output, per unit of base learning rate. ``record_updates`` writes it down while the
-small dense proxy trains: the trace. ``follow_updates`` measures gain = RMS(X dW) / (learning rate of the layer) in the target
-and sets the layer's learning rate to eta * effect of the proxy / gain; before the first measurement the plan's factor is used.
-Nothing about the optimizer or the masks has to be known: dW is what the weights show after ``optimizer.step()``. Decoupled
-weight decay is kept out by comparing X W' with (1 - lr * decay) X W, which is what decay alone would leave.
-
-Both sides are averaged over time (0.8 old, 0.2 new). A trace of another length or depth is read at the same share of the
-run and of the depth.
-"""
+"""Measuring updates around ``optimizer.step()``: recording them, and following those of another run."""
 
 from __future__ import annotations
 
-import json
 import math
 import warnings
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,17 +17,15 @@ from torch import Tensor, nn
 from smupar.apply import is_parameterized, optimizers, unwrapped
 from smupar.plan import Plan
 from smupar.rates import LayerRates, group_of_weight, layer_rates
-from smupar.roles import layer_glob
-from smupar.rules import family_of
-from smupar.stacked import Stack
 from smupar.tensors import parent_path
+from smupar.updates.trace import Guide, Trace, due
 from smupar.values import local, num_ranks, whole
 
-FORMAT = "smupar-trace/1"
 NUM_TOKENS = 128
-_EVERY, _FIRST = 5, 20  # the first steps are all measured, then every fifth
-_OLD = 0.8
-_CLAMP = 1e4
+# Share of the old in averages over time.
+OLD = 0.8
+# Factors are held between its inverse and it.
+CLAMP = 1e4
 _INPUT = "smupar_input"
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _DECOUPLED = {"AdamW", "Lion", "Muon"}
@@ -54,133 +33,6 @@ _DECOUPLED = {"AdamW", "Lion", "Muon"}
 
 class UpdatesWarning(UserWarning):
     """A trace is doubtful, or cannot be followed as it should."""
-
-
-def due(step: int) -> bool:
-    """Whether step number ``step``, from 0, is measured."""
-    return step < _FIRST or step % _EVERY == 0
-
-
-# Traces
-
-
-@dataclass
-class Trace:
-    """Effects of updates, per hidden weight and measured step."""
-
-    num_steps: int = 0
-    at: list[int] = field(default_factory=list)
-    """Steps that were measured, from 0."""
-    effects: dict[str, list[float]] = field(default_factory=dict)
-    """RMS of the change of a layer's output by one update, over the base learning rate. Not finite: the run diverged."""
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    optimizer: str = ""
-    """Of the hidden weights."""
-    note: str = ""
-
-    @property
-    def diverged(self) -> bool:
-        return any(not math.isfinite(value) for values in self.effects.values() for value in values)
-
-    def add(self, step: int, effects: Mapping[str, float]) -> None:
-        self.at.append(step)
-        for name, value in effects.items():
-            self.effects.setdefault(name, []).append(value)
-
-    def to_json(self) -> str:
-        known = {name: [v if math.isfinite(v) else None for v in values] for name, values in self.effects.items()}
-        return json.dumps({"format": FORMAT, **asdict(self), "effects": known})
-
-    @classmethod
-    def from_json(cls, text: str) -> Trace:
-        try:
-            values = json.loads(text)
-            if values.pop("format") != FORMAT:
-                raise KeyError("format")
-            values["shapes"] = {name: tuple(shape) for name, shape in values["shapes"].items()}
-            values["effects"] = {n: [math.nan if v is None else v for v in vs] for n, vs in values["effects"].items()}
-            if any(len(effects) != len(values["at"]) for effects in values["effects"].values()):
-                raise KeyError("effects of another number than steps")
-            return cls(**values)
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-            raise ValueError(f"this is no trace in format {FORMAT!r} ({error}): record one with record_updates") from error
-
-    def save(self, path: str | PathLike[str]) -> None:
-        Path(path).write_text(self.to_json())
-
-    @classmethod
-    def load(cls, path: str | PathLike[str]) -> Trace:
-        try:
-            return cls.from_json(Path(path).read_text())
-        except OSError as error:
-            raise ValueError(f"the trace {path} cannot be read: {error.strerror or error}") from error
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
-
-    def effect(self, name: str, step: float) -> float:
-        """Of one of its own layers: between measured steps on a straight line over the logarithm."""
-        values = self.effects[name]
-        after = bisect_left(self.at, step)
-        if after == 0 or after == len(self.at):
-            return values[min(after, len(values) - 1)]
-        low, high = values[after - 1], values[after]
-        share = (step - self.at[after - 1]) / (self.at[after] - self.at[after - 1])
-        if share == 1 or not 0 < low * high < math.inf:
-            return high
-        return math.exp((1 - share) * math.log(low) + share * math.log(high))
-
-    def plot(self, path: str | PathLike[str], proxy: Trace | None = None) -> None:
-        """Effects over the run, one panel for each kind of layer; the proxy's beside them."""
-        _plot(self, proxy, path)
-
-
-class Guide:
-    """A trace as one target reads it: its own layers and its own number of steps."""
-
-    def __init__(self, trace: Trace, names: Sequence[str], num_steps: int | None = None) -> None:
-        """``num_steps`` of the target; default as many as the trace has."""
-        if not trace.at or not trace.effects:
-            raise ValueError("the trace has no measured step: record it over a whole run of the proxy")
-        self.cautions = ["the run that this trace was recorded on diverged: record one at a smaller learning rate"]
-        self.cautions = self.cautions if trace.diverged else []
-        self.trace, self.num_steps = trace, num_steps or trace.num_steps
-        self.sources = {name: _sources(name, names, list(trace.effects)) for name in names}
-        own, theirs = (Counter(layer_glob(name) for name in some) for some in (names, trace.effects))
-        for kind in own:
-            most = max(theirs[other] for other in own if own[other] == own[kind])
-            if theirs[kind] < most:
-                raise ValueError(f"the trace misses layers: it has {theirs[kind]} like {kind!r} and {most} of other kinds")
-
-    def effect(self, name: str, step: int) -> float:
-        """What an update should do at this step of the target."""
-        same = self.num_steps == self.trace.num_steps
-        there = step if same else step * self.trace.num_steps / self.num_steps
-        parts = [(share, self.trace.effect(source, there)) for source, share in self.sources[name]]
-        if any(value <= 0 or not math.isfinite(value) for _, value in parts):
-            return math.nan
-        return math.exp(sum(share * math.log(value) for share, value in parts))
-
-
-def _sources(name: str, names: Sequence[str], recorded: Sequence[str]) -> list[tuple[str, float]]:
-    """The proxy's layers that a layer of the target looks at, with their shares: the one of its name, or where the depth
-    differs those at the same share of the depth."""
-    kind = layer_glob(name)
-    own = [other for other in names if layer_glob(other) == kind]
-    theirs = [other for other in recorded if layer_glob(other) == kind]
-    if not theirs:
-        raise ValueError(
-            f"the trace is of another architecture: it has no layer like {name!r} (it has {', '.join(list(recorded)[:3])}, ...)"
-        )
-    if len(own) == len(theirs):
-        return [(theirs[own.index(name)], 1.0)]
-    place = own.index(name) / max(1, len(own) - 1) * (len(theirs) - 1)
-    low = int(place)
-    share = place - low
-    parts = [(theirs[low], 1 - share), (theirs[min(low + 1, len(theirs) - 1)], share)]
-    return [(source, part) for source, part in parts if part > 0]
-
-
-# Measuring
 
 
 def some_rows(x: Tensor) -> Tensor:
@@ -305,7 +157,7 @@ class _Meter:
     @torch.no_grad()
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if due(self.place):
-            with _exact():
+            with exact():
                 for name, group in group_of_weight(optimizer).items():
                     if name in self.probes and float(group["lr"]) > 0:
                         self.probes[name].before = self.probes[name].outputs()
@@ -328,7 +180,7 @@ class _Meter:
 
     def _measure(self, optimizer: torch.optim.Optimizer) -> None:
         found: dict[str, tuple[Tensor, float, float]] = {}
-        with _exact():
+        with exact():
             for name, group in group_of_weight(optimizer).items():
                 probe = self.probes.get(name)
                 if probe is None or probe.before is None:
@@ -380,7 +232,7 @@ def _is_decoupled(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
 
 
 @contextmanager
-def _exact() -> Iterator[None]:
+def exact() -> Iterator[None]:
     """Two products of which the small difference counts: no TF32, no autocast."""
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
@@ -390,9 +242,6 @@ def _exact() -> Iterator[None]:
             yield
     finally:
         matmul.fp32_precision = before
-
-
-# Recording and following
 
 
 class Recorder(_Meter):
@@ -451,9 +300,9 @@ class Follower(_Meter):
             if not (math.isfinite(wanted) and math.isfinite(gain) and gain > 0):
                 continue  # the factor stays
             old_wanted, old_gain = self.averages.get(name, (wanted, gain))
-            wanted, gain = _OLD * old_wanted + (1 - _OLD) * wanted, _OLD * old_gain + (1 - _OLD) * gain
+            wanted, gain = OLD * old_wanted + (1 - OLD) * wanted, OLD * old_gain + (1 - OLD) * gain
             self.averages[name] = (wanted, gain)
-            factor = min(max(wanted / gain, 1 / _CLAMP), _CLAMP)
+            factor = min(max(wanted / gain, 1 / CLAMP), CLAMP)
             if factor != wanted / gain and not self.clamped:
                 self.clamped = True
                 warnings.warn(
@@ -512,134 +361,3 @@ def _warn(meter: _Meter) -> None:
     except UpdatesWarning:  # made an error: the model is left as it was
         meter.remove()
         raise
-
-
-class StackedUpdates:
-    """The same for a stack of models: measures all of them, and sets the learning rates of those that have a trace to follow.
-
-    ``before`` a step with the start of its batch, ``after`` it with the shares of the learning rate that it used, both with its
-    number from 0 on. All numbers stay on the device until the traces are asked for.
-    """
-
-    def __init__(
-        self,
-        stack: Stack,
-        plans: Sequence[Plan],
-        traces: Sequence[Trace | None],
-        num_steps: int,
-        period: int | None = None,
-    ) -> None:
-        self.stack, self.num_steps, self.period = stack, num_steps, period or num_steps
-        names, device = [row.name for row in plans[0] if row.role == "hidden"], stack.device
-        self.names, self.steps = names, [step for step in range(num_steps) if due(step % self.period)]
-        places = [step for step in range(self.period) if due(step)]
-        self.index = {place: index for index, place in enumerate(places)}
-        family = family_of(stack.kind)
-        self.planned = {name: torch.tensor([plan[name].lr_factor(family) for plan in plans], device=device) for name in names}
-        wanted = [_averaged(trace, names, places, self.period) for trace in traces]
-        self.wanted = {name: torch.tensor([one[name] for one in wanted], device=device) for name in names}
-        self.gains: dict[str, Tensor] = {}
-        self.effects: list[Tensor] = []
-        self.decoupled = stack.kind in ("adamw", "lion", "muon")
-        self.outputs: dict[str, Tensor] = {}
-        self.inputs: dict[str, Tensor] = {}
-
-    @torch.no_grad()
-    def before(self, step: int, batch: Sequence[Tensor]) -> None:
-        if step % self.period == 0:
-            self.gains = {}
-        if due(step % self.period):
-            self.inputs = self.stack.inputs(batch, some_rows)
-            with _exact():
-                self.outputs = {name: self._outputs(name) for name in self.names}
-
-    @torch.no_grad()
-    def after(self, step: int, lr_share: Sequence[float]) -> None:
-        if not due(step % self.period):
-            return
-        index = self.index[step % self.period]
-        share = self.stack.upload(torch.tensor(lr_share, dtype=torch.float32))
-        effects = []
-        for name in self.names:
-            lr, decay, _ = self.stack.tensors["constants"][name]
-            rate = self.stack.tensors["rates"][name]
-            used = lr * share * rate
-            left = 1 - used * decay if self.decoupled else torch.ones_like(used)
-            with _exact():
-                change = self._outputs(name) - left.view(-1, 1, 1) * self.outputs[name]
-            gain = change.square().mean((1, 2)).sqrt() / used
-            effects.append(gain * self.planned[name] * rate)
-            usable = gain.isfinite() & (gain > 0)
-            old = self.gains.get(name, torch.full_like(gain, math.nan))
-            mean = torch.where(old.isfinite(), _OLD * old + (1 - _OLD) * gain, gain)
-            self.gains[name] = torch.where(usable, mean, old)
-            factor = (self.wanted[name][:, index] / self.gains[name]).clamp(1 / _CLAMP, _CLAMP)
-            rate.copy_(torch.where(factor.isfinite() & usable, factor / self.planned[name], rate))
-        self.effects.append(torch.stack(effects, dim=1))
-        self.inputs, self.outputs = {}, {}
-
-    def _outputs(self, name: str) -> Tensor:
-        return self.inputs[name].float() @ self.stack.tensors["params"][name].mT
-
-    def traces(self) -> list[Trace]:
-        """Of every model."""
-        every = torch.stack(self.effects).cpu().tolist()  # (steps, models, layers)
-        shapes = {name: tuple(self.stack.tensors["params"][name].shape[1:]) for name in self.names}
-        at = self.steps[: len(every)]
-        return [
-            Trace(self.num_steps, at, {n: [e[k][i] for e in every] for i, n in enumerate(self.names)}, shapes, self.stack.kind)
-            for k in range(len(self.stack))
-        ]
-
-
-def _averaged(trace: Trace | None, names: Sequence[str], steps: Sequence[int], num_steps: int) -> dict[str, list[float]]:
-    """What a model should do at each measured step, averaged as its own gains are; not a number where it follows nothing."""
-    if trace is None:
-        return {name: [math.nan] * len(steps) for name in names}
-    guide = Guide(trace, names, num_steps)
-    averages: dict[str, list[float]] = {}
-    for name in names:
-        mean = math.nan
-        averages[name] = []
-        for step in steps:
-            wanted = guide.effect(name, step)
-            if math.isfinite(wanted):
-                mean = wanted if math.isnan(mean) else _OLD * mean + (1 - _OLD) * wanted
-            averages[name].append(mean)
-    return averages
-
-
-def _plot(target: Trace, proxy: Trace | None, path: str | PathLike[str]) -> None:
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg", force=False)
-        from matplotlib import pyplot
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("pictures need matplotlib: pip install 'smupar[plot]'") from error
-    kinds = list(dict.fromkeys(layer_glob(name) for name in target.effects))
-    columns = min(3, len(kinds))
-    figure, axes = pyplot.subplots(
-        -(-len(kinds) // columns), columns, figsize=(4.2 * columns, 3 * -(-len(kinds) // columns)), squeeze=False, sharex=True
-    )
-    for panel, kind in zip(axes.flat, kinds, strict=False):
-        for trace, colour, label in ((proxy, "0.45", "proxy"), (target, "#c2410c", "target" if proxy else "effect")):
-            names = [name for name in trace.effects if layer_glob(name) == kind] if trace else []
-            for number, name in enumerate(names):
-                assert trace is not None
-                shares = [step / max(1, trace.num_steps) for step in trace.at]
-                panel.plot(shares, trace.effects[name], color=colour, lw=1, alpha=0.8, label=None if number else label)
-        panel.set_title(kind, fontsize=9)
-        panel.set_yscale("log")
-        panel.grid(alpha=0.25)
-    for panel in axes.flat[len(kinds) :]:
-        panel.set_visible(False)
-    for panel in axes.flat[max(0, len(kinds) - columns) : len(kinds)]:  # the lowest of each column
-        panel.set_xlabel("share of the run")
-        panel.tick_params(labelbottom=True)
-    for panel in axes[:, 0]:
-        panel.set_ylabel("RMS(X dW) / base LR")
-    axes.flat[0].legend(frameon=False, fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)

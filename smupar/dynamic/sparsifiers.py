@@ -1,16 +1,12 @@
-"""Masks that move while training, cut along their joints: when (``Times``), which (a score and ``largest``), how many
-(``DropAndGrow``, ``Pruning``), and carrying it out on a model and its optimizers (``Sparsifier`` and its kinds).
+"""Moving the masks of a model: weights, optimizer state and learning rates go along.
 
 ``sparsifier.step()`` is called after ``optimizer.step()`` and counts those steps: after the n-th one masks move if n is due.
-Where they move is a function of tensors with a leading dimension of models, so that stacks of models use the same.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any, ClassVar
 
@@ -19,179 +15,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from smupar.apply import add_masks, attach, gradient_mask, is_parameterized, let_masks_move, mask_of, optimizers, unwrapped
-from smupar.masks import Allocation, allocate, round_half_up
+from smupar.dynamic.moves import (
+    DropAndGrow,
+    Pruning,
+    Rounds,
+    Times,
+    choice,
+    density_factor,
+    init_factor,
+    key_of,
+    num_kept,
+    pruned,
+    random_scores,
+)
+from smupar.masks import Allocation, allocate
 from smupar.plan import Plan, PlanRow
 from smupar.rates import applied_lr, layer_rates
-from smupar.rules import family_of, get_rule
-from smupar.stacked import Stack
 from smupar.values import is_sharded, like, num_ranks, whole, zero_off_mask
 
-# Share of the drop fraction that is left, over the progress of the schedule.
-DECAYS: dict[str, Callable[[float], float]] = {
-    "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
-    "linear": lambda progress: 1 - progress,
-    "constant": lambda progress: 1.0,
-}
-# Share of the way from the first density to the last.
-CURVES: dict[str, Callable[[float], float]] = {
-    "cubic": lambda progress: 1 - (1 - progress) ** 3,
-    "linear": lambda progress: progress,
-    "cosine": lambda progress: (1 - math.cos(math.pi * progress)) / 2,
-}
 _MOVABLE = ("random", "bernoulli", "given", None)
-
-
-# When
-
-
-@dataclass(frozen=True)
-class Times:
-    """Counted in optimizer steps that were made: every so many, from ``start`` to ``stop``, both included."""
-
-    every: int
-    stop: int
-    start: int = 0
-
-    def __post_init__(self) -> None:
-        if self.every < 1 or not 0 <= self.start < self.stop:
-            raise ValueError(
-                f"masks move every {self.every} steps from {self.start} to {self.stop}: every must be at least 1, and stop "
-                "behind start"
-            )
-
-    def due(self, step: int) -> bool:
-        return max(1, self.start) <= step <= self.stop and (step - self.start) % self.every == 0
-
-    def progress(self, step: int) -> float:
-        return min(1.0, max(0.0, (step - self.start) / (self.stop - self.start)))
-
-
-# Which: all tensors are (models, weights)
-
-
-def largest(score: Tensor, candidates: Tensor, num: Tensor) -> Tensor:
-    """Exactly ``num[i]`` of the candidates of row i, those with the largest scores; of equal ones the first."""
-    order = score.masked_fill(~candidates, -math.inf).argsort(dim=1, descending=True, stable=True)
-    chosen = torch.arange(score.shape[1], device=score.device) < num[:, None]
-    return torch.zeros_like(candidates).scatter_(1, order, chosen).logical_and_(candidates)
-
-
-def random_scores(num: int, keys: Tensor) -> Tensor:
-    """A row of uniform numbers for each key, the same on every device: a hash of the position (splitmix64's finaliser)."""
-    x = torch.arange(1, num + 1, device=keys.device)[None] * 0x1E3779B97F4A7C15 + keys[:, None]
-    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
-        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
-    return (x >> 40 & 0xFFFFFF).float()
-
-
-def key_of(seed: int, step: int, name: str) -> int:
-    digest = hashlib.sha256(f"{seed}/grow/{step}/{name}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
-
-
-# How many
-
-
-@dataclass(frozen=True)
-class DropAndGrow:
-    """Drops the active weights of smallest magnitude and grows as many. Candidates to grow are all that were not kept, so a
-    weight that was just dropped may stay."""
-
-    times: Times
-    grow: str
-    drop_fraction: float = 0.3
-    decay: str = "cosine"
-
-    def __post_init__(self) -> None:
-        if not 0 < self.drop_fraction < 1:
-            raise ValueError(f"drop_fraction must lie in (0, 1), got {self.drop_fraction}")
-        _choice("decay", self.decay, DECAYS)
-        _choice("grow", self.grow, ("gradient", "random"))
-
-    def due(self, step: int) -> bool:
-        return self.times.due(step)
-
-    def moved(self, weight: Tensor, mask: Tensor, grow_score: Tensor, step: int) -> Tensor:
-        """The new mask."""
-        share = self.drop_fraction * DECAYS[self.decay](self.times.progress(step))
-        active = mask.sum(1)
-        num = (share * active.double() + 0.5).long()
-        kept = largest(weight.abs(), mask, active - num)
-        return kept | largest(grow_score.nan_to_num(nan=0.0), ~kept, num)
-
-
-@dataclass(frozen=True)
-class Pruning:
-    """Keeps the weights of largest magnitude, fewer and fewer. The last step is due whatever ``every`` is."""
-
-    times: Times
-    curve: str = "cubic"
-
-    def __post_init__(self) -> None:
-        _choice("curve", self.curve, CURVES)
-
-    def due(self, step: int) -> bool:
-        return self.times.due(step) or step == self.times.stop
-
-    def density(self, first: Fraction, last: Fraction, step: int) -> Fraction:
-        """At the end exactly ``last``."""
-        progress = self.times.progress(step)
-        return last if progress == 1 else first + (last - first) * Fraction(CURVES[self.curve](progress))
-
-
-@dataclass(frozen=True)
-class Rounds:
-    """Keeps the weights of largest magnitude, the same share of them in each round, and starts anew."""
-
-    every: int
-    rounds: int
-
-    def __post_init__(self) -> None:
-        if self.rounds < 1 or self.every < 1:
-            raise ValueError(f"IMP needs at least one round of at least one step, got {self.rounds} of {self.every}")
-
-    def due(self, step: int) -> bool:
-        return 0 < step <= self.rounds * self.every and step % self.every == 0
-
-    def density(self, first: Fraction, last: Fraction, step: int) -> Fraction:
-        """After the last round exactly ``last``."""
-        share = Fraction(step // self.every, self.rounds)
-        return last if share == 1 else first * Fraction(float(last / first) ** float(share))
-
-
-def pruned(weight: Tensor, mask: Tensor, num_kept: Tensor) -> Tensor:
-    """The mask of the largest weights; never more than there were."""
-    return largest(weight.abs(), mask, torch.minimum(num_kept, mask.sum(1)))
-
-
-Move = DropAndGrow | Pruning | Rounds
-
-
-def density_factor(plan: Plan, row: PlanRow, density: Fraction, family: str) -> float:
-    """What a density other than the planned one makes of the plan's learning rate, by Table 1."""
-    power = get_rule(plan.rule).lr[family][row.role]
-    return float(power.of(1, 1, density / row.density))
-
-
-def init_factor(plan: Plan, row: PlanRow, density: Fraction) -> float:
-    """Likewise of the init std."""
-    power = get_rule(plan.rule).init_var[row.role]
-    return math.sqrt(power.of(1, 1, density / row.density))
-
-
-def num_kept(name: str, shape: tuple[int, ...], density: Fraction) -> int:
-    num = round_half_up(density * math.prod(shape))
-    if num == 0:
-        raise ValueError(f"density {float(density):g} would drop every weight of {name!r}, of shape {shape}: raise it")
-    return num
-
-
-def _choice(what: str, value: object, allowed: Iterable[object]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{what} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
-
-
-# Carrying it out
 
 
 class Sparsifier:
@@ -396,8 +238,8 @@ class _Pruned(Sparsifier):
         restart_bias_correction: bool = False,
         steps: int | None = None,
     ) -> None:
-        _choice("correction", correction, ("moment", "fixed"))
-        _choice("pool", pool, ("layer", "global"))
+        choice("correction", correction, ("moment", "fixed"))
+        choice("pool", pool, ("layer", "global"))
         self.pool, self.correction = pool, correction
         hidden = {row.name: row for row in plan if row.role == "hidden"}
         self.last = allocate(density, {name: row.shape for name, row in hidden.items()})
@@ -606,175 +448,3 @@ class _Restart:
 
         difference: Tensor = applied_lr(group) * (update(count) - update(count - born))
         return difference.masked_fill_(born == 0, 0)
-
-
-# Many models at once
-
-
-class StackedSparsifier:
-    """Moves the masks of a stack of models: each by its own ``move``, which may be None, and at its own steps.
-
-    ``before`` a step and ``after`` it, both with its number from 1 on, do what ``Sparsifier.step`` does for one model. A pruned
-    model goes to its entry of ``last``; its learning rate follows by Table 1, unless ``corrections`` says None for it.
-    """
-
-    def __init__(
-        self,
-        stack: Stack,
-        plans: Sequence[Plan],
-        moves: Sequence[Move | None],
-        last: Sequence[Mapping[str, Fraction]],
-        corrections: Sequence[str | None],
-    ) -> None:
-        self.stack, self.plans, self.last, self.corrections = stack, plans, last, corrections
-        self.groups: dict[Move, list[int]] = {}
-        for index, move in enumerate(moves):
-            if move is not None:
-                self.groups.setdefault(move, []).append(index)
-        self.gradients: dict[str, Tensor] = {}
-        self.family = family_of(stack.kind)
-        for index, correction in enumerate(corrections):
-            if isinstance(moves[index], (Pruning, Rounds)) and correction == "fixed":
-                for name, density in last[index].items():
-                    self._correct(name, index, density)
-                    stack.tensors["params"][name][index] *= init_factor(plans[index], plans[index][name], density)
-        starts_anew = any(isinstance(move, Rounds) for move in moves)
-        self.first = {name: param.clone() for name, param in stack.tensors["params"].items()} if starts_anew else {}
-
-    def before(self, step: int, batch: Sequence[Tensor]) -> None:
-        moves = [move for move in self.groups if move.due(step)]
-        if any(isinstance(move, DropAndGrow) and move.grow == "gradient" for move in moves):
-            self.gradients = self.stack.gradients(batch)
-
-    @torch.no_grad()
-    def after(self, step: int) -> None:
-        for move, indices in self.groups.items():
-            if move.due(step):
-                for name in self.stack.hidden:
-                    self._move(move, indices, name, step)
-                if isinstance(move, Rounds):
-                    self._start_anew(indices)
-        self.gradients = {}
-
-    def _start_anew(self, indices: list[int]) -> None:
-        tensors = self.stack.tensors
-        for name, param in tensors["params"].items():
-            first = self.first[name][indices]
-            param[indices] = first * tensors["masks"][name][indices] if name in tensors["masks"] else first
-            for state in tensors["state"][name]:
-                state[indices] = 0
-        tensors["number"][indices] = 0
-        for index in indices:  # what was measured is of the round before
-            if self.corrections[index] == "fixed":
-                for name, density in self.last[index].items():
-                    self._correct(name, index, density)
-
-    def _move(self, move: Move, indices: list[int], name: str, step: int) -> None:
-        tensors = self.stack.tensors
-        masks, weights = tensors["masks"][name], tensors["params"][name]
-        old, weight = masks[indices].flatten(1), weights[indices].flatten(1)
-        if isinstance(move, DropAndGrow):
-            if move.grow == "gradient":
-                score = self.gradients[name][indices].flatten(1).abs()
-            else:
-                keys = [key_of(self.plans[index].seed, step, name) for index in indices]
-                score = random_scores(old.shape[1], torch.tensor(keys, device=old.device))
-            new = move.moved(weight, old, score, step)
-        else:
-            rows = [self.plans[index][name] for index in indices]
-            wanted = [move.density(row.density, self.last[index][name], step) for index, row in zip(indices, rows, strict=True)]
-            nums = [num_kept(name, row.shape, density) for row, density in zip(rows, wanted, strict=True)]
-            new = pruned(weight, old, torch.tensor(nums, device=old.device))
-            for index, num in zip(indices, nums, strict=True):
-                if self.corrections[index] == "moment":
-                    self._correct(name, index, Fraction(num, old.shape[1]))
-        changed = torch.zeros_like(masks)
-        changed[indices] = (old ^ new).view(-1, *masks.shape[1:])
-        masks ^= changed
-        for tensor in (weights, *tensors["state"][name]):
-            tensor.masked_fill_(changed, 0)
-
-    def _correct(self, name: str, index: int, density: Fraction) -> None:
-        plan = self.plans[index]
-        self.stack.tensors["rates"][name][index] = density_factor(plan, plan[name], density, self.family)
-
-
-# At initialisation
-
-
-def magnitude_masks(model: nn.Module, plan: Plan, *, density: float | Mapping[str, float] | Allocation) -> dict[str, Tensor]:
-    """The largest hidden weights of a model, layer by layer, as masks for ``parameterize(fresh_model, masks=...)``."""
-    return _best_masks(model, plan, density, lambda name, parameter: whole(parameter).abs(), pool="layer")
-
-
-def snip_masks(
-    model: nn.Module,
-    plan: Plan,
-    loss_fn: Callable[[nn.Module, Any], Tensor],
-    batches: Iterable[Any],
-    *,
-    density: float,
-    pool: str = "global",
-) -> dict[str, Tensor]:
-    """SNIP (Lee et al.): the hidden weights without which the loss would change most, |weight x gradient| with the gradient
-    summed over batches, as masks for ``parameterize(fresh_model, masks=...)``. ``model`` is dense and left as it is."""
-    model = unwrapped(model)
-    hidden = [row.name for row in plan if row.role == "hidden"]
-    parameters = {name: parameter for name, parameter in model.named_parameters() if name in hidden}
-    sums = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
-    num = 0
-    for batch in batches:
-        num += 1
-        grads = torch.autograd.grad(loss_fn(model, batch), list(parameters.values()))
-        for name, grad in zip(parameters, grads, strict=True):
-            sums[name] += grad
-    if num == 0:
-        raise ValueError("SNIP needs at least one batch")
-    return _best_masks(model, plan, density, lambda name, parameter: whole(parameter.detach() * sums[name]).abs(), pool=pool)
-
-
-@torch.no_grad()
-def _best_masks(
-    model: nn.Module,
-    plan: Plan,
-    density: float | Mapping[str, float] | Allocation,
-    score: Callable[[str, nn.Parameter], Tensor],
-    *,
-    pool: str,
-) -> dict[str, Tensor]:
-    _choice("pool", pool, ("layer", "global"))
-    hidden = {row.name: row for row in plan if row.role == "hidden"}
-    shares = allocate(density, {name: row.shape for name, row in hidden.items()})
-    nums = {name: num_kept(name, row.shape, shares[name]) for name, row in hidden.items()}
-    every = dict(unwrapped(model).named_parameters())
-    scores = {name: score(name, every[name]).flatten()[None] for name in hidden}
-    if pool == "global":
-        flat = torch.cat(list(scores.values()), dim=1)
-        kept = _all_of(flat, sum(nums.values()))
-        parts = zip(hidden, kept.split([part.shape[1] for part in scores.values()], dim=1), strict=True)
-    else:
-        parts = ((name, _all_of(one, nums[name])) for name, one in scores.items())  # type: ignore[assignment]
-    masks = {name: part.view(hidden[name].shape) for name, part in parts}
-    empty = [name for name, mask in masks.items() if not mask.any()]
-    if empty:
-        raise ValueError(f"every weight of {empty[0]!r} would be dropped: raise the density, or use pool='layer'")
-    return masks
-
-
-def _all_of(score: Tensor, num: int) -> Tensor:
-    return largest(score, torch.ones_like(score, dtype=torch.bool), torch.tensor([num], device=score.device))
-
-
-@torch.no_grad()
-def fan_in_init(model: nn.Module, plan: Plan) -> None:
-    """Evci et al.: scales the weights of every neuron to its own number of inputs instead of the layer's mean, in place. For
-    masks that leave neurons with very different numbers; nothing to do where all have the same."""
-    model = unwrapped(model)
-    parameters = dict(model.named_parameters())
-    for row in plan:
-        mask = mask_of(model, row.name)
-        if row.role != "hidden" or mask is None:
-            continue
-        fan_in = whole(mask).float().sum(row.in_dims, keepdim=True)
-        scale = (fan_in.mean() / fan_in.clamp(min=1)).sqrt().expand(row.shape).contiguous()
-        parameters[row.name].mul_(like(scale, parameters[row.name]))

@@ -1,0 +1,179 @@
+"""When masks move, which weights are chosen, and how many."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from smupar.masks import round_half_up
+from smupar.plan import Plan, PlanRow
+from smupar.rules import get_rule
+
+# Share of the drop fraction that is left, over the progress of the schedule.
+DECAYS: dict[str, Callable[[float], float]] = {
+    "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
+    "linear": lambda progress: 1 - progress,
+    "constant": lambda progress: 1.0,
+}
+# Share of the way from the first density to the last.
+CURVES: dict[str, Callable[[float], float]] = {
+    "cubic": lambda progress: 1 - (1 - progress) ** 3,
+    "linear": lambda progress: progress,
+    "cosine": lambda progress: (1 - math.cos(math.pi * progress)) / 2,
+}
+
+
+# When
+
+
+@dataclass(frozen=True)
+class Times:
+    """Counted in optimizer steps that were made: every so many, from ``start`` to ``stop``, both included."""
+
+    every: int
+    stop: int
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        if self.every < 1 or not 0 <= self.start < self.stop:
+            raise ValueError(
+                f"masks move every {self.every} steps from {self.start} to {self.stop}: every must be at least 1, and stop "
+                "behind start"
+            )
+
+    def due(self, step: int) -> bool:
+        return max(1, self.start) <= step <= self.stop and (step - self.start) % self.every == 0
+
+    def progress(self, step: int) -> float:
+        return min(1.0, max(0.0, (step - self.start) / (self.stop - self.start)))
+
+
+# Which: all tensors are (models, weights)
+
+
+def largest(score: Tensor, candidates: Tensor, num: Tensor) -> Tensor:
+    """Exactly ``num[i]`` of the candidates of row i, those with the largest scores; of equal ones the first."""
+    order = score.masked_fill(~candidates, -math.inf).argsort(dim=1, descending=True, stable=True)
+    chosen = torch.arange(score.shape[1], device=score.device) < num[:, None]
+    return torch.zeros_like(candidates).scatter_(1, order, chosen).logical_and_(candidates)
+
+
+def random_scores(num: int, keys: Tensor) -> Tensor:
+    """A row of uniform numbers for each key, the same on every device: a hash of the position (splitmix64's finaliser)."""
+    x = torch.arange(1, num + 1, device=keys.device)[None] * 0x1E3779B97F4A7C15 + keys[:, None]
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return (x >> 40 & 0xFFFFFF).float()
+
+
+def key_of(seed: int, step: int, name: str) -> int:
+    digest = hashlib.sha256(f"{seed}/grow/{step}/{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+# How many
+
+
+@dataclass(frozen=True)
+class DropAndGrow:
+    """Drops the active weights of smallest magnitude and grows as many. Candidates to grow are all that were not kept, so a
+    weight that was just dropped may stay."""
+
+    times: Times
+    grow: str
+    drop_fraction: float = 0.3
+    decay: str = "cosine"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.drop_fraction < 1:
+            raise ValueError(f"drop_fraction must lie in (0, 1), got {self.drop_fraction}")
+        choice("decay", self.decay, DECAYS)
+        choice("grow", self.grow, ("gradient", "random"))
+
+    def due(self, step: int) -> bool:
+        return self.times.due(step)
+
+    def moved(self, weight: Tensor, mask: Tensor, grow_score: Tensor, step: int) -> Tensor:
+        """The new mask."""
+        share = self.drop_fraction * DECAYS[self.decay](self.times.progress(step))
+        active = mask.sum(1)
+        num = (share * active.double() + 0.5).long()
+        kept = largest(weight.abs(), mask, active - num)
+        return kept | largest(grow_score.nan_to_num(nan=0.0), ~kept, num)
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """Keeps the weights of largest magnitude, fewer and fewer. The last step is due whatever ``every`` is."""
+
+    times: Times
+    curve: str = "cubic"
+
+    def __post_init__(self) -> None:
+        choice("curve", self.curve, CURVES)
+
+    def due(self, step: int) -> bool:
+        return self.times.due(step) or step == self.times.stop
+
+    def density(self, first: Fraction, last: Fraction, step: int) -> Fraction:
+        """At the end exactly ``last``."""
+        progress = self.times.progress(step)
+        return last if progress == 1 else first + (last - first) * Fraction(CURVES[self.curve](progress))
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Keeps the weights of largest magnitude, the same share of them in each round, and starts anew."""
+
+    every: int
+    rounds: int
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1 or self.every < 1:
+            raise ValueError(f"IMP needs at least one round of at least one step, got {self.rounds} of {self.every}")
+
+    def due(self, step: int) -> bool:
+        return 0 < step <= self.rounds * self.every and step % self.every == 0
+
+    def density(self, first: Fraction, last: Fraction, step: int) -> Fraction:
+        """After the last round exactly ``last``."""
+        share = Fraction(step // self.every, self.rounds)
+        return last if share == 1 else first * Fraction(float(last / first) ** float(share))
+
+
+def pruned(weight: Tensor, mask: Tensor, num_kept: Tensor) -> Tensor:
+    """The mask of the largest weights; never more than there were."""
+    return largest(weight.abs(), mask, torch.minimum(num_kept, mask.sum(1)))
+
+
+Move = DropAndGrow | Pruning | Rounds
+
+
+def density_factor(plan: Plan, row: PlanRow, density: Fraction, family: str) -> float:
+    """What a density other than the planned one makes of the plan's learning rate, by Table 1."""
+    power = get_rule(plan.rule).lr[family][row.role]
+    return float(power.of(1, 1, density / row.density))
+
+
+def init_factor(plan: Plan, row: PlanRow, density: Fraction) -> float:
+    """Likewise of the init std."""
+    power = get_rule(plan.rule).init_var[row.role]
+    return math.sqrt(power.of(1, 1, density / row.density))
+
+
+def num_kept(name: str, shape: tuple[int, ...], density: Fraction) -> int:
+    num = round_half_up(density * math.prod(shape))
+    if num == 0:
+        raise ValueError(f"density {float(density):g} would drop every weight of {name!r}, of shape {shape}: raise it")
+    return num
+
+
+def choice(what: str, value: object, allowed: Iterable[object]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{what} must be one of {', '.join(map(repr, allowed))}, got {value!r}")

@@ -1,0 +1,140 @@
+"""Traces: what updates do to each hidden layer, over a run."""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from os import PathLike
+from pathlib import Path
+
+from smupar.roles import layer_glob
+
+FORMAT = "smupar-trace/1"
+_EVERY, _FIRST = 5, 20  # the first steps are all measured, then every fifth
+
+
+def due(step: int) -> bool:
+    """Whether step number ``step``, from 0, is measured."""
+    return step < _FIRST or step % _EVERY == 0
+
+
+@dataclass
+class Trace:
+    """Effects of updates, per hidden weight and measured step."""
+
+    num_steps: int = 0
+    at: list[int] = field(default_factory=list)
+    """Steps that were measured, from 0."""
+    effects: dict[str, list[float]] = field(default_factory=dict)
+    """RMS of the change of a layer's output by one update, over the base learning rate. Not finite: the run diverged."""
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    optimizer: str = ""
+    """Of the hidden weights."""
+    note: str = ""
+
+    @property
+    def diverged(self) -> bool:
+        return any(not math.isfinite(value) for values in self.effects.values() for value in values)
+
+    def add(self, step: int, effects: Mapping[str, float]) -> None:
+        self.at.append(step)
+        for name, value in effects.items():
+            self.effects.setdefault(name, []).append(value)
+
+    def to_json(self) -> str:
+        known = {name: [v if math.isfinite(v) else None for v in values] for name, values in self.effects.items()}
+        return json.dumps({"format": FORMAT, **asdict(self), "effects": known})
+
+    @classmethod
+    def from_json(cls, text: str) -> Trace:
+        try:
+            values = json.loads(text)
+            if values.pop("format") != FORMAT:
+                raise KeyError("format")
+            values["shapes"] = {name: tuple(shape) for name, shape in values["shapes"].items()}
+            values["effects"] = {n: [math.nan if v is None else v for v in vs] for n, vs in values["effects"].items()}
+            if any(len(effects) != len(values["at"]) for effects in values["effects"].values()):
+                raise KeyError("effects of another number than steps")
+            return cls(**values)
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise ValueError(f"this is no trace in format {FORMAT!r} ({error}): record one with record_updates") from error
+
+    def save(self, path: str | PathLike[str]) -> None:
+        Path(path).write_text(self.to_json())
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Trace:
+        try:
+            return cls.from_json(Path(path).read_text())
+        except OSError as error:
+            raise ValueError(f"the trace {path} cannot be read: {error.strerror or error}") from error
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    def effect(self, name: str, step: float) -> float:
+        """Of one of its own layers: between measured steps on a straight line over the logarithm."""
+        values = self.effects[name]
+        after = bisect_left(self.at, step)
+        if after == 0 or after == len(self.at):
+            return values[min(after, len(values) - 1)]
+        low, high = values[after - 1], values[after]
+        share = (step - self.at[after - 1]) / (self.at[after] - self.at[after - 1])
+        if share == 1 or not 0 < low * high < math.inf:
+            return high
+        return math.exp((1 - share) * math.log(low) + share * math.log(high))
+
+    def plot(self, path: str | PathLike[str], proxy: Trace | None = None) -> None:
+        """Effects over the run, one panel for each kind of layer; the proxy's beside them."""
+        from smupar.updates.plot import plot
+
+        plot(self, proxy, path)
+
+
+class Guide:
+    """A trace as one target reads it: its own layers and its own number of steps."""
+
+    def __init__(self, trace: Trace, names: Sequence[str], num_steps: int | None = None) -> None:
+        """``num_steps`` of the target; default as many as the trace has."""
+        if not trace.at or not trace.effects:
+            raise ValueError("the trace has no measured step: record it over a whole run of the proxy")
+        self.cautions = ["the run that this trace was recorded on diverged: record one at a smaller learning rate"]
+        self.cautions = self.cautions if trace.diverged else []
+        self.trace, self.num_steps = trace, num_steps or trace.num_steps
+        self.sources = {name: _sources(name, names, list(trace.effects)) for name in names}
+        own, theirs = (Counter(layer_glob(name) for name in some) for some in (names, trace.effects))
+        for kind in own:
+            most = max(theirs[other] for other in own if own[other] == own[kind])
+            if theirs[kind] < most:
+                raise ValueError(f"the trace misses layers: it has {theirs[kind]} like {kind!r} and {most} of other kinds")
+
+    def effect(self, name: str, step: int) -> float:
+        """What an update should do at this step of the target."""
+        same = self.num_steps == self.trace.num_steps
+        there = step if same else step * self.trace.num_steps / self.num_steps
+        parts = [(share, self.trace.effect(source, there)) for source, share in self.sources[name]]
+        if any(value <= 0 or not math.isfinite(value) for _, value in parts):
+            return math.nan
+        return math.exp(sum(share * math.log(value) for share, value in parts))
+
+
+def _sources(name: str, names: Sequence[str], recorded: Sequence[str]) -> list[tuple[str, float]]:
+    """The proxy's layers that a layer of the target looks at, with their shares: the one of its name, or where the depth
+    differs those at the same share of the depth."""
+    kind = layer_glob(name)
+    own = [other for other in names if layer_glob(other) == kind]
+    theirs = [other for other in recorded if layer_glob(other) == kind]
+    if not theirs:
+        raise ValueError(
+            f"the trace is of another architecture: it has no layer like {name!r} (it has {', '.join(list(recorded)[:3])}, ...)"
+        )
+    if len(own) == len(theirs):
+        return [(theirs[own.index(name)], 1.0)]
+    place = own.index(name) / max(1, len(own) - 1) * (len(theirs) - 1)
+    low = int(place)
+    share = place - low
+    parts = [(theirs[low], 1 - share), (theirs[min(low + 1, len(theirs) - 1)], share)]
+    return [(source, part) for source, part in parts if part > 0]
