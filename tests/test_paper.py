@@ -129,7 +129,7 @@ def test_every_run_of_every_figure_can_be_planned_at_every_scale():
             module = figure(name)
             if hasattr(module, "runs"):
                 kinds = {(run.model, run.rule, run.sparsity, run.dynamic): run for run in module.runs(scale)}
-                plan_on_meta(list(kinds.values())[-1])
+                assert len(plan_on_meta(list(kinds.values())[-1])) > 10
 
 
 # Sharing
