@@ -123,10 +123,12 @@ class _Meter:
         if not names:
             raise ValueError("no hidden weight can be measured: the plan has none in linear layers or convolutions")
         blind = [name for name in self.rates.names if name not in names]
-        self.cautions = [
-            f"{len(blind)} hidden weights cannot be measured ({', '.join(blind[:3])}): their layers are neither linear nor "
-            "convolutions, or no optimizer has them. They keep the plan's factor."
-        ][: len(blind)]
+        self.cautions: list[str] = []
+        if blind:
+            self.cautions.append(
+                f"{len(blind)} hidden weights cannot be measured ({', '.join(blind[:3])}): their layers are neither linear nor "
+                "convolutions, or no optimizer has them. They keep the plan's factor."
+            )
         self.probes = {name: _Probe(name, model, plan) for name in names}
         ignored = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ())}
         ignored |= {f"{parent_path(name)}.{probe.buffer}".lstrip(".") for name, probe in self.probes.items()}

@@ -101,8 +101,9 @@ class Guide:
         """``num_steps`` of the target; default as many as the trace has."""
         if not trace.at or not trace.effects:
             raise ValueError("the trace has no measured step: record it over a whole run of the proxy")
-        self.cautions = ["the run that this trace was recorded on diverged: record one at a smaller learning rate"]
-        self.cautions = self.cautions if trace.diverged else []
+        self.cautions: list[str] = []
+        if trace.diverged:
+            self.cautions.append("the run that this trace was recorded on diverged: record one at a smaller learning rate")
         self.trace, self.num_steps = trace, num_steps or trace.num_steps
         self.sources = {name: _sources(name, names, list(trace.effects)) for name in names}
         own, theirs = (Counter(layer_glob(name) for name in some) for some in (names, trace.effects))
