@@ -226,19 +226,14 @@ def test_figure_3_wants_gaps_that_grow():
 
 
 def test_figure_12_reads_five_columns():
-    trace = "proxy-0.trace.json"
-    measured = [
-        replace(run, rule="smupar", follow=trace) for run in fig12.runs(CPU) if run.rule == "smupar" and run.dynamic == "rigl"
-    ]
-    measured += [
-        replace(run, follow=trace)
-        for run in fig12.runs(CPU)
-        if run.rule == "smupar" and run.dynamic == "gmp" and run.correction == "moment"
-    ]
-    measured = [replace(run, correction="moment") for run in measured]
+    def follows(run):
+        ours = run.rule == "smupar" and (run.correction == "moment" or not run.prunes)
+        return run.model.width > run.base_width and (ours or (run.sparsity == 0 and run.rule == "mup"))
+
+    measured = [replace(run, rule="smupar", follow="proxy-0.trace.json") for run in fig12.runs(CPU) if follows(run)]
 
     def best(run):
-        if run.follow or run.correction == "moment" or run.sparsity == 0:
+        if run.follow or run.sparsity == 0 or (run.prunes and run.correction == "moment"):
             return -6
         return -6 - 2.5 * run.sparsity if run.rule == "smupar" else -6 + run.sparsity
 

@@ -14,10 +14,17 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
+import subprocess
+import sys
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import IO, Any, Literal
 
+import torch
+
+from smupar import __version__
 from smupar.lm.config import RunConfig
 from smupar.lm.data import Text, TextFacts
 from smupar.lm.files import locked, write_atomic
@@ -56,6 +63,24 @@ class Summary:
     num_ranks: int
     num_threads: int
     versions: dict[str, str]
+
+
+@cache
+def versions() -> dict[str, str]:
+    """What made a result: for the record of a run. The commit is there if this is a checkout, or if SMUPAR_COMMIT says so where
+    the files lie without their history."""
+    made_by = {"smupar": __version__, "torch": torch.__version__, "python": sys.version.split()[0]}
+    commit = os.environ.get("SMUPAR_COMMIT") or _commit(Path(__file__).parents[2])
+    return made_by | ({"commit": commit} if commit else {})
+
+
+def _commit(checkout: Path) -> str | None:
+    if not (checkout / ".git").exists():  # installed, perhaps inside a checkout of something else
+        return None
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        command = ["git", "-C", str(checkout), "describe", "--always", "--exclude=*", "--abbrev=10", "--dirty"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return None
 
 
 def default_folder(config: RunConfig) -> Path:

@@ -21,12 +21,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from smupar import __version__
 from smupar.lm import checkpoint, data
 from smupar.lm.config import Execution, RunConfig
 from smupar.lm.cost import peak_flops
 from smupar.lm.distributed import World, join
-from smupar.lm.folder import RunFolder, Status, Summary, default_folder, read_followed, read_summary
+from smupar.lm.folder import RunFolder, Status, Summary, default_folder, read_followed, read_summary, versions
 from smupar.lm.schedule import lr_share
 from smupar.lm.step import Stepper
 
@@ -229,7 +228,7 @@ class _Loop:
             device=device,
             num_ranks=self.world.size,
             num_threads=torch.get_num_threads(),
-            versions={"smupar": __version__, "torch": torch.__version__, "python": sys.version.split()[0]},
+            versions=versions(),
         )
 
     def _tokens(self, steps: int) -> int:

@@ -68,8 +68,8 @@ def _proxies(scale: Scale) -> list[RunConfig]:
 def _moving(method: str, correction: str, run: RunConfig) -> RunConfig:
     if run.sparsity == 0:
         return run
-    every = max(1, round(run.steps / _MOVES_PER_RUN))
-    return replace(run, dynamic=method, correction=correction, mask_every=every)  # type: ignore[arg-type]
+    run = replace(run, dynamic=method, mask_every=max(1, round(run.steps / _MOVES_PER_RUN)))  # type: ignore[arg-type]
+    return replace(run, correction=correction) if run.prunes else run  # type: ignore[arg-type]
 
 
 # Reading
@@ -79,9 +79,11 @@ def _curves(rows: Rows, method: str, rule: str, correction: str = "fixed", *, fo
     base = rows[0].config.base_width
 
     def wanted(config: RunConfig) -> bool:
-        dense = config.sparsity == 0 and config.model.width != base and config.follow is None
-        moves = config.dynamic == method and config.correction == correction and (config.follow is not None) == follows
-        return dense or moves
+        if config.sparsity == 0:
+            moves = config.model.width != base
+        else:
+            moves = config.dynamic == method and (not config.prunes or config.correction == correction)
+        return moves and (config.follow is not None) == follows
 
     return [curve(rows, rule, sparsity, keep=wanted) for sparsity in sparsities(rows)]
 

@@ -69,12 +69,12 @@ def curve(
     rows: Rows, rule: str, sparsity: float, *, axis: str = "lr", keep: Callable[[RunConfig], bool] | None = None
 ) -> Curve:
     """Loss over the swept values, means over seeds, of one rule and sparsity. ``keep`` tells runs apart that share both."""
-    shared = "mup" if sparsity == 0 and rule != "sp" else rule
+    same = {rule, "mup"} if sparsity == 0 and rule != "sp" else {rule}
     losses: dict[float, list[float]] = {}
     width = 0
     for row in rows:
         config = row.config
-        if config.rule == shared and config.sparsity == sparsity and (keep is None or keep(config)):
+        if config.rule in same and config.sparsity == sparsity and (keep is None or keep(config)):
             losses.setdefault(getattr(config, axis), []).append(row.loss)
             width = config.model.width
     values = sorted(losses)

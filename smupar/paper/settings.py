@@ -147,10 +147,12 @@ _SIZES: dict[str, dict[str, Size]] = {
     },
     "dynamic": {
         "paper": Size(1024, 2, 128, 2048, 1169, _PAPER_SPARSITIES[:-1], tuple(map(float, range(-13, -2))), 3),
-        "small": Size(1024, 2, 32, 256, 500, (0.0, 0.75, 0.9375, 0.984375), _RATES, 3),
+        "small": Size(1024, 2, 32, 256, 500, (0.0, 0.75, 0.9375, 0.984375), _RATES[1:], 3),
         "cpu": Size(128, 2, 8, 64, 60, (0.0, 0.75, 0.9375), (-9.0, -8.0, -7.0, -6.0, -5.0)),
     },
 }
+# Scale small shares its runs with the studies of docs/measured-updates.md, whose init and alpha are rounded.
+_SMALL_INIT, _SMALL_ALPHA_INPUT = 0.0866, 9.17
 _HEAD_DIM = {"cpu": 32, "small": 64, "paper": 64}
 _BASE = {"cpu": 64, "small": 256, "paper": 256}
 _SCHEDULES = {"10x linear": "linear", "constant": "constant", "to zero": "linear-to-zero"}
@@ -174,8 +176,16 @@ class Scale:
         printed_warmup = printed.warmup / printed.steps
         head_dim = 32 if experiment == "coordinates" else _HEAD_DIM[self.name]
         alphas = printed.alphas or (1.0, 1.0)
+        if self.name == "small" and alphas == _ALPHAS:
+            alphas = (_SMALL_ALPHA_INPUT, alphas[1])
         run = RunConfig(
-            model=ModelConfig(width=width, depth=size.depth, head_dim=head_dim, vocab_size=self.vocab_size),
+            model=ModelConfig(
+                width=width,
+                depth=size.depth,
+                head_dim=head_dim,
+                vocab_size=self.vocab_size,
+                residual_factor=self.name == "small",
+            ),
             base_width=base,
             rule=rule,
             sparsity=sparsity,
@@ -184,7 +194,7 @@ class Scale:
             alpha_input=alphas[0],
             alpha_output=alphas[1],
             schedule=_SCHEDULES[printed.schedule],  # type: ignore[arg-type]
-            warmup=round(printed_warmup * size.steps),
+            warmup=None if round(printed_warmup, 1) == 0.1 else round(printed_warmup * size.steps),
             steps=size.steps,
             batch_size=size.batch_size,
             seq_len=size.seq_len,
@@ -200,11 +210,12 @@ class Scale:
         """As printed; where SP's is that of the width, 0.08666 / sqrt(16) at 4096, that of this width."""
         printed = TABLE_4[experiment]
         value = _of(printed.init_std, rule, TABLE_3["init_std"])
+        tuned = _SMALL_INIT if self.name == "small" else TABLE_3["init_std"]
         if rule == "sp" and value == _INIT["sp"]:
-            return TABLE_3["init_std"] * math.sqrt(_BASE[self.name] / width)
+            return tuned * math.sqrt(_BASE[self.name] / width)
         if rule == "sp" and value == _INIT_02["sp"] and printed.width is not None and self.name != "paper":
             return 0.02 * math.sqrt(printed.width / width)
-        return value
+        return tuned if self.name == "small" and value == _INIT["smupar"] else value
 
 
 def _of(values: dict[str, float] | None, rule: str, default: float) -> float:

@@ -19,13 +19,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from smupar import __version__
 from smupar.lm import data
 from smupar.lm.config import Execution, RunConfig
 from smupar.lm.cost import estimate
 from smupar.lm.data import Text
 from smupar.lm.distributed import pick_device
-from smupar.lm.folder import Status, Summary
+from smupar.lm.folder import Status, Summary, versions
 from smupar.lm.stack import GPTStack, stack_key
 from smupar.lm.train import train
 from smupar.study.config import EngineConfig
@@ -191,12 +190,13 @@ def fitting(config: RunConfig, device: torch.device) -> float:
     # Attention by products keeps its scores, in fp32 and as weights, in every layer.
     scores = 8 * model.depth * model.num_heads * config.batch_size * config.seq_len**2
     each = cost.state_bytes + cost.activation_bytes + scores + cost.num_parameters * 8
-    on_gpu = device.type == "cuda"
-    memory = float(torch.cuda.get_device_properties(device).total_memory) if on_gpu else _free_memory()
-    return _USABLE * memory / each
+    return _USABLE * _free_memory(device) / each
 
 
-def _free_memory() -> float:
+def _free_memory(device: torch.device) -> float:
+    """What other processes leave to this one."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
     return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
@@ -245,7 +245,7 @@ def _ended(
         device=torch.cuda.get_device_name(stack.device) if stack.device.type == "cuda" else stack.device.type,
         num_ranks=1,
         num_threads=torch.get_num_threads(),
-        versions={"smupar": __version__, "torch": torch.__version__, "python": sys.version.split()[0]},
+        versions=versions(),
     )
     every = max(1, config.steps // 50)
     rows = [{"step": step, "loss": losses[step - 1]} for step in range(every, finite + 1, every)]

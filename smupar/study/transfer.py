@@ -225,8 +225,8 @@ def _curves_wanted(config: TransferConfig) -> list[_Wanted]:
 def _run(config: TransferConfig, wanted: _Wanted, value: float, trace: str | None = None) -> RunConfig:
     rule, width, sparsity, is_proxy = wanted
     fields: dict[str, object] = {"rule": "smupar" if rule in _OURS else rule, "width": width, "sparsity": sparsity}
-    if sparsity == 0:
-        fields |= {"dynamic": "none", "steps": config.run.round_steps}
+    if sparsity == 0:  # no masks to move: the run of a study of static ones
+        fields |= {"dynamic": "none", "mask_every": RunConfig.mask_every, "steps": config.run.round_steps}
     elif config.run.prunes:
         fields["correction"] = "moment" if rule in _OURS else "fixed"
     if is_proxy:
