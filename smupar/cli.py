@@ -89,10 +89,21 @@ def generate(config: Sample) -> None:
 
 
 def export(config: Export) -> None:
-    """Write a run's model as a folder to hand on: safetensors with all factors folded in, and a model card."""
+    """Write a model as a folder to hand on: safetensors with all factors folded in, and a run's with a model card.
+
+    A model of transformers, saved by save_pretrained, becomes one that a plain from_pretrained reads.
+    """
+    from smupar.lm.export import is_of_transformers
+
+    wanted = checked(config)
+    if is_of_transformers(wanted):
+        from smupar.integrations.huggingface import export as write_plain
+
+        print(write_plain(wanted.folder, wanted.out, dtype=wanted.dtype))
+        return
     from smupar.lm.export import export as write
 
-    print(write(checked(config)))
+    print(write(wanted))
 
 
 def report(folder: tyro.conf.Positional[str]) -> None:
@@ -119,20 +130,27 @@ def check(config: Check) -> None:
         sys.exit(1)
 
 
-def bench(what: tyro.conf.Positional[Literal["parameterize", "train", "updates", "sweep", "data"]], repeats: int = 3) -> None:
+def bench(
+    what: tyro.conf.Positional[Literal["parameterize", "train", "updates", "sweep", "data", "sparse"]],
+    repeats: int = 3,
+    out: str | None = None,
+) -> None:
     """Measure, side by side in one run.
 
     Args:
         what: parameterize: its cost against a plain normal_ of the same tensors. train: the 610M model on a GPU, masked
             against the same without smupar, causal attention and ALiBi. sweep: many small models, one by one and
-            stacked. data: how fast shards are read.
-        repeats: Runs of each side; the fastest counts.
+            stacked. data: how fast shards are read. sparse: layers that keep only their non-zeros against dense ones.
+        repeats: Runs of each side.
+        out: For sparse: a folder for the numbers as JSON and the picture.
     """
     from smupar.bench import BENCHES
 
     if repeats < 1:
         raise ValueError(f"--repeats must be at least 1, got {repeats}")
-    print(BENCHES[what](repeats=repeats))
+    if out is not None and what != "sparse":
+        raise ValueError(f"--out is for bench sparse, {what} writes no files: leave it out")
+    print(BENCHES[what](repeats=repeats, **({} if out is None else {"out": out})))
 
 
 def commands(name: str, start: RunConfig) -> dict[str, Callable[..., None]]:
@@ -241,7 +259,9 @@ def commands(name: str, start: RunConfig) -> dict[str, Callable[..., None]]:
         data: str | None = None,
         data_dir: str | None = None,
         out: str = "runs/reproduce",
+        publish: str | None = None,
         list: bool = False,  # noqa: A002 (the flag)
+        settings: bool = False,
         dry_run: bool = False,
     ) -> None:
         """Reproduce figures and tables of the paper: picture, rows, and whether its claim holds here (exit code 1 if not).
@@ -252,13 +272,15 @@ def commands(name: str, start: RunConfig) -> dict[str, Callable[..., None]]:
             data: Folder made by `smupar data prepare`; at scale cpu default Python's own source.
             data_dir: tab02: folder with local copies of the tasks as JSONL; default the harness's own, online.
             out: Folder; figures that share runs share them here. Started again, only what is missing is run.
+            publish: Folder for a page of results, its rows and its picture, as in docs/results.
             list: Print what there is.
+            settings: Print Table 4, and what the smaller scales make of it.
             dry_run: Print runs, parameters, tokens, FLOPs, hours and memory; run nothing.
         """
         from smupar.paper import reproduce as paper
 
-        if list or not figures:
-            print(paper.listed())
+        if settings or list or not figures:
+            print(paper.figure("tab04").text() if settings else paper.listed())
             return
         offline = [name for name in paper.FIGURES if name != "tab02" or data_dir is not None]
         names = offline if figures == ("all",) else figures
@@ -272,6 +294,10 @@ def commands(name: str, start: RunConfig) -> dict[str, Callable[..., None]]:
         for name in names:
             ended.append(paper.reproduce(name, wanted, checked(how), out=out, data_dir=data_dir))
             print(ended[-1], flush=True)
+            if publish is not None:
+                from smupar.paper.publish import publish as write_page
+
+                print(write_page(ended[-1], wanted, publish))
         sys.exit(0 if all(one.claim.holds for one in ended) else 1)
 
     def tune(config: Tune = begin_tune, how: Engine = default_engine, out: str = "runs/tune") -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from smupar.paper import (
     fig13,
     fig14,
     patterns,
+    publish,
     tab01,
     tab02,
     tab03,
@@ -33,7 +35,7 @@ from smupar.paper import (
     thin,
 )
 from smupar.paper.figure import curve, farthest_move
-from smupar.paper.reproduce import FIGURES, FINDINGS, dry_run, figure, listed, make_scale, reproduce
+from smupar.paper.reproduce import FIGURES, FINDINGS, Reproduced, dry_run, figure, listed, make_scale, reproduce
 from smupar.paper.settings import TABLE_3, TABLE_4, Scale, iso_width, wpn_width
 from smupar.study.config import EngineConfig
 from smupar.study.engines import execute
@@ -62,7 +64,7 @@ def finished(config, loss):
         device="cpu",
         num_ranks=1,
         num_threads=1,
-        versions={},
+        versions={"torch": "2"},
     )
     return Result(config, ended)
 
@@ -315,6 +317,33 @@ def test_scale_for_a_gpu_is_refused_without_one(tmp_path):
 def test_docs_list_the_reductions_as_they_are():
     page = (Path(__file__).parent.parent / "docs" / "reproduce.md").read_text()
     assert tab04.text() in page
+
+
+RESULTS = Path(__file__).parent.parent / "docs" / "results"
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_published_numbers_can_be_followed_to_their_runs(path):
+    facts = json.loads(path.read_text())
+    assert all(publish.config_of(facts, row).id == row["id"] and row["commit"] for row in facts["rows"])
+    page = path.with_suffix(".md").read_text()
+    assert all(claim["text"] in page for claim in facts["claims"])
+    assert all((RESULTS / name).exists() for name in re.findall(r"!\[[^]]*\]\(([^)]*)\)", page))
+
+
+def test_list_of_results_is_that_of_the_pages():
+    assert (RESULTS / "README.md").read_text() == publish.index(RESULTS)
+
+
+def test_publishing_again_keeps_what_was_written_by_hand(tmp_path):
+    rows = parabolas(fig06.runs(CPU), lambda run: -6)
+    (tmp_path / "fig06").mkdir()
+    done = Reproduced("fig06", fig06.claim(rows), tmp_path / "fig06", rows)
+    page = publish.publish(done, CPU, tmp_path / "pages")
+    page.write_text(page.read_text().replace("Nothing to note yet.", "Ours are *smaller*."))
+    assert publish.publish(done, CPU, tmp_path / "pages").read_text().endswith("## Where they differ\n\nOurs are *smaller*.\n")
+    facts = json.loads((tmp_path / "pages" / "fig06.json").read_text())
+    assert [publish.config_of(facts, row).id for row in facts["rows"]] == [row.config.id for row in rows]
 
 
 def test_table_2_evaluates_the_runs_that_a_study_kept(tmp_path):

@@ -26,10 +26,13 @@ class Claim:
 
     holds: bool
     text: str
+    parts: tuple[Claim, ...] = ()
+    """Where it is made of several."""
 
 
 def all_of(*claims: Claim) -> Claim:
-    return Claim(all(one.holds for one in claims), "; ".join(f"{'yes' if c.holds else 'NO'}: {c.text}" for c in claims))
+    text = "; ".join(f"{'yes' if one.holds else 'NO'}: {one.text}" for one in claims)
+    return Claim(all(one.holds for one in claims), text, claims)
 
 
 # Proposing

@@ -53,6 +53,7 @@ class Reproduced:
     name: str
     claim: Claim
     folder: Path
+    rows: Sequence[Result] = ()
 
     def __str__(self) -> str:
         return f"{self.name}: {'HOLDS' if self.claim.holds else 'DOES NOT HOLD'}. {self.claim.text}\n{self.folder}"
@@ -96,10 +97,10 @@ def reproduce(name: str, scale: Scale, how: EngineConfig, *, out: str, data_dir:
     if not hasattr(module, "runs") and hasattr(module, "text"):  # a table that needs no run
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / "table.txt", module.text() + "\n")
-        return _written(name, scale, folder, module.claim(), 0)
+        return _written(name, scale, folder, module.claim())
     if hasattr(module, "measure"):
         folder.mkdir(parents=True, exist_ok=True)
-        return _written(name, scale, folder, module.claim(module.measure(scale, folder)), 0)
+        return _written(name, scale, folder, module.claim(module.measure(scale, folder)))
     if how.engine != "ray":  # whose machines are others
         _refuse_device(name, scale, module.runs(scale), pick_device(how.device), asked=how.device != "auto")
     definition = {"kind": "reproduce", "scale": scale.name, "data": scale.data}
@@ -115,9 +116,9 @@ def reproduce(name: str, scale: Scale, how: EngineConfig, *, out: str, data_dir:
         folders = {str(study.runs / row.config.id): row.config for row in rows if row.summary.status == "finished"}
         results = module.judge(folders, folder, data_dir, how.device)
         print(module.text(results, {config.id: config for config in folders.values()}))
-        return _written(name, scale, folder, module.claim(results), len(rows))
+        return _written(name, scale, folder, module.claim(results), rows)
     draw_png(module.draw(rows), folder / "picture.png", module.TITLE, columns=getattr(module, "COLUMNS", None))
-    return _written(name, scale, folder, module.claim(rows), len(rows))
+    return _written(name, scale, folder, module.claim(rows), rows)
 
 
 Stage = Callable[[Study], Sequence[RunConfig]]
@@ -172,10 +173,10 @@ def _write_rows(folder: Path, rows: Sequence[Result]) -> None:
     write_atomic(folder / "rows.csv", text.getvalue())
 
 
-def _written(name: str, scale: Scale, folder: Path, claim: Claim, num_runs: int) -> Reproduced:
-    facts: dict[str, Any] = {"figure": name, "scale": asdict(scale), "smupar": __version__, "runs": num_runs, **asdict(claim)}
+def _written(name: str, scale: Scale, folder: Path, claim: Claim, rows: Sequence[Result] = ()) -> Reproduced:
+    facts: dict[str, Any] = {"figure": name, "scale": asdict(scale), "smupar": __version__, "runs": len(rows), **asdict(claim)}
     write_atomic(folder / "claim.json", json.dumps(facts, indent=1))
-    return Reproduced(name, claim, folder)
+    return Reproduced(name, claim, folder, rows)
 
 
 # What it would cost

@@ -1,0 +1,199 @@
+"""Pages of results: what was run, what the paper shows, what came out, and where they differ.
+
+A page is made from the runs, all but its last section, which is written by hand and kept. Its rows hold every run's whole
+configuration, so that a number can be followed to the hash of its run and the commit that made it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path, PurePath
+from typing import Any
+
+from smupar.lm.config import RunConfig
+from smupar.lm.files import write_atomic
+from smupar.paper.figure import Claim
+from smupar.paper.reproduce import FIGURES, FINDINGS, Reproduced, figure
+from smupar.paper.settings import Scale
+from smupar.study.store import Result
+
+BY_HAND = "## Where they differ"
+_NOTHING_YET = "Nothing to note yet."
+
+
+def publish(done: Reproduced, scale: Scale, into: str | Path) -> Path:
+    """Writes NAME.md, NAME.json and the picture, and the list of all pages."""
+    folder = Path(into)
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = _facts(done, scale)
+    write_atomic(folder / f"{done.name}.json", _compact(facts))
+    for picture in sorted(done.folder.glob("*.png")):
+        shutil.copyfile(picture, folder / _picture_name(done.name, picture))
+    table = done.folder / "table.txt"
+    page = folder / f"{done.name}.md"
+    write_atomic(page, _page(done, scale, facts, table.read_text() if table.exists() else None, _by_hand(page)))
+    write_atomic(folder / "README.md", index(folder))
+    return page
+
+
+def config_of(facts: dict[str, Any], row: dict[str, Any]) -> RunConfig:
+    """The configuration of a row of a published file."""
+    values = {**facts["common"], **{name: value for name, value in row.items() if name in facts["varies"]}}
+    values["model"] = {name.removeprefix("model."): values.pop(name) for name in list(values) if name.startswith("model.")}
+    return RunConfig.from_json(json.dumps(values))
+
+
+def index(folder: Path) -> str:
+    """The list of pages, in the paper's order, from the files beside it."""
+    lines = [
+        "# Results",
+        "",
+        "What has been run at scale `small`, on one GPU. A claim that does not hold stays here as it is.",
+        "How to run them, and what the scales are: [reproduce](../reproduce.md).",
+        "",
+        "| | what | finding | holds here | runs | GPU minutes |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in FIGURES:
+        path = folder / f"{name}.json"
+        if path.exists():
+            facts, module = json.loads(path.read_text()), figure(name)
+            holds = "yes" if facts["holds"] else "**no**"
+            lines.append(
+                f"| [{name}]({name}.md) | {module.TITLE} | {module.FINDING or ''} | {holds} | {len(facts['rows'])} | "
+                f"{facts['minutes']:.1f} |"
+            )
+    lines += ["", *(f"- Finding {number}: {text}." for number, text in FINDINGS.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _facts(done: Reproduced, scale: Scale) -> dict[str, Any]:
+    configs = [_flat(row.config) for row in done.rows]
+    names = list(configs[0]) if configs else []
+    varies = [name for name in names if any(config[name] != configs[0][name] for config in configs)]
+    rows = [
+        {"id": row.config.id, **{n: c[n] for n in varies}, **_ending(row)} for row, c in zip(done.rows, configs, strict=True)
+    ]
+    return {
+        "figure": done.name,
+        "scale": scale.name,
+        "holds": done.claim.holds,
+        "claims": [{"holds": part.holds, "text": part.text} for part in done.claim.parts or (done.claim,)],
+        "minutes": sum(row.summary.seconds for row in done.rows) / 60,
+        "commits": sorted({row.summary.versions.get("commit", "unknown") for row in done.rows}),
+        "devices": sorted({f"{row.summary.device}, torch {row.summary.versions['torch']}" for row in done.rows}),
+        "common": {name: configs[0][name] for name in names if name not in varies},
+        "varies": varies,
+        "rows": rows,
+    }
+
+
+def _flat(config: RunConfig) -> dict[str, Any]:
+    values = asdict(config)
+    model = {f"model.{name}": value for name, value in values.pop("model").items()}
+    follow = config.follow and PurePath(config.follow).name
+    return {**model, **values, "betas": list(config.betas), "follow": follow}
+
+
+def _ending(row: Result) -> dict[str, Any]:
+    summary = row.summary
+    return {
+        "status": summary.status,
+        "train_loss": summary.train_loss,
+        "valid_loss": summary.valid_loss,
+        "gpu_seconds": round(summary.seconds, 3),
+        "commit": summary.versions.get("commit", "unknown"),
+    }
+
+
+def _compact(facts: dict[str, Any]) -> str:
+    """JSON with a line for each row."""
+    rows = ",\n".join(f"  {json.dumps(row)}" for row in facts["rows"])
+    head = json.dumps({name: value for name, value in facts.items() if name != "rows"}, indent=1)
+    return head.removesuffix("\n}") + f',\n "rows": [\n{rows}\n ]\n}}\n'
+
+
+def _picture_name(name: str, picture: Path) -> str:
+    return f"{name}.png" if picture.stem in ("picture", "check") else f"{name}-{picture.name}"
+
+
+def _by_hand(page: Path) -> str:
+    if not page.exists():
+        return _NOTHING_YET
+    return page.read_text().partition(BY_HAND)[2].strip() or _NOTHING_YET
+
+
+def _page(done: Reproduced, scale: Scale, facts: dict[str, Any], table: str | None, by_hand: str) -> str:
+    module = figure(done.name)
+    finding = f" It belongs to Finding {module.FINDING}: {FINDINGS[module.FINDING]}." if module.FINDING else ""
+    pictures = [_picture_name(done.name, picture) for picture in sorted(done.folder.glob("*.png"))]
+    data = f" --data {scale.data}" if done.rows else ""
+    lines = [
+        f"# {_heading(done.name)}: {module.TITLE}",
+        "",
+        f"**{'Holds' if done.claim.holds else 'Does not hold'} at scale {scale.name}.**",
+        "",
+        *(line for picture in pictures for line in (f"![{module.TITLE}]({picture})", "")),
+        *(["```text", table.rstrip(), "```", ""] if table else []),
+        "## What the paper shows",
+        "",
+        f"{module.SHOWS}{finding}",
+        "",
+        "## What was run",
+        "",
+        *_what_was_run(done.rows, facts),
+        "",
+        "```sh",
+        f"smupar reproduce {done.name} --scale {scale.name}{data} --publish docs/results",
+        "```",
+        "",
+        "## What came out",
+        "",
+        *_said(done.claim),
+        "",
+        BY_HAND,
+        "",
+        by_hand,
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _said(claim: Claim) -> list[str]:
+    return [f"- {'yes' if part.holds else '**no**'}: {part.text}" for part in claim.parts or (claim,)]
+
+
+def _heading(name: str) -> str:
+    kinds = {"fig": "Figure", "tab": "Table"}
+    return f"{kinds[name[:3]]} {int(name[3:])}" if name[:3] in kinds else name.capitalize()
+
+
+def _what_was_run(rows: Sequence[Result], facts: dict[str, Any]) -> list[str]:
+    if not rows:
+        return ["No training runs of its own; [the claim as JSON](" + facts["figure"] + ".json)."]
+    configs = [row.config for row in rows]
+    one = configs[0]
+    diverged = sum(row.summary.status == "diverged" for row in rows)
+    tokens = f"{one.steps} steps of {one.batch_size} x {one.seq_len} tokens"
+    ended_early = f", {diverged} of which diverged" if diverged else ""
+    return [
+        f"{len(rows)} runs{ended_early}: GPTs of {_some(configs, 'model.depth')} layers, "
+        f"width {_some(configs, 'model.width')} (base {one.base_width}), heads of {one.model.head_dim}, vocabulary "
+        f"{one.model.vocab_size}, {tokens} of `{one.data}`, {one.dtype}; density {_densities(configs)}; seeds "
+        f"{_some(configs, 'seed')}.",
+        f"{'; '.join(facts['devices'])}. {facts['minutes']:.1f} GPU minutes of training, compilation not counted; runs that "
+        f"several figures share are counted in each. Made by commit {', '.join(facts['commits'])}. Every run with its "
+        f"configuration and hash: [{facts['figure']}.json]({facts['figure']}.json).",
+    ]
+
+
+def _some(configs: Sequence[RunConfig], name: str) -> str:
+    values = sorted({_flat(config)[name] for config in configs})
+    return ", ".join(map(str, values))
+
+
+def _densities(configs: Sequence[RunConfig]) -> str:
+    values = sorted({1 - (config.sparsity or 0.0) for config in configs}, reverse=True)
+    return ", ".join(f"1/{1 / value:g}" if value < 1 and (1 / value).is_integer() else f"{value:.4g}" for value in values)
