@@ -1,7 +1,8 @@
 """The command line. Each command imports what it needs when it runs, so that ``smupar --help`` is there at once.
 
-Exit codes: 0 done, 1 a check that does not pass, 2 bad input or a full disk (one line says what and the remedy), 3 a run that
-diverged, 130 interrupted, 143 ended by SIGTERM; a training run saves before the last two.
+Exit codes, as in docs/command-line.md: 0 done, 1 a check or a claim that does not hold, 2 bad input or a full disk (one line
+says what and the remedy), 3 a run that diverged, 130 interrupted, 141 nobody reads on, 143 ended by SIGTERM; a training run
+saves before it ends by a signal.
 """
 
 from __future__ import annotations
@@ -13,11 +14,10 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, Union
 
 import tyro
 
-from smupar import __version__
 from smupar import rules as table_1
 from smupar.flags import checked, twin, unchecked
 from smupar.lm.config import (
@@ -106,15 +106,20 @@ def export(config: Export) -> None:
     print(write(wanted))
 
 
-def report(folder: tyro.conf.Positional[str]) -> None:
+def report(folder: tyro.conf.Positional[str], parquet: bool = False) -> None:
     """Write the page, picture and table of a study again, from the runs that are finished.
 
     Args:
         folder: Of the study.
+        parquet: Write table.parquet beside table.csv and table.json.
     """
     from smupar.study.report import read_study, write_report
 
-    print(f"{write_report(read_study(folder))}\n{folder}/report.html, picture.png, table.csv")
+    study = read_study(folder)
+    found = write_report(study)
+    if parquet:
+        study.write_parquet()
+    print(f"{found}\n{folder}/report.html, picture.png, table.csv{', table.parquet' if parquet else ''}")
 
 
 def check(config: Check) -> None:
@@ -435,7 +440,9 @@ def table(
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     if argv == ["--version"]:
-        print(f"smupar {__version__}, Python {sys.version.split()[0]}")
+        from smupar.environment import describe
+
+        print(describe())
         return
     # Threads that wait must not spin for long: beside another job on the same cores a step took up to 30 times as long.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # read when torch is loaded
@@ -464,9 +471,10 @@ def _is_of_the_machine(error: Exception) -> bool:
 
 
 def _run(argv: list[str]) -> None:
+    on_data: dict[str, Callable[..., None]] = {"prepare": prepare, "verify": verify}
     if argv[0] == "data":
         tyro.extras.subcommand_cli_from_dict(
-            {"prepare": prepare, "verify": verify},
+            on_data,
             prog="smupar data",
             description="Text on disk, as tokens.",
             args=argv[1:] or ["--help"],
@@ -479,11 +487,22 @@ def _run(argv: list[str]) -> None:
         tyro.cli(step or evaluate, prog=prog, args=args)
         return
     tyro.extras.subcommand_cli_from_dict(
-        {**commands(*_start(argv)), "data": data, "eval": evaluate},
+        {**commands(*_start(argv)), "data": _with_steps(data, on_data) if "-completion" in argv[0] else data, "eval": evaluate},
         prog="smupar",
         description="Tune a small dense model, train wide sparse ones with the same hyperparameters.",
         args=argv,
     )
+
+
+def _with_steps(command: Callable[..., None], steps: dict[str, Callable[..., None]]) -> Callable[..., None]:
+    """The command as a shell's completion should know it. Not for running: tyro would put errors of its steps into a box."""
+
+    def nested(step: Any) -> None: ...
+
+    nested.__doc__ = command.__doc__
+    named = tuple(Annotated[Any, tyro.conf.subcommand(name=name, constructor=step)] for name, step in steps.items())
+    nested.__annotations__["step"] = Union[named]  # noqa: UP007 (made of a tuple)
+    return tyro.conf.configure(tyro.conf.OmitSubcommandPrefixes)(nested)
 
 
 def _start(argv: list[str]) -> tuple[str, RunConfig]:

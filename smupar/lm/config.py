@@ -281,7 +281,9 @@ class Execution:
     log_every: int = 10
     """Steps between lines of metrics.jsonl; the GPU waits for the host only then."""
     tensorboard: bool = False
-    """Write events for TensorBoard into the run's folder."""
+    """Write the metrics for TensorBoard too, into the run's folder."""
+    wandb: bool = False
+    """Write the metrics to Weights & Biases too; WANDB_MODE=offline keeps them in the run's folder."""
     peak_tflops: float | None = None
     """Peak of one device for the share that is shown; default the datasheet's, else the speed of a large product here."""
 
@@ -366,7 +368,7 @@ class ExportConfig:
     """A folder to hand on."""
 
     folder: str
-    """Of a run, or of one of its checkpoints."""
+    """Of a run, of one of its checkpoints, or of a Hugging Face model that smupar parameterized."""
     out: str
     """Folder to write."""
     format: Literal["dense", "sparse"] = "dense"

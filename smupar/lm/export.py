@@ -16,6 +16,7 @@ from torch import Tensor
 from smupar.apply import FACTOR, mask_of
 from smupar.lm import checkpoint
 from smupar.lm.config import ExportConfig
+from smupar.lm.files import PLAN_FILE
 from smupar.lm.folder import read_facts, read_summary
 from smupar.lm.gpt import GPT, Block
 from smupar.lm.load import EXPORT_FORMAT, LoadedRun, load_run, to_csr
@@ -54,6 +55,17 @@ def export(config: ExportConfig) -> str:
     unfinished.replace(out)
     size = (out / "model.safetensors").stat().st_size
     return f"step {run.step} of {run.folder}, {config.format}, {size / 2**20:.1f} MiB, with a model card: {out}"
+
+
+def is_of_transformers(config: ExportConfig) -> bool:
+    """Whether the folder was written by a Hugging Face model, for which the integration has an export of its own."""
+    if not (Path(config.folder) / PLAN_FILE).exists():
+        return False
+    if config.format != "dense" or config.best:
+        raise ValueError(
+            f"{config.folder} is a model of transformers, which reads dense weights: leave out --format and --best"
+        )
+    return True
 
 
 @torch.no_grad()

@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+PLAN_FILE = "smupar_plan.json"
+"""Beside the weights of a Hugging Face model: they are no model without it."""
+
 
 def write_atomic(path: Path, text: str) -> None:
     """Either the old content or the new one is there, whenever the power fails."""

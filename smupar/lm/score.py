@@ -28,7 +28,7 @@ from tqdm import tqdm
 from smupar import __version__
 from smupar.lm.config import ScoringConfig
 from smupar.lm.distributed import pick_device
-from smupar.lm.files import write_atomic
+from smupar.lm.files import PLAN_FILE, write_atomic
 from smupar.lm.folder import read_run_tokenizer
 from smupar.lm.gpt import GPT
 from smupar.lm.load import EXPORT_FORMAT, load_model, load_run
@@ -119,6 +119,8 @@ def _from_transformers(path: Path, device: torch.device) -> Subject:
         import transformers
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"{path} is a model of transformers: pip install 'smupar[eval]'") from error
+    if (path / PLAN_FILE).exists():  # transformers alone would leave the factors out and say nothing
+        raise ValueError(f"{path} needs the factors of its plan: smupar export {path} OUT, then score OUT")
     try:
         tokenizer: Any = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=torch.float32)

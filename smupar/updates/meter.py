@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from smupar.apply import is_parameterized, optimizers, unwrapped
 from smupar.plan import Plan
 from smupar.rates import LayerRates, group_of_weight, layer_rates
+from smupar.storage import Compressed
 from smupar.tensors import parent_path
 from smupar.updates.trace import Guide, Trace, due
 from smupar.values import local, num_ranks, whole
@@ -51,7 +52,7 @@ class _Probe:
         self.buffer = f"{name.rpartition('.')[2]}_{_INPUT}"
         self.before: Tensor | None = None
         if not self.is_conv:
-            size = (NUM_TOKENS, parameter.shape[in_dim])
+            size = (NUM_TOKENS, plan[name].shape[in_dim])
             self._make(torch.zeros(size, device=local(parameter).device))
         self.hook = module.register_forward_pre_hook(self._keep)
 
@@ -77,6 +78,8 @@ class _Probe:
 
     def outputs(self) -> Tensor:
         """What the weight makes of the inputs, without bias: under FSDP2 this rank's part of it."""
+        if isinstance(self.module, Compressed):
+            return self.module.product(self.inputs)
         if not self.is_conv:
             if self.in_dim == 1:
                 return self.inputs @ local(self.parameter).detach().float().T
@@ -134,7 +137,7 @@ class _Meter:
         ignored |= {f"{parent_path(name)}.{probe.buffer}".lstrip(".") for name, probe in self.probes.items()}
         nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
         self.trace = Trace(
-            shapes={name: tuple(probe.parameter.shape) for name, probe in self.probes.items()},
+            shapes={name: plan[name].shape for name in self.probes},
             optimizer="+".join(type(one).__name__.lower() for one in self.optimizers if group_of_weight(one)),
         )
         self.step, self.waiting = 0, len(self.optimizers)
@@ -163,6 +166,10 @@ class _Meter:
                 for name, group in group_of_weight(optimizer).items():
                     if name in self.probes and float(group["lr"]) > 0:
                         self.probes[name].before = self.probes[name].outputs()
+
+    def look(self, optimizer: torch.optim.Optimizer) -> None:
+        """Behind backward, in loops whose forward pass is inside ``optimizer.step(closure)``: there hooks come too early."""
+        self._before(optimizer, (), {})
 
     @torch.no_grad()
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -223,7 +230,7 @@ class _Meter:
 def _is_measurable(model: nn.Module, plan: Plan, name: str) -> bool:
     module, row = model.get_submodule(parent_path(name)), plan[name]
     # transformers' Conv1D is a linear layer that stores (in, out); nn.MultiheadAttention never calls its out_proj.
-    is_linear = isinstance(module, nn.Linear) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
+    is_linear = isinstance(module, (nn.Linear, Compressed)) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
     called = not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
     fits = isinstance(module, _CONVOLUTIONS) or (is_linear and called and len(row.in_dims) == 1)
     return fits and name.rpartition(".")[2] == "weight"

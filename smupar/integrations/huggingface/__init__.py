@@ -1,0 +1,55 @@
+"""Hugging Face transformers: models, folders and the Trainer. Imported only when asked for.
+
+families      what is known of each architecture: its widths, its attention scale, where queries come from
+models        ``parameterize``: a model of transformers follows a rule; the base is built from a config
+folders       ``save_pretrained`` keeps masks and plan, ``load`` puts them back, ``export`` folds every factor into the weights
+training      an optimizer from ``TrainingArguments`` and a callback, for ``transformers.Trainer``
+
+Names are found on first use, behind the check of the version: other versions lack what the files above import.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+try:
+    import transformers
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("smupar's Hugging Face integration needs transformers: pip install 'smupar[hf]'") from error
+
+if TYPE_CHECKING:
+    from smupar.integrations.huggingface.families import base_config, set_attention_scale
+    from smupar.integrations.huggingface.folders import export, load, save
+    from smupar.integrations.huggingface.models import parameterize
+    from smupar.integrations.huggingface.training import SmuparCallback, make_optimizer
+
+_MAJOR = "5"
+if transformers.__version__.partition(".")[0] != _MAJOR:
+    raise ImportError(
+        f"smupar's Hugging Face integration is for transformers {_MAJOR}.x, this is {transformers.__version__}: "
+        "pip install 'smupar[hf]'"
+    )
+
+_WHERE = {
+    "parameterize": "models",
+    "base_config": "families",
+    "set_attention_scale": "families",
+    "save": "folders",
+    "load": "folders",
+    "export": "folders",
+    "make_optimizer": "training",
+    "SmuparCallback": "training",
+}
+
+__all__ = ["SmuparCallback", "base_config", "export", "load", "make_optimizer", "parameterize", "save", "set_attention_scale"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,120 @@
+"""What is known of each architecture of transformers; everything else follows from shapes, as for any model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from smupar.plan import Plan
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models whose attention modules keep their scale as ``scaling``, with heads as large at every width."""
+
+    intermediate: str
+    """The config's name for the width inside an MLP."""
+    queries: Callable[[Any], list[Tensor]]
+    """Views of the parameters of an attention module that its queries are proportional to."""
+
+
+def _projected(attention: Any) -> list[Tensor]:
+    """Llama and its kin, ViT. Where queries are normalised, only the norm's own weight counts."""
+    return _parts(attention.q_norm if hasattr(attention, "q_norm") else attention.q_proj)
+
+
+def _gpt2(attention: Any) -> list[Tensor]:
+    if attention.is_cross_attention:
+        return _parts(attention.q_attn)
+    # Conv1D keeps (in, out), and q, k, v side by side.
+    return [attention.c_attn.weight[:, : attention.split_size], attention.c_attn.bias[: attention.split_size]]
+
+
+def _gpt_neox(attention: Any) -> list[Tensor]:
+    """Each head has its q, k and v behind each other."""
+    return [part.view(-1, 3, attention.head_size, *part.shape[1:])[:, 0] for part in _parts(attention.query_key_value)]
+
+
+def _parts(layer: nn.Module) -> list[Tensor]:
+    return list(layer.parameters(recurse=False))
+
+
+_LLAMA_LIKE = Family("intermediate_size", _projected)
+FAMILIES = {
+    "gpt2": Family("n_inner", _gpt2),
+    "llama": _LLAMA_LIKE,
+    "mistral": _LLAMA_LIKE,
+    "qwen2": _LLAMA_LIKE,
+    "qwen3": _LLAMA_LIKE,
+    "gpt_neox": Family("intermediate_size", _gpt_neox),
+    "vit": _LLAMA_LIKE,
+}
+"""By ``config.model_type``."""
+
+
+def attentions(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Path and module of each attention of a model of a known family."""
+    for path, module in model.named_modules():
+        if hasattr(module, "scaling") and (hasattr(module, "head_dim") or hasattr(module, "head_size")):
+            yield path, module
+
+
+def head_dim(attention: Any) -> int:
+    return int(getattr(attention, "head_dim", None) or attention.head_size)
+
+
+def set_attention_scale(model: nn.Module, plan: Plan) -> None:
+    """Puts the rule's scale into every attention module of a known architecture."""
+    for _, attention in attentions(model):
+        scale = plan.attention_scale(head_dim(attention))
+        if getattr(attention, "scale_attn_by_inverse_layer_idx", False):  # GPT-2's own option, beside any rule
+            scale /= attention.layer_idx + 1
+        attention.scaling = scale
+
+
+@torch.no_grad()
+def scale_queries(family: Family, attention: nn.Module, factor: float) -> None:
+    for part in family.queries(attention):
+        part.mul_(factor)
+
+
+def base_config(config: PreTrainedConfig, width: int = 256) -> PreTrainedConfig:
+    """The same architecture at another width, as a config: as many layers, heads of the same size and so fewer of them, the
+    same number of queries for each key, MLPs in proportion."""
+    kind = config.model_type
+    if kind not in FAMILIES:
+        raise ValueError(
+            f"base_config knows {', '.join(FAMILIES)}, not {kind!r}: build the base's config yourself, other widths only "
+            "(fewer heads of the same size), and pass it as parameterize(model, base=config)"
+        )
+    if isinstance(width, bool) or not isinstance(width, int) or width < 1:
+        raise ValueError(f"the base width must be a positive whole number, got {width!r}")
+    ratio = Fraction(width, config.hidden_size)
+    # One head for all keys stays one.
+    names = [name for name in ("num_attention_heads", "num_key_value_heads") if (getattr(config, name, None) or 1) > 1]
+    counts = {name: getattr(config, name) for name in names}
+    unit = Fraction(config.hidden_size, math.gcd(*counts.values()) if counts else 1)
+    if Fraction(width) % unit:
+        shown = " and ".join(f"{name} {count}" for name, count in counts.items()) or "one head"
+        raise ValueError(
+            f"at width {width} the heads of this {kind} ({shown} at width {config.hidden_size}) would not come out whole: "
+            f"choose a multiple of {unit.numerator}"
+        )
+    base = deepcopy(config)
+    inside = getattr(config, FAMILIES[kind].intermediate)
+    base.hidden_size = width
+    for name, count in counts.items():
+        setattr(base, name, int(count * ratio))
+    if inside is not None:
+        setattr(base, FAMILIES[kind].intermediate, max(1, round(inside * ratio)))
+    if getattr(config, "pooler_output_size", None) == config.hidden_size:
+        base.pooler_output_size = width
+    return base

@@ -1,0 +1,201 @@
+"""Folders of transformers: with masks and plan, as ``save_pretrained`` writes them here, or for a plain ``from_pretrained``."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from copy import deepcopy
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+
+from smupar.apply import add_masks, attach, let_masks_move, mask_of
+from smupar.integrations.huggingface.families import FAMILIES, attentions, scale_queries, set_attention_scale
+from smupar.lm.files import PLAN_FILE, write_atomic
+from smupar.plan import Plan
+from smupar.planner import PlanWarning
+from smupar.rules import SP, get_rule
+
+_MASK = "_mask"
+# What belongs to a tokenizer or an image processor, and travels with an export.
+_BESIDE = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.model",
+           "preprocessor_config.json", "processor_config.json")  # fmt: skip
+
+
+class _Saving:
+    """A model's own ``save_pretrained``, with the plan beside the weights.
+
+    An object with the model in it, so that a deepcopy of the model saves itself and not the first one.
+    """
+
+    def __init__(self, model: PreTrainedModel, plan: Plan) -> None:
+        self.model, self.plan = model, plan
+
+    def __call__(self, save_directory: str | PathLike[str], is_main_process: bool = True, **kwargs: Any) -> None:
+        if kwargs.get("push_to_hub"):
+            raise ValueError("save_pretrained(push_to_hub=True) would leave the plan behind: use model.push_to_hub(repo_id)")
+        # In the model's own names: masks go with their weights, and the Trainer reads checkpoints back without renaming.
+        kwargs.setdefault("save_original_format", False)
+        type(self.model).save_pretrained(self.model, save_directory, is_main_process=is_main_process, **kwargs)
+        if is_main_process:
+            write_atomic(Path(save_directory) / PLAN_FILE, self.plan.to_json())
+
+
+def keep_plan(model: PreTrainedModel, plan: Plan) -> None:
+    """From now on ``save_pretrained`` writes the plan as well, whoever calls it: you, the Trainer, a push to the hub."""
+    setattr(model, "save_pretrained", _Saving(model, plan))  # noqa: B010  # an instance's attribute in a method's place
+
+
+def save(model: PreTrainedModel, plan: Plan, folder: str | PathLike[str]) -> None:
+    """``model.save_pretrained`` for a model that ``smupar.parameterize`` was called on, and not this integration."""
+    keep_plan(model, plan)
+    model.save_pretrained(folder)
+
+
+def load(folder: str | PathLike[str], *, model_class: type[PreTrainedModel] | None = None) -> tuple[PreTrainedModel, Plan]:
+    """The model that ``save_pretrained`` wrote, with its masks, hooks and attention scale, and its plan. In eval mode, as from
+    ``from_pretrained``.
+
+    model_class   default what the config names, if transformers has it
+    """
+    path = Path(folder)
+    plan = _read_plan(path)
+    config = AutoConfig.from_pretrained(path)
+    tensors = _read_tensors(path)
+    masked = [name for name in tensors if name.endswith(_MASK) and name.removesuffix(_MASK) in plan]
+    masks = {name.removesuffix(_MASK): tensors.pop(name) for name in masked}
+    kind = model_class or _class_of(config, path)
+    read: Any = kind.from_pretrained(None, config=config, state_dict=tensors, output_loading_info=True)
+    model: PreTrainedModel = read[0]
+    seen: dict[str, Any] = read[1]
+    lost = [name for name in seen["missing_keys"] if name in plan]
+    lost += [f"{row.name}{_MASK}" for row in plan if row.masked and row.name not in masks]
+    if lost:
+        raise ValueError(f"{path} is incomplete, it lacks {lost[0]!r} and {len(lost) - 1} more: save the model again")
+    if model.can_generate() and (path / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    _put_masks(model, plan, masks)
+    if config.model_type in FAMILIES:
+        set_attention_scale(model, plan)
+    elif plan.rule != SP.name:
+        warnings.warn(
+            f"the attention scale of a {config.model_type!r} is not known: set it again to plan.attention_scale(head_dim)",
+            PlanWarning,
+            stacklevel=2,
+        )
+    keep_plan(model, plan)
+    return model, plan
+
+
+@torch.no_grad()
+def _put_masks(model: nn.Module, plan: Plan, masks: dict[str, Tensor]) -> None:
+    attach(model, plan, masks={name: mask for name, mask in masks.items() if plan[name].masked})
+    if any(not plan[name].masked for name in masks):  # pruned from dense
+        add_masks(model, plan)
+        for name, mask in masks.items():
+            own = mask_of(model, name)
+            assert own is not None
+            own.copy_(mask)
+    if any(int(mask.sum()) != plan[name].num_kept for name, mask in masks.items()):
+        let_masks_move(model)
+
+
+def export(folder: str | PathLike[str], out: str | PathLike[str], *, dtype: str = "fp32") -> str:
+    """Writes a folder from which a plain ``from_pretrained`` gives the same logits; returns a line that says what is in it."""
+    source, target = Path(folder), Path(out)
+    if target.exists():
+        raise ValueError(f"{target} exists already: choose another folder, nothing is overwritten")
+    model, plan = load(source)
+    plain = folded(model, plan)
+    if dtype == "bf16":
+        plain.bfloat16()
+    unfinished = target.with_name(target.name + ".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    plain.save_pretrained(unfinished)
+    for pattern in _BESIDE:
+        for file in source.glob(pattern):
+            shutil.copy(file, unfinished)
+    unfinished.replace(target)
+    size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
+    return (
+        f"{type(plain).__name__} of {source}, {dtype}, {size / 2**20:.1f} MiB, every factor folded in"
+        f"{', embedding and head untied' if _has_two_factors(plan) else ''}: {target}"
+    )
+
+
+@torch.no_grad()
+def folded(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
+    """A plain model with the same logits: tables and heads take their factors, queries what the attention scale differs by. A
+    table that is also the head, with two factors, becomes two."""
+    family = FAMILIES.get(model.config.model_type)
+    if family is None and get_rule(plan.rule).attention_exponent != SP.attention_exponent:
+        raise ValueError(
+            f"the attention of a {model.config.model_type!r} is not known, so its scale cannot be folded into the weights; "
+            f"known are {', '.join(FAMILIES)}"
+        )
+    config = deepcopy(model.config)
+    if _has_two_factors(plan):
+        config.tie_word_embeddings = False
+    plain = type(model)(config).eval()
+    nn.Module.to(plain, model.dtype)
+    # By every name, so that what is tied in one and not in the other has a value of its own.
+    tensors = {name: parameter.clone() for name, parameter in model.named_parameters(remove_duplicate=False)}
+    scaled = {f"{path}.weight": factor for row in plan for path, factor in row.forward}
+    for name, parameter in plain.named_parameters():
+        parameter.copy_(tensors[name] * scaled.get(name, 1.0))
+    buffers = dict(model.named_buffers())
+    for name, buffer in plain.named_buffers():
+        buffer.copy_(buffers[name])
+    if family is not None:
+        for path, attention in attentions(plain):
+            own: Any = model.get_submodule(path)
+            scale_queries(family, attention, own.scaling / attention.scaling)
+    if model.can_generate():
+        plain.generation_config = deepcopy(model.generation_config)
+    return plain
+
+
+def _has_two_factors(plan: Plan) -> bool:
+    """Whether a tied table is multiplied by one number as embedding and by another as head."""
+    return any(len({factor for _, factor in row.forward}) > 1 for row in plan)
+
+
+def _read_plan(folder: Path) -> Plan:
+    file = folder / PLAN_FILE
+    if not file.exists():
+        raise ValueError(
+            f"{folder} has no {PLAN_FILE}: it was not written by save_pretrained of a model that was parameterized here. "
+            "A plain model is read by from_pretrained; save(model, plan, folder) is for one that smupar.parameterize changed."
+        )
+    try:
+        return Plan.from_json(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        raise ValueError(f"{folder} has a plan and no model.safetensors: save the model again")
+    try:
+        return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    except SafetensorError as error:
+        raise ValueError(f"{folder}: its weights are damaged ({error}): save the model again") from error
+
+
+def _class_of(config: Any, folder: Path) -> type[PreTrainedModel]:
+    names = config.architectures or []
+    for name in names:
+        kind = getattr(transformers, name, None)
+        if isinstance(kind, type) and issubclass(kind, PreTrainedModel):
+            return kind
+    raise ValueError(
+        f"transformers has no class called {' or '.join(names) or '?'}, which {folder} asks for: pass model_class="
+    )

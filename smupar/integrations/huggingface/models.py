@@ -1,0 +1,134 @@
+"""A model of transformers that follows a rule: roles, masks, init, factors, and the attention scale in its own field."""
+
+from __future__ import annotations
+
+import warnings
+from fnmatch import fnmatchcase
+from typing import Any, Unpack
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from smupar import apply
+from smupar.integrations.huggingface.families import FAMILIES, attentions, base_config, set_attention_scale
+from smupar.integrations.huggingface.folders import keep_plan
+from smupar.plan import Plan
+from smupar.planner import PlanWarning, Settings
+
+# Keys and values of heads that are as many at every width look like readouts by their shape.
+_HIDDEN = ("*.k_proj.weight", "*.v_proj.weight")
+
+
+def parameterize(
+    model: PreTrainedModel,
+    *,
+    base: int | PreTrainedConfig | nn.Module = 256,
+    reset: bool | None = None,
+    **settings: Unpack[Settings],
+) -> Plan:
+    """``smupar.parameterize`` for a model of transformers; also sets its attention scale and lets ``save_pretrained`` keep the
+    plan. Weight matrices are initialised anew.
+
+    base      width at which hyperparameters were tuned, or the config or model of that width
+    settings  as for ``smupar.parameterize``
+
+    GPT-2, Llama, Mistral, Qwen2, Qwen3, GPT-NeoX and ViT are known. Of others a config or model must be given as base; a
+    warning says what to confirm.
+    """
+    refuse(model)
+    family = FAMILIES.get(model.config.model_type)
+    narrow = _base_model(model, base)
+    if family is None:
+        warnings.warn(_to_confirm(model), PlanWarning, stacklevel=2)
+    else:
+        _check_attention(model)
+        settings = _known(model, narrow, settings)
+    if origin := getattr(model, "name_or_path", ""):
+        warnings.warn(
+            f"the weights that were loaded from {origin!r} are replaced by a fresh init: a rule is about training from scratch",
+            PlanWarning,
+            stacklevel=2,
+        )
+    plan = apply.parameterize(model, base=narrow, reset=reset, **settings)
+    if family is not None:
+        set_attention_scale(model, plan)
+    keep_plan(model, plan)
+    return plan
+
+
+def build(kind: type[nn.Module], config: PreTrainedConfig) -> nn.Module:
+    """A model without values."""
+    with torch.device("meta"):
+        return kind(config)
+
+
+def refuse(model: nn.Module) -> None:
+    """What cannot follow a rule, before anything changes."""
+    if _has_adapters(model):
+        raise ValueError(
+            "this model carries adapters (LoRA, PEFT), which train beside frozen weights, and no row of Table 1 is about them: "
+            "parameterize and train the model without them, or merge them first (merge_and_unload)"
+        )
+    if not isinstance(model, PreTrainedModel):
+        wrapped = apply.unwrapped(model) is not model
+        remedy = "parameterize first, then compile or wrap it" if wrapped else "use smupar.parameterize for others"
+        raise ValueError(f"a {type(model).__name__} is no model of transformers: {remedy}")
+    if getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "quantization_config", None) is not None:
+        raise ValueError(
+            "this model is quantized: a rule sets init and learning rates of floating-point weights, load it as such"
+        )
+
+
+def _has_adapters(model: nn.Module) -> bool:
+    named = any(".lora_" in f".{name}" for name, _ in model.named_parameters())
+    return named or hasattr(model, "peft_config") or bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def _base_model(model: PreTrainedModel, base: int | PreTrainedConfig | nn.Module) -> nn.Module:
+    if isinstance(base, nn.Module):
+        return base
+    config = base if isinstance(base, PreTrainedConfig) else base_config(model.config, base)
+    if config.model_type != model.config.model_type:
+        raise ValueError(f"the base's config is of a {config.model_type!r}, the model a {model.config.model_type!r}")
+    return build(type(model), config)
+
+
+def _check_attention(model: PreTrainedModel) -> None:
+    if not any(True for _ in attentions(model)):
+        raise ValueError(
+            f"no attention module of this {model.config.model_type} has a field 'scaling', as in transformers 5: is it a copy? "
+            "Use smupar.parameterize and set the attention scale yourself."
+        )
+
+
+def _known(model: PreTrainedModel, base: nn.Module, settings: Settings) -> Settings:
+    """Settings with what is known beyond shapes."""
+    names = [name for name, _ in model.named_parameters()]
+    known = {glob: "hidden" for glob in _HIDDEN if any(fnmatchcase(name, glob) for name in names)}
+    roles = dict(settings.get("roles") or {})  # the first match wins, so the user's own come first
+    delta = settings.get("delta")
+    config: Any = model.config
+    if delta is None and getattr(base, "config", config).hidden_size == config.hidden_size:
+        delta = build(type(model), base_config(config, 2 * config.hidden_size))
+    return {**settings, "roles": roles | {glob: role for glob, role in known.items() if glob not in roles}, "delta": delta}
+
+
+def _to_confirm(model: PreTrainedModel) -> str:
+    kind = model.config.model_type
+    scales = sorted(
+        {
+            f"{type(module).__name__}.{name}"
+            for module in model.modules()
+            for name, value in vars(module).items()
+            if "scal" in name and isinstance(value, float)
+        }
+    )
+    where = f"; it may be {', '.join(scales[:4])}" if scales else ""
+    return (
+        f"{kind!r} is not among the known architectures ({', '.join(FAMILIES)}), so its roles follow from shapes alone. "
+        "Please confirm: 1. in print(plan), matrices inside the blocks are hidden, tables are embeddings and the head is the "
+        "unembedding; 2. model and base differ in widths only, with heads of the same size; 3. set the attention scale to "
+        f"plan.attention_scale(head_dim) where the model has it{where} (set_attention_scale does so in fields 'scaling'); "
+        "4. smupar.coord_check passes."
+    )

@@ -1,0 +1,72 @@
+"""``transformers.Trainer`` as it is: an optimizer from its arguments, and a callback."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from smupar.auditing import audit
+from smupar.dynamic.sparsifiers import Sparsifier
+from smupar.integrations.state import carry_state
+from smupar.optim import param_groups
+from smupar.plan import Plan
+from smupar.updates.meter import Follower, Recorder
+
+
+def make_optimizer(model: PreTrainedModel, plan: Plan, args: TrainingArguments, **settings: Any) -> torch.optim.Optimizer:
+    """The optimizer that ``args`` ask for, at ``args.learning_rate`` as base learning rate, with the plan's groups.
+
+    As in the Trainer itself, norms and biases do not decay. ``settings`` are those of ``smupar.param_groups``.
+    """
+    kind, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)) or "params" in options or "model" in options:
+        raise ValueError(
+            f"optim={str(args.optim)!r} builds groups of its own, in place of the plan's: choose adamw_torch, sgd or "
+            "another plain optimizer"
+        )
+    # The method looks at nothing but the model.
+    decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
+    lr = options.pop("lr")
+    settings = {"no_decay": lambda name, _: name not in decayed, "optimizer": kind, **settings}
+    return kind(param_groups(model, plan, lr=lr, weight_decay=args.weight_decay, **settings), **options)
+
+
+class SmuparCallback(TrainerCallback):
+    """Audits model and optimizer before the first step, moves masks behind each step, and keeps the state of what moves in the
+    Trainer's checkpoints.
+
+    sparsifier   smupar.RigL(model, plan, optimizer, ...), SET, GMP or IMP
+    updates      what smupar.record_updates or smupar.follow_updates returned
+    """
+
+    def __init__(self, plan: Plan, *, sparsifier: Sparsifier | None = None, updates: Recorder | Follower | None = None) -> None:
+        self.plan, self.sparsifier, self.updates = plan, sparsifier, updates
+        for part in (sparsifier, updates):
+            if part is not None:
+                name = "sparsifier" if part is sparsifier else "measured updates"
+                carry_state(part.optimizers[0], {name: part})
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        model, optimizer = kwargs["model"], _own(kwargs["optimizer"])
+        for part in (self.sparsifier, self.updates):
+            if part is not None and optimizer not in part.optimizers:
+                raise ValueError(
+                    "the Trainer has another optimizer than the sparsifier or the measured updates: make one by "
+                    "make_optimizer and give it to them and to Trainer(optimizers=(optimizer, None))"
+                )
+        audit(model, self.plan, optimizer, trained=state.global_step > 0)
+
+    def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.sparsifier is None:
+            return
+        if getattr(kwargs["optimizer"], "step_was_skipped", False):  # fp16 overflowed: the step did not happen
+            self.sparsifier.load_state_dict(self.sparsifier.state_dict())  # forgets the gradients it saw
+        else:
+            self.sparsifier.step()
+
+
+def _own(optimizer: Any) -> torch.optim.Optimizer:
+    """Under Accelerate's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)

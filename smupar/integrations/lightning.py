@@ -1,0 +1,153 @@
+"""Lightning: a callback that makes a LightningModule follow a rule, from ``setup`` to the last step.
+
+    callback = SmuparCallback(base=lambda: Net(width=64), density=1 / 4, sparsifier=partial(smupar.RigL, every=100, stop=750))
+    lightning.Trainer(callbacks=[callback]).fit(Net(width=256))
+
+``configure_optimizers`` may stay as it is if it returns an optimizer over ``self.parameters()`` and no scheduler: its groups
+are made here. With a scheduler, which must see the groups, it says ``torch.optim.AdamW(self.smupar.param_groups(lr=...))``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Unpack
+
+import torch
+from torch import nn
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("smupar's Lightning callback needs lightning: pip install 'smupar[lightning]'") from error
+
+from smupar.apply import add_masks, attach, is_parameterized, mask_of, parameterize
+from smupar.auditing import audit
+from smupar.dynamic.sparsifiers import Sparsifier
+from smupar.integrations.state import carry_state
+from smupar.optim import param_groups
+from smupar.plan import Plan
+from smupar.planner import Settings
+from smupar.updates.meter import Follower, Recorder
+
+Make = Callable[[nn.Module, Plan, Any], Any]
+
+
+class SmuparCallback(Callback):
+    """Parameterizes, builds groups, audits before the first step, moves masks and measures updates behind each one.
+
+    base        the module at base width, or a function that builds it (on the meta device)
+    plan        of a module that is parameterized already, in place of ``base`` and settings
+    sparsifier  (module, plan, optimizers) -> RigL, SET, GMP or IMP, such as functools.partial(smupar.RigL, every=100, stop=750)
+    updates     (module, plan, optimizers) -> what smupar.record_updates or follow_updates returns
+    prepare     (module, plan): for what only you can set, such as the attention scale
+    settings    as for ``smupar.parameterize``
+
+    The module finds this callback as ``self.smupar``, with ``plan`` and ``param_groups``. Lightning's checkpoints hold the
+    masks, and beside the optimizers the state of what moves.
+    """
+
+    def __init__(
+        self,
+        *,
+        base: nn.Module | Callable[[], nn.Module] | None = None,
+        plan: Plan | None = None,
+        sparsifier: Callable[[nn.Module, Plan, Any], Sparsifier] | None = None,
+        updates: Callable[[nn.Module, Plan, Any], Recorder | Follower] | None = None,
+        prepare: Callable[[nn.Module, Plan], None] | None = None,
+        **settings: Unpack[Settings],
+    ) -> None:
+        if (base is None) == (plan is None) or (plan is not None and settings):
+            raise ValueError(
+                "give either base, with settings as for smupar.parameterize, or the plan of a parameterized module"
+            )
+        self._base, self._plan, self._settings, self._prepare = base, plan, settings, prepare
+        self._make: dict[str, Make | None] = {"sparsifier": sparsifier, "measured updates": updates}
+        self._module: LightningModule | None = None
+        self._watched: list[torch.optim.Optimizer] = []
+        self.sparsifier: Sparsifier | None = None
+        self.updates: Recorder | Follower | None = None
+
+    @property
+    def plan(self) -> Plan:
+        if self._plan is None:
+            raise ValueError("there is no plan before Trainer.fit has called setup")
+        return self._plan
+
+    def param_groups(self, *, lr: float, **settings: Any) -> list[dict[str, Any]]:
+        """``smupar.param_groups`` of the module, for its ``configure_optimizers``."""
+        assert self._module is not None, "called by the module's configure_optimizers, behind setup"
+        return param_groups(self._module, self.plan, lr=lr, **settings)
+
+    def watch(self, optimizer: Any) -> None:
+        """Makes the sparsifier and the measured updates. Happens by itself; call it in ``configure_optimizers``, before a
+        scheduler is made, if they give hidden weights groups of their own (GMP, IMP, measured updates)."""
+        assert self._module is not None, "called by the module's configure_optimizers, behind setup"
+        self._watched = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+        made = {name: make and make(self._module, self.plan, self._watched) for name, make in self._make.items()}
+        self.sparsifier, self.updates = made["sparsifier"], made["measured updates"]
+        carry_state(self._watched[0], made)
+        if self.sparsifier is not None:
+            self._watched[-1].register_step_post_hook(self._move)
+
+    # What Lightning calls
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if not any(True for _ in pl_module.parameters()):
+            raise ValueError("the module has no parameters yet: build its layers in __init__, not in configure_model")
+        if not is_parameterized(pl_module):
+            if self._base is None:
+                raise ValueError("a plan was given, but the module is not parameterized: give base and settings instead")
+            self._plan = parameterize(pl_module, base=self._base_model(), **self._settings)
+        attach(pl_module, self.plan)
+        if self._prepare is not None:
+            self._prepare(pl_module, self.plan)
+        if self._module is not pl_module:
+            pl_module.register_load_state_dict_pre_hook(self._make_room)
+        self._module = pl_module
+        setattr(pl_module, "smupar", self)  # noqa: B010  # no attribute that the class knows
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for optimizer in trainer.optimizers:
+            if not any("lr_factor" in group for group in optimizer.param_groups):
+                self._regroup(pl_module, optimizer, scheduled=bool(trainer.lr_scheduler_configs))
+        if self._watched != trainer.optimizers:  # as is so unless configure_optimizers called watch
+            self.watch(trainer.optimizers)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        audit(pl_module, self.plan, trainer.optimizers, trained=trainer.global_step > 0)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer) -> None:
+        if self.updates is not None:  # Lightning's forward pass is inside optimizer.step
+            self.updates.look(optimizer)
+
+    def _move(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        assert self.sparsifier is not None
+        self.sparsifier.step()
+
+    def _base_model(self) -> nn.Module:
+        if isinstance(self._base, nn.Module):
+            return self._base
+        assert self._base is not None
+        with torch.device("meta"):
+            return self._base()
+
+    def _regroup(self, module: nn.Module, optimizer: torch.optim.Optimizer, *, scheduled: bool) -> None:
+        trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+        (group, *others) = optimizer.param_groups
+        if others or scheduled or {id(parameter) for parameter in group["params"]} != trained:
+            kind = type(optimizer).__name__
+            raise ValueError(
+                "groups can be made here only for one optimizer over self.parameters() without a scheduler: in "
+                f"configure_optimizers write {kind}(self.smupar.param_groups(lr=..., optimizer={kind.lower()!r})) instead"
+            )
+        groups = param_groups(
+            module, self.plan, lr=group["lr"], weight_decay=group.get("weight_decay", 0.0), optimizer=type(optimizer)
+        )
+        kept = {key: value for key, value in group.items() if key not in ("params", "param_names", "lr", "weight_decay")}
+        optimizer.param_groups[:] = [{**kept, **made} for made in groups]
+
+    def _make_room(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        """A checkpoint of a pruned model is read before its sparsifier adds the masks."""
+        hidden = [row.name for row in self.plan if row.role == "hidden" and f"{prefix}{row.name}_mask" in state]
+        if any(mask_of(module, name) is None for name in hidden):
+            add_masks(module, self.plan)

@@ -1,0 +1,44 @@
+"""State of moving masks and measured updates, in the optimizer's state dict.
+
+Every trainer saves and loads that one, at the right time: nothing else has to know.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from smupar.planner import PlanWarning
+
+_KEY = "smupar"
+
+
+def carry_state(optimizer: torch.optim.Optimizer, parts: Mapping[str, Any]) -> None:
+    """From now on the optimizer's state dict holds that of ``parts``, which have ``state_dict`` and ``load_state_dict``."""
+    carried = _Carried({name: part for name, part in parts.items() if part is not None})
+    if carried.parts:
+        optimizer.register_state_dict_post_hook(carried.add)
+        optimizer.register_load_state_dict_pre_hook(carried.take)
+
+
+class _Carried:
+    def __init__(self, parts: dict[str, Any]) -> None:
+        self.parts = parts
+
+    def add(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        state[_KEY] = {name: part.state_dict() for name, part in self.parts.items()}
+
+    def take(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        stored = state.get(_KEY, {})
+        for name, part in self.parts.items():
+            if name in stored:
+                part.load_state_dict(stored[name])
+            else:
+                warnings.warn(
+                    f"the optimizer's checkpoint holds no state of the {name}, which starts anew: was it made without one?",
+                    PlanWarning,
+                    stacklevel=4,
+                )
