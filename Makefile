@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export PYTHONUNBUFFERED = 1
 
-.PHONY: demo test check test-slow reproduce bench docs clean
+.PHONY: demo test check test-slow reproduce bench docs site clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/smupar transfer --rules sp smupar --sparsities 0 0.9375 --steps 120 --out runs/demo
@@ -33,6 +33,11 @@ bench: $(VENV)/.runtime
 docs: $(VENV)/.runtime
 	$(BIN)/smupar rules --markdown > docs/rules.md
 
+# The documentation as a site in build/site, with every link and reference checked; serve it by .venv/bin/mkdocs serve.
+site: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo build/site/index.html
+
 $(VENV)/.runtime: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --constraint constraints.txt --editable '.[plot]'
@@ -43,6 +48,10 @@ $(VENV)/.runtime: pyproject.toml constraints.txt
 $(VENV)/.dev: $(VENV)/.runtime
 	$(PIP) --constraint constraints.txt --editable '.[dev]'
 	$(PIP) --no-deps mup==1.0.0 lm-eval==0.4.13
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.runtime
+	$(PIP) --constraint constraints.txt --editable '.[docs]'
 	touch $@
 
 clean:

@@ -1,13 +1,22 @@
 """README and docs are true: every Python block runs, and the output that README shows is what its example prints."""
 
+import os
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
+
+import smupar
+from smupar import cli
+from smupar.lm.config import RunConfig
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MKDOCS = yaml.load((ROOT / "mkdocs.yml").read_text(), Loader=yaml.BaseLoader)  # a loader that resolves no tags
 
 
 def _blocks(page: Path, language: str) -> list[str]:
@@ -21,16 +30,67 @@ def test_page_code_runs(page):
         exec(compile(block, str(page), "exec"), namespace)
 
 
-def test_readme_output_is_what_the_example_prints(capsys):
-    readme = ROOT / "README.md"
-    exec(_blocks(readme, "python")[0], {})
-    assert capsys.readouterr().out == _blocks(readme, "text")[0]
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "plan.md"], ids=lambda page: page.name)
+def test_shown_output_is_what_the_example_prints(page, capsys):
+    exec(_blocks(page, "python")[0], {})
+    assert capsys.readouterr().out == _blocks(page, "text")[0]
+
+
+def test_readme_example_is_short():
+    (example,) = _blocks(ROOT / "README.md", "python")
+    assert len([line for line in example.splitlines() if line.strip()]) <= 15
+
+
+def test_numbers_of_readme_are_those_of_the_results():
+    readme = (ROOT / "README.md").read_text()
+    (sp, mup) = re.search(r"SP ends\s+([\d.]+) % and muP ([\d.]+) % above SmuPar's", readme).groups()
+    results = (ROOT / "docs" / "results" / "fig06.md").read_text()
+    assert f"SP +{sp}% at 0.9375, muP +{mup}% at 0.9375" in results
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
 def test_page_links_to_files_that_exist(page):
     for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def _pages_of(nav: object) -> list[str]:
+    if isinstance(nav, str):
+        return [nav]
+    parts = nav.values() if isinstance(nav, dict) else nav
+    return [page for part in parts for page in _pages_of(part)]
+
+
+def test_every_page_is_in_the_menu_of_the_site_once():
+    pages = [page.relative_to(ROOT / "docs").as_posix() for page in PAGES[1:]]
+    assert sorted(_pages_of(MKDOCS["nav"])) == sorted([*pages, "results/README.md"])
+
+
+def test_api_page_has_every_public_name_once():
+    names = re.findall(r"^::: smupar\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    assert sorted(names) == sorted(smupar.__all__)
+
+
+def test_command_line_page_has_every_command_and_exit_code():
+    text = (ROOT / "docs" / "command-line.md").read_text()
+    for command in [*cli.commands("demo", RunConfig()), "data", "eval"]:
+        assert f"\nsmupar {command} " in text, command
+    for code in {1, 2, 130, 141, *cli._EXIT_CODES.values()}:
+        assert f"\n| {code} | " in text, code
+
+
+def test_site_builds_strictly(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    api = (tmp_path / "api.html").read_text()
+    assert 'id="smupar.parameterize"' in api
+    assert "share of hidden weights kept" in api
+    assert '<pre class="mermaid">' in (tmp_path / "reproduce.html").read_text()
+    assert (tmp_path / "examples" / "your_own_loop.html").exists()
+    fetched = re.findall(r'<(?:link|script|img)[^>]+(?:href|src)="(https?:[^"]+)', (tmp_path / "index.html").read_text())
+    assert fetched == []  # fonts and scripts are the site's own
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)

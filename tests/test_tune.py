@@ -131,6 +131,7 @@ def test_search_resumes_longer_and_repeats_nothing(tmp_path):
     assert all(name in text for name in NAMES)
 
 
+@pytest.mark.slow
 def test_killed_search_ends_with_the_same_best(tmp_path):
     for method in ("random", "tpe"):
         config = replace(TINY, method=method, round_size=4, run=replace(PROXY, steps=60))
@@ -192,7 +193,7 @@ def test_bad_searches_are_refused(changed, message):
 
 def test_missing_optuna_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'smupar\[tune\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'smupar\[search\]'"):
         propose(replace(TINY, method="tpe"))
 
 

@@ -28,6 +28,7 @@ from smupar.lm.distributed import World, join
 from smupar.lm.folder import RunFolder, Status, Summary, default_folder, read_followed, read_summary, versions
 from smupar.lm.schedule import lr_share
 from smupar.lm.step import Stepper
+from smupar.lm.tracking import Tracker
 
 _SAVE_SECONDS = 300.0
 _NUM_VALIDATIONS = 5
@@ -95,9 +96,22 @@ class _Loop:
     def run(self) -> Summary:
         self._say(str(self.stepper.plan))
         self._resume()
+        with Tracker(self.path, self.config, self.how, self.progress.step, writes=self.world.is_main) as tracker:
+            status = self._steps(tracker)
+        if status == "finished" and not math.isfinite(self.progress.valid_loss or math.nan):
+            status = "diverged"
+        summary = self._summary(status)
+        if self.folder and status in ("finished", "diverged"):
+            if self.stepper.updates is not None:
+                self.folder.write_trace(self.stepper.updates.trace)
+            self.folder.write_summary(summary)
+        self.world.wait()
+        return summary
+
+    def _steps(self, tracker: Tracker) -> Status:
+        """Trains until the end, or until the run diverges or is asked to stop."""
         first = self.progress.step
         report = _Report(first, self.config.steps, shown=self.world.is_main)
-        events = _Events(self.path, first) if self.how.tensorboard and self.world.is_main else None
         saved_at = since = time.perf_counter()
         status: Status = "finished"
         if self._validation_due(first) and not self._validate(first):  # stopped in the middle of it last time
@@ -134,7 +148,7 @@ class _Loop:
                 row["valid_loss"] = self.progress.valid_loss if self.progress.valid_step == done else None
                 save |= self.progress.best_step != best_before
             if log:
-                self._log(row, events)
+                self._log(row, tracker)
                 row_losses = []
             if diverged:
                 status = "diverged"
@@ -147,17 +161,7 @@ class _Loop:
                 break
             since = time.perf_counter()
         report.close()
-        if events:
-            events.close()
-        if status == "finished" and not math.isfinite(self.progress.valid_loss or math.nan):
-            status = "diverged"
-        summary = self._summary(status)
-        if self.folder and status in ("finished", "diverged"):
-            if self.stepper.updates is not None:
-                self.folder.write_trace(self.stepper.updates.trace)
-            self.folder.write_summary(summary)
-        self.world.wait()
-        return summary
+        return status
 
     def _validation_due(self, done: int) -> bool:
         return done > 0 and self.progress.valid_step != done and (done == self.config.steps or done % self.valid_every == 0)
@@ -201,11 +205,10 @@ class _Loop:
         if self.world.is_main:
             checkpoint.prune(self.checkpoints, keep=self.how.keep, best=self.progress.best_step)
 
-    def _log(self, row: dict[str, Any], events: _Events | None) -> None:
+    def _log(self, row: dict[str, Any], tracker: Tracker) -> None:
         if self.folder:
             self.folder.log(row)
-        if events:
-            events.write(row)
+        tracker.write(row)
 
     def _summary(self, status: Status) -> Summary:
         progress, tokens = self.progress, self._tokens(self.progress.step)
@@ -287,25 +290,6 @@ class _Report:
 
     def close(self) -> None:
         self.bar.close()
-
-
-class _Events:
-    """TensorBoard, for those who asked for it."""
-
-    def __init__(self, path: Path, first: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError("--tensorboard needs a package: pip install 'smupar[tensorboard]'") from error
-        self._writer = SummaryWriter(str(path / "tensorboard"), purge_step=first + 1)
-
-    def write(self, row: dict[str, Any]) -> None:
-        for name, value in row.items():
-            if name != "step" and value is not None:
-                self._writer.add_scalar(name, value, row["step"])
-
-    def close(self) -> None:
-        self._writer.close()
 
 
 def _due(done: int, every: int) -> bool:

@@ -2,7 +2,7 @@
 
 study.json       what the study is, and the command that made it
 runs/<id>/       config.json, metrics.jsonl, and, last, summary.json
-table.csv        one row per run, made from them; also table.json
+table.csv        one row per run, made from them; also table.json, and table.parquet for those who ask
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from smupar import __version__
 from smupar.lm.config import RunConfig
 from smupar.lm.files import locked, write_atomic
 from smupar.lm.folder import TRACE_FILE, Summary, read_config, read_summary
+from smupar.lm.tokenizer import optional
 from smupar.updates.trace import Trace
 
 FORMAT = "smupar-study/1"
@@ -106,6 +107,15 @@ class Study:
         writer.writeheader()
         writer.writerows(rows)
         write_atomic(self.folder / "table.csv", text.getvalue())
+
+    def write_parquet(self) -> None:
+        """The same rows, with their types."""
+        arrow, parquet = (optional(name, "table.parquet") for name in ("pyarrow", "pyarrow.parquet"))
+        file = io.BytesIO()
+        parquet.write_table(arrow.Table.from_pylist([row_of(result) for result in self.results()]), file)
+        temporary = self.folder / "table.parquet.tmp"
+        temporary.write_bytes(file.getvalue())
+        temporary.replace(self.folder / "table.parquet")
 
 
 def row_of(result: Result) -> dict[str, Any]:

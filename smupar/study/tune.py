@@ -145,7 +145,7 @@ def _tpe_samples(config: TuneConfig, losses: Mapping[str, float]) -> list[RunCon
     try:
         import optuna
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("tpe is Optuna's: pip install 'smupar[tune]', or --method random") from error
+        raise ModuleNotFoundError("tpe is Optuna's: pip install 'smupar[search]', or --method random") from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     search = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=config.search_seed))
     spaces: dict[str, optuna.distributions.BaseDistribution] = {

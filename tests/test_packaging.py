@@ -1,0 +1,125 @@
+"""What is built and installed: wheel, sdist, extras, completion."""
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import smupar
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = {"plot", "data", "hf", "search", "ray", "eval", "lightning", "tracking", "docs", "all", "dev"}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """Folder with the wheel and the sdist."""
+    folder = tmp_path_factory.mktemp("dist")
+    done = subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-d", str(folder)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def _of_the_package() -> set[str]:
+    files = (path for path in (ROOT / "smupar").rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {path.relative_to(ROOT).as_posix() for path in files}
+
+
+def test_wheel_holds_the_package_its_types_and_sources_and_no_tests(built):
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        metadata = archive.read(f"smupar-{smupar.__version__}.dist-info/METADATA").decode()
+    inside = {name for name in names if ".dist-info/" not in name}
+    assert inside == _of_the_package()
+    assert {"smupar/py.typed", "smupar/sparse/kernel.cpp"} <= inside
+    assert f"smupar-{smupar.__version__}.dist-info/licenses/LICENSE" in names
+    assert set(re.findall(r"^Provides-Extra: (\S+)$", metadata, re.MULTILINE)) == EXTRAS
+
+
+def test_sdist_holds_what_a_wheel_is_built_from_and_no_tests(built):
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {*_of_the_package(), "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md"} <= names
+    assert not [name for name in names if name.startswith(("tests", "runs", "data", "carry"))]
+
+
+def test_every_extra_that_is_named_exists():
+    places = [*(ROOT / "smupar").rglob("*.py"), *ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "Makefile"]
+    named = {
+        extra: path
+        for path in places
+        for names in re.findall(r"pip install [^\n]*smupar\[([\w,]+)\]", path.read_text())
+        for extra in names.split(",")
+    }
+    assert {"plot", "search", "tracking", "hf", "data", "eval", "ray", "lightning"} <= named.keys()
+    assert named.keys() <= EXTRAS, {extra: path for extra, path in named.items() if extra not in EXTRAS}
+
+
+def test_every_dependency_says_who_uses_it_and_is_pinned():
+    text = (ROOT / "pyproject.toml").read_text()
+    listed = text[text.index("\ndependencies = [") : text.index("[project.scripts]")]
+    assert [line for line in listed.splitlines() if '"' in line and "#" not in line] == []
+    pinned = {line.partition("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    pinned |= set(re.findall(r"(\S+)==", (ROOT / "Makefile").read_text()))  # installed without their dependencies
+    wanted = [*PROJECT["dependencies"], *(one for extra in PROJECT["optional-dependencies"].values() for one in extra)]
+    assert {re.split(r"[\[<>=]", requirement)[0].lower() for requirement in wanted} - {"smupar"} <= pinned
+
+
+def test_version_says_what_is_installed_without_importing_it():
+    code = "import sys; from smupar.cli import main; main(['--version']); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    first, made_of, extras = done.stdout.splitlines()[:3]
+    assert first == f"smupar {smupar.__version__}"
+    assert re.match(r"Python 3\.\d+\.\d+, torch 2\.\d+\.\d+", made_of)
+    assert {"data", "plot", "search", "tracking"} <= set(extras.removeprefix("extras: ").split(", "))
+
+
+def test_bash_completes_commands_flags_and_steps(tmp_path):
+    script = tmp_path / "smupar"
+    subprocess.run([sys.executable, "-m", "smupar", "--tyro-write-completion", "bash", str(script)], check=True)
+    words = ["tran", "train --wid", "data prep", "report --par"]
+    lines = [
+        f'COMP_WORDS=(smupar {typed}); COMP_CWORD={typed.count(" ") + 1}; _tyro_smupar; echo "${{COMPREPLY[*]}}"'
+        for typed in words
+    ]
+    done = subprocess.run(["bash", "-c", "\n".join([f"source {script}", *lines])], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["transfer", "--width", "prepare", "--parquet"]
+
+
+@pytest.mark.slow
+def test_wheel_in_a_clean_environment_has_a_working_command(built, tmp_path):
+    (wheel,) = built.glob("*.whl")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel]
+    subprocess.run(install, check=True)
+    (packages,) = (tmp_path / "venv" / "lib").glob("*/site-packages")
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))  # those of this environment, behind its own
+
+    def run(*command):
+        clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        return subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, check=True).stdout
+
+    assert str(packages) in run(python, "-c", "import smupar; print(smupar.__file__)")
+    lean = run(python, "-c", "import sys, smupar; print(*sys.modules)").split()
+    assert not {"torch", "numpy", "tyro", "tqdm"} & set(lean)
+    helped = "import sys\nfrom smupar.cli import main\ntry: main(['--help'])\nexcept SystemExit: print(*sys.modules)"
+    assert not {"torch", "numpy"} & set(run(python, "-c", helped).split())
+    smupar_ = tmp_path / "venv" / "bin" / "smupar"
+    assert "transfer" in run(smupar_, "--help")
+    assert "eta / (m_in m_rho)" in run(smupar_, "rules")
+    size = "--width 64 --depth 1 --steps 2 --seq-len 16 --sparsity 0.5 --out run"
+    assert "validation loss" in run(smupar_, "train", *size.split())
