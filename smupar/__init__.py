@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from smupar.optim import LRRatioWarning, guard, param_groups
     from smupar.plan import Plan
     from smupar.planner import PlanWarning, make_plan
+    from smupar.sparse.convert import StorageReport, dense_state_dict, sparsify_storage
+    from smupar.sparse.products import SparseWarning
     from smupar.stacked import train_stacked
     from smupar.updates.meter import UpdatesWarning, follow_updates, record_updates
     from smupar.updates.trace import Trace
@@ -45,6 +47,10 @@ _WHERE = {
     "magnitude_masks": "dynamic.at_init",
     "snip_masks": "dynamic.at_init",
     "fan_in_init": "dynamic.at_init",
+    "sparsify_storage": "sparse.convert",
+    "dense_state_dict": "sparse.convert",
+    "StorageReport": "sparse.convert",
+    "SparseWarning": "sparse.products",
     "record_updates": "updates.meter",
     "follow_updates": "updates.meter",
     "Trace": "updates.trace",
@@ -65,11 +71,14 @@ __all__ = [
     "PlanWarning",
     "Report",
     "RigL",
+    "SparseWarning",
+    "StorageReport",
     "Trace",
     "UpdatesWarning",
     "attach",
     "audit",
     "coord_check",
+    "dense_state_dict",
     "er",
     "erk",
     "fan_in_init",
@@ -81,6 +90,7 @@ __all__ = [
     "parameterize",
     "record_updates",
     "snip_masks",
+    "sparsify_storage",
     "train_stacked",
     "uniform",
 ]

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from smupar.masks import read_masks
 from smupar.plan import Plan
 from smupar.planner import MaskSetting, PlanWarning, Settings, plan_with_cautions, warn
+from smupar.storage import compressed, expand_state, is_compressed, shape_of
 from smupar.tensors import is_lookup, parent_path
 from smupar.values import initialise, like, local, padding_rows, plan_resets, zero_off_mask
 
@@ -75,21 +76,26 @@ def attach(model: nn.Module, plan: Plan, optimizer: Any = None, *, masks: MaskSe
     Masks that the model lacks are drawn from the plan again; those the user gave must be given again as ``masks``.
     """
     model = unwrapped(model)
-    names = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    unknown = [row.name for row in plan if names.get(row.name) != row.shape]
-    if unknown:
-        raise ValueError(
-            f"the plan is of another model or width, {len(unknown)} parameters differ: it has {unknown[0]!r} as "
-            f"{plan[unknown[0]].shape}, this model {names.get(unknown[0], 'has none')}; make a plan for this model"
-        )
+    check_plan(model, plan)
     own = _by_parameter(read_masks(masks), plan)
-    missing = {row.name for row in plan if row.masked and (mask_of(model, row.name) is None or row.name in own)}
+    missing = {row.name for row in plan if row.masked and (not has_mask(model, row.name) or row.name in own)}
     with torch.device("cpu"):
         drawn = _masks(plan, own, missing)
     _attach(model, plan, drawn)
     for one in optimizers(optimizer):
         if not masks_updates(one):
             one.register_step_post_hook(_MaskWeights(model, plan))
+
+
+def check_plan(model: nn.Module, plan: Plan) -> None:
+    """Refuses a plan of another model."""
+    names = {name: shape_of(model, name) for name, _ in model.named_parameters()}
+    unknown = [row.name for row in plan if names.get(row.name) != row.shape]
+    if unknown:
+        raise ValueError(
+            f"the plan is of another model or width, {len(unknown)} parameters differ: it has {unknown[0]!r} as "
+            f"{plan[unknown[0]].shape}, this model {names.get(unknown[0], 'has none')}; make a plan for this model"
+        )
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -124,9 +130,13 @@ def masks_move(model: nn.Module) -> bool:
 
 
 def mask_of(model: nn.Module, name: str) -> Tensor | None:
-    """The mask buffer of a parameter, if it has one."""
+    """The mask of a parameter, if it has one: its buffer, or a copy where only non-zeros are kept."""
     mask = getattr(model.get_submodule(parent_path(name)), _mask_leaf(name), None)
     return mask if isinstance(mask, Tensor) else None
+
+
+def has_mask(model: nn.Module, name: str) -> bool:
+    return compressed(model, name) is not None or mask_of(model, name) is not None
 
 
 def masks_gradient(parameter: nn.Parameter) -> bool:
@@ -147,7 +157,7 @@ def masks_updates(optimizer: torch.optim.Optimizer) -> bool:
 def add_masks(model: nn.Module, plan: Plan) -> None:
     """Gives hidden weights without a mask one that keeps all: for masks that will move."""
     parameters = dict(model.named_parameters())
-    missing = [row.name for row in plan if row.role == "hidden" and mask_of(model, row.name) is None]
+    missing = [row.name for row in plan if row.role == "hidden" and not has_mask(model, row.name)]
     ones = {name: torch.ones(plan[name].shape, dtype=torch.bool, device=local(parameters[name]).device) for name in missing}
     _attach(model, plan, ones)
 
@@ -260,7 +270,7 @@ class _MaskWeights:
         updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
         parameters = dict(self.model.named_parameters())
         for name in self.names:
-            mask = mask_of(self.model, name)
+            mask = mask_of(self.model, name) if compressed(self.model, name) is None else None
             if mask is not None and id(parameters[name]) in updated:
                 zero_off_mask(parameters[name], mask)
 
@@ -295,10 +305,15 @@ def _attach(model: nn.Module, plan: Plan, masks: Mapping[str, Tensor]) -> None:
     masked = []
     silent = []  # buffers that DDP need not broadcast at every forward: the same on all ranks by construction
     for row in plan:
-        module, leaf = model.get_submodule(parent_path(row.name)), _mask_leaf(row.name)
-        if row.name in masks:
+        module, leaf, layer = model.get_submodule(parent_path(row.name)), _mask_leaf(row.name), compressed(model, row.name)
+        if layer is not None:  # its gradient is that of the non-zeros alone
+            if row.name in masks:
+                layer.move(like(masks[row.name], parameters[row.name]))
+            silent += [f"{parent_path(row.name)}.{name}".lstrip(".") for name in layer.index_names]
+            masked.append(row.name)
+        elif row.name in masks:
             module.register_buffer(leaf, like(masks[row.name], parameters[row.name]))
-        if mask_of(model, row.name) is not None:  # by the plan, or added for masks that will move
+        if layer is None and mask_of(model, row.name) is not None:  # by the plan, or added for masks that will move
             _watch(parameters[row.name], module, leaf)
             silent.append(f"{row.name}_mask")
             masked.append(row.name)
@@ -337,9 +352,13 @@ def _set_factor(module: nn.Module, factor: float, parameter: Tensor) -> None:
 
 
 def _before_load(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """A checkpoint without masks loads: the model's own masks stay."""
+    """A checkpoint without masks loads: the model's own masks stay. So does that of a model that keeps non-zeros alone."""
     masked: tuple[str, ...] = getattr(model, _MARK).masked
-    absent = [name for name in masked if f"{prefix}{name}" in state and f"{prefix}{name}_mask" not in state]
+    for name in masked:
+        if is_compressed(state, f"{prefix}{name}") and compressed(model, name) is None:
+            expand_state(state, f"{prefix}{name}", shape_of(model, name))
+    keys = {name: f"{prefix}{name}" for name in masked if f"{prefix}{name}" in state}
+    absent = [name for name, key in keys.items() if f"{key}_mask" not in state and not is_compressed(state, key)]
     for name in absent:
         state[f"{prefix}{name}_mask"] = mask_of(model, name)
     if absent:
@@ -355,6 +374,8 @@ def _before_load(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
 def _after_load(model: nn.Module, _: Any) -> None:
     """Weights off the mask are 0 whatever was loaded, and tensors replaced by ``assign=True`` get their hooks back."""
     for name in getattr(model, _MARK).masked:
+        if compressed(model, name) is not None:
+            continue
         module = model.get_submodule(parent_path(name))
         parameter, mask = module.get_parameter(name.rpartition(".")[2]), mask_of(model, name)
         if mask is not None and not parameter.is_meta and not mask.is_meta:

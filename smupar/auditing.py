@@ -19,6 +19,7 @@ from smupar.optim import guard, num_steps, ratio_problem, wrong_groups
 from smupar.plan import Plan, PlanRow
 from smupar.planner import PlanWarning
 from smupar.rules import family_of
+from smupar.storage import compressed
 from smupar.tensors import is_lookup, parent_path
 from smupar.values import is_sharded, whole
 
@@ -105,16 +106,18 @@ def differences(
 
 
 def _weights(model: nn.Module, parameter: nn.Parameter, row: PlanRow, *, check_std: bool) -> list[Finding]:
-    if tuple(parameter.shape) != row.shape:
-        text = f"{row.name!r} has shape {tuple(parameter.shape)}, the plan {row.shape}: make a plan for this model"
+    layer = compressed(model, row.name)
+    weight = whole(parameter.detach()) if layer is None else layer.expand(parameter.detach())
+    if tuple(weight.shape) != row.shape:
+        text = f"{row.name!r} has shape {tuple(weight.shape)}, the plan {row.shape}: make a plan for this model"
         return [Finding(text, "another model", row.name)]
-    weight, mask = whole(parameter.detach()), mask_of(model, row.name)
+    mask = mask_of(model, row.name)
     findings = []
     if row.masked:
         if mask is None:
             return [Finding(f"{row.name!r} has no mask: call smupar.attach(model, plan)", "mask missing", row.name)]
         findings += _mask(weight, whole(mask), row, check_density=not masks_move(model))
-        if parameter.requires_grad and not masks_gradient(parameter):
+        if parameter.requires_grad and layer is None and not masks_gradient(parameter):
             text = f"{row.name!r}: its gradient is not masked, the hook is lost; call smupar.attach(model, plan)"
             findings.append(Finding(text, "off-mask weights", row.name))
     if not bool(torch.isfinite(weight).all()):

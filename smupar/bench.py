@@ -18,6 +18,7 @@ from torch import nn
 from tqdm import tqdm
 
 from smupar.apply import mask_of, parameterize
+from smupar.bench_sparse import bench_sparse
 from smupar.lm import data
 from smupar.lm.config import Execution, ModelConfig, RunConfig
 from smupar.lm.cost import peak_flops
@@ -291,4 +292,5 @@ BENCHES: dict[str, Callable[..., str]] = {
     "updates": bench_updates,
     "sweep": bench_sweep,
     "data": bench_data,
+    "sparse": bench_sparse,
 }

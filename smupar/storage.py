@@ -66,6 +66,10 @@ class Compressed(nn.Module):
         """The entries of a matrix at the non-zeros, in the order of ``weight``."""
         raise NotImplementedError
 
+    def keep(self, grad: Tensor, x: Tensor) -> None:
+        """Adds to ``dense`` what rows of the output's gradient and of the input make of it."""
+        raise NotImplementedError
+
     def make_room(self, num_values: int) -> None:
         """For that many non-zeros, which are about to be read into the weight and its index."""
         raise NotImplementedError

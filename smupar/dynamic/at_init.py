@@ -16,6 +16,7 @@ from smupar.dynamic.moves import (
 )
 from smupar.masks import Allocation, allocate
 from smupar.plan import Plan
+from smupar.storage import compressed
 from smupar.values import like, whole
 
 
@@ -94,4 +95,5 @@ def fan_in_init(model: nn.Module, plan: Plan) -> None:
             continue
         fan_in = whole(mask).float().sum(row.in_dims, keepdim=True)
         scale = (fan_in.mean() / fan_in.clamp(min=1)).sqrt().expand(row.shape).contiguous()
-        parameters[row.name].mul_(like(scale, parameters[row.name]))
+        layer = compressed(model, row.name)
+        parameters[row.name].mul_(like(scale, parameters[row.name]) if layer is None else layer.gather(scale))

@@ -14,7 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from smupar.apply import add_masks, attach, gradient_mask, is_parameterized, let_masks_move, mask_of, optimizers, unwrapped
+from smupar.apply import (
+    MaskGradient,
+    add_masks,
+    attach,
+    gradient_mask,
+    has_mask,
+    is_parameterized,
+    let_masks_move,
+    mask_of,
+    optimizers,
+    unwrapped,
+)
 from smupar.dynamic.moves import (
     DropAndGrow,
     Pruning,
@@ -31,6 +42,7 @@ from smupar.dynamic.moves import (
 from smupar.masks import Allocation, allocate
 from smupar.plan import Plan, PlanRow
 from smupar.rates import applied_lr, layer_rates
+from smupar.storage import Compressed, Moved, compressed
 from smupar.values import is_sharded, like, num_ranks, whole, zero_off_mask
 
 _MOVABLE = ("random", "bernoulli", "given", None)
@@ -74,7 +86,7 @@ class Sparsifier:
         """Hidden weights that have a mask and are trained."""
         every = dict(self.model.named_parameters())
         hidden = (row.name for row in self.plan if row.role == "hidden")
-        return {n: every[n] for n in hidden if mask_of(self.model, n) is not None and every[n].requires_grad}
+        return {n: every[n] for n in hidden if has_mask(self.model, n) and every[n].requires_grad}
 
     @property
     def densities(self) -> dict[str, float]:
@@ -113,13 +125,22 @@ class Sparsifier:
         assert mask is not None
         return mask
 
+    def _weight(self, name: str, parameter: nn.Parameter) -> Tensor:
+        """The whole matrix, however it is kept."""
+        layer = compressed(self.model, name)
+        return whole(parameter) if layer is None else layer.expand(parameter.detach())
+
+    def _sees_gradient(self, name: str, parameter: nn.Parameter) -> MaskGradient | Compressed | None:
+        """Who can keep the dense gradient."""
+        return compressed(self.model, name) or gradient_mask(parameter)
+
     def _listen(self, keep: bool) -> None:
-        """Lets the gradient hooks keep the dense gradient in the step to come."""
+        """Has the dense gradient kept in the step to come."""
         if self.grows_by_gradient:
-            for parameter in self.parameters.values():
-                hook = gradient_mask(parameter)
-                if hook is not None:
-                    hook.keeps_dense, hook.dense = keep, None
+            for name, parameter in self.parameters.items():
+                keeper = self._sees_gradient(name, parameter)
+                if keeper is not None:
+                    keeper.keeps_dense, keeper.dense = keep, None
 
     def _replace(self, name: str, parameter: nn.Parameter, flat: Tensor) -> None:
         """Makes ``flat``, (1, weights), the mask of a parameter: all that a moving mask entails, and nothing else does it."""
@@ -127,18 +148,31 @@ class Sparsifier:
         if num_ranks() > 1:
             dist.broadcast(sent := new.to(torch.uint8), 0)  # equal by construction; a rounding apart they would stay apart
             new = sent.bool()
-        old, new = self._mask(name), like(new, parameter)
-        changed = old ^ new
+        before, layer = parameter.shape, compressed(self.model, name)
+        if layer is None:
+            moved = self._mask_anew(self._mask(name), parameter, like(new, parameter))
+        elif num_ranks() > 1 and int(new.sum()) != len(parameter):
+            raise ValueError(f"{name!r} keeps only its non-zeros, whose number cannot change on several ranks: keep it dense")
+        else:
+            moved = layer.move(new)
+        for optimizer in self.optimizers:
+            state = optimizer.state.get(parameter, {})
+            for what, value in state.items():
+                if isinstance(value, Tensor) and value.shape == before:
+                    state[what] = moved.carry(value)
+        if self.restart:
+            if layer is not None and name in self.restart.born:
+                self.restart.born[name] = moved.carry(self.restart.born[name])
+            self.restart.note(name, moved.grown)
+
+    @staticmethod
+    def _mask_anew(mask: Tensor, parameter: nn.Parameter, new: Tensor) -> Moved:
+        changed = mask ^ new
         parameter.masked_fill_(changed, 0)  # dropped: 0 from now on; grown: starts at 0
-        old.copy_(new)
+        mask.copy_(new)
         if parameter.grad is not None:
             zero_off_mask(parameter.grad, new)
-        for optimizer in self.optimizers:
-            for value in optimizer.state.get(parameter, {}).values():
-                if isinstance(value, Tensor) and value.shape == parameter.shape:
-                    value.masked_fill_(changed, 0)
-        if self.restart:
-            self.restart.note(name, changed & new)
+        return Moved(lambda value: value.masked_fill_(changed, 0), changed & new)
 
 
 class _Moving(Sparsifier):
@@ -177,7 +211,7 @@ class _Moving(Sparsifier):
 
     def update(self, step: int) -> None:
         for name, parameter in self.parameters.items():
-            weight, mask = whole(parameter).flatten()[None], whole(self._mask(name)).flatten()[None]
+            weight, mask = self._weight(name, parameter).flatten()[None], whole(self._mask(name)).flatten()[None]
             new = self.rule.moved(weight, mask, self._grow_score(name, parameter, step), step)
             self._replace(name, parameter, new)
 
@@ -185,8 +219,8 @@ class _Moving(Sparsifier):
         if self.grow == "random":
             keys = torch.tensor([key_of(self.plan.seed, step, name)], device=parameter.device)
             return random_scores(math.prod(self.plan[name].shape), keys)
-        hook = gradient_mask(parameter)
-        dense = hook.dense if hook is not None else None
+        keeper = self._sees_gradient(name, parameter)
+        dense = keeper.dense if keeper is not None else None
         if dense is None:
             raise ValueError(
                 f"{name!r} got no gradient that RigL could look at: call sparsifier.step() after every optimizer.step(), and "
@@ -281,12 +315,12 @@ class _Pruned(Sparsifier):
         for name, parameter in self.parameters.items():
             mask = whole(self._mask(name)).flatten()[None]
             wanted = torch.tensor([nums[name]], device=mask.device)
-            masks[name] = pruned(whole(parameter).flatten()[None], mask, wanted)
+            masks[name] = pruned(self._weight(name, parameter).flatten()[None], mask, wanted)
         return masks
 
     def _globally(self, num: int) -> dict[str, Tensor]:
         sizes = {name: math.prod(self.plan[name].shape) for name in self.parameters}
-        weights = torch.cat([whole(p).flatten() for p in self.parameters.values()])[None]
+        weights = torch.cat([self._weight(name, p).flatten() for name, p in self.parameters.items()])[None]
         masks = torch.cat([whole(self._mask(name)).flatten() for name in sizes])[None]
         kept = pruned(weights, masks, torch.tensor([num], device=masks.device))
         parts = dict(zip(sizes, kept.split(list(sizes.values()), dim=1), strict=True))
@@ -386,15 +420,18 @@ class IMP(_Pruned):
     def update(self, step: int) -> None:
         self._prune(lambda row: self.rule.density(row.density, self.last[row.name], step))
         for name, parameter in self.model.named_parameters():
-            parameter.copy_(self.weights[name])
+            layer = compressed(self.model, name)
+            parameter.copy_(self.weights[name] if layer is None else layer.gather(self.weights[name]))
             mask = mask_of(self.model, name)
-            if mask is not None:
+            if mask is not None and layer is None:
                 zero_off_mask(parameter, mask)
         for optimizer in self.optimizers:
             optimizer.state.clear()
 
     def _remember(self) -> None:
-        self.weights = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+        for name, parameter in self.model.named_parameters():
+            layer = compressed(self.model, name)
+            self.weights[name] = parameter.detach().clone() if layer is None else layer.expand(parameter.detach())
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "weights": self.weights}

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from smupar.lm.distributed import World
 from smupar.lm.files import sync_folder, write_atomic
+from smupar.storage import COLUMNS, Compressed
 
 _PREFIX, _UNFINISHED = "step-", ".unfinished-"
 
@@ -63,14 +64,14 @@ def load(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) 
     """Reads weights, masks and optimizer state into model and optimizers; returns ``state.json``."""
     with _named(path):
         state = read_state(path)
-        _read(path / "model", weights(model))
+        _read_model(path / "model", model)
         _read(path / "optimizer", _allocate_state(path / "optimizer", model, optimizers))
     return state
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
     with _named(path):
-        _read(path / "model", weights(model))
+        _read_model(path / "model", model)
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -174,6 +175,22 @@ def _write(folder: Path, tensors: dict[str, Tensor], world: World) -> None:
             save_tensors(tensors, storage_writer=writer, no_dist=world.size == 1)
     elif world.is_main:
         folder.mkdir()
+
+
+def _read_model(folder: Path, model: nn.Module) -> None:
+    stored = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    layers = {f"{name}.weight": layer for name, layer in model.named_modules() if isinstance(layer, Compressed)}
+    kept = {key.removesuffix(COLUMNS) for key in stored if key.endswith(COLUMNS)}
+    if kept != layers.keys():
+        raise ValueError(
+            f"the checkpoint {folder.parent} keeps {len(kept)} weights as their non-zeros, this model {len(layers)}: call "
+            "sparsify_storage with the backend that the run had before loading, and another one afterwards"
+        )
+    for name, layer in layers.items():
+        entry = stored[name]
+        assert isinstance(entry, TensorStorageMetadata)
+        layer.make_room(entry.size.numel())
+    _read(folder, weights(model))
 
 
 def _read(folder: Path, tensors: dict[str, Tensor]) -> None:

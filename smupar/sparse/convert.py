@@ -1,0 +1,169 @@
+"""``sparsify_storage``: a model's masked linear layers, from one way of keeping them to another."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smupar.apply import attach, check_plan, has_mask, is_parameterized, mask_of, unwrapped
+from smupar.plan import Plan
+from smupar.sparse.auto import Measured, seconds_of
+from smupar.sparse.backends import AUTO, BACKENDS, DENSE, layer_refusal
+from smupar.storage import Compressed, compressed, expand_state, is_compressed, shape_of
+from smupar.tensors import parent_path
+
+
+@dataclass(frozen=True)
+class StoredLayer:
+    """How one masked parameter is kept now."""
+
+    name: str
+    shape: tuple[int, ...]
+    density: float
+    backend: str
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Of a training step, by backend, where they were measured."""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class StorageReport:
+    """What ``sparsify_storage`` chose, layer by layer; prints as a table."""
+
+    layers: tuple[StoredLayer, ...]
+    num_bytes: int
+    """Of these weights with their masks or indices."""
+    dense_bytes: int
+    """Of the weights alone, were they dense."""
+
+    def __str__(self) -> str:
+        lines = [("parameter", "shape", "density", "kept as", "ms a step")]
+        for layer in self.layers:
+            times = ", ".join(f"{name} {1e3 * seconds:.3g}" for name, seconds in layer.seconds.items())
+            shape = "x".join(map(str, layer.shape))
+            lines.append((layer.name, shape, f"{layer.density:.4g}", layer.backend, times or layer.note))
+        widths = [max(len(line[column]) for line in lines) for column in range(5)]
+        body = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+        total = f"{self.num_bytes:,} bytes with masks and indices, {self.num_bytes / self.dense_bytes:.2%} of the dense weights"
+        return "\n".join([*body, total])
+
+
+def sparsify_storage(model: nn.Module, plan: Plan, *, backend: str = AUTO, tokens: int = 2048) -> StorageReport:
+    """Makes masked linear layers keep and multiply only their non-zeros, in place. Says what it chose.
+
+    backend   "csr": non-zeros anywhere, on a CPU; "2:4", "block": on an NVIDIA GPU; "dense": back to matrices with masks;
+              "auto": for each layer the fastest of those that can hold it, dense among them, measured once for each kind of
+              layer in this model
+    tokens    rows of the activations that "auto" measures with
+
+    Each such weight becomes a parameter of non-zero values under its old name. So call it after ``parameterize`` and before
+    ``param_groups``, a sparsifier, DDP and torch.compile. On bad input the model is left untouched.
+    """
+    _refuse(model, plan)
+    if backend not in (AUTO, DENSE, *BACKENDS):
+        raise ValueError(f"backend must be one of {', '.join(map(repr, (AUTO, DENSE, *BACKENDS)))}, got {backend!r}")
+    if tokens < 1:
+        raise ValueError(f"tokens must be at least 1, got {tokens}")
+    names = [name for name, _ in model.named_parameters() if name in plan and has_mask(model, name)]
+    if not names:
+        raise ValueError("no weight of this model has a mask: pass a density below 1 to parameterize")
+    device = model.get_parameter(names[0]).device
+    if backend in BACKENDS and (missing := BACKENDS[backend].missing(device)):
+        raise ValueError(missing)
+    users = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
+    refusals = {name: _refusal(model, name, backend, users) for name in names}
+    refused = {name: why for name, why in refusals.items() if why}
+    if refused and backend in BACKENDS:
+        name, why = next(iter(refused.items()))
+        raise ValueError(
+            f"{name!r} cannot be kept by backend {backend!r}, {len(refused)} of {len(names)} masked weights: {why}; "
+            "parameterize it with density 1, or use backend='auto', which leaves it as it is"
+        )
+    layers, known = [], Measured()
+    for name in names:
+        layers.append(_keep(model, name, backend, refusals[name], tokens, known))
+    attach(model, plan)
+    return StorageReport(tuple(layers), _num_bytes(model, names), _dense_bytes(model, names))
+
+
+def dense_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The state dict that the model would have with all its weights dense: matrices and masks. Models of both kinds load it,
+    as they load that of a sparse one."""
+    model = unwrapped(model)
+    state = dict(model.state_dict())
+    for key in [key for key in state if is_compressed(state, key)]:
+        expand_state(state, key, shape_of(model, key))
+    return state
+
+
+def _refuse(model: nn.Module, plan: Plan) -> None:
+    if unwrapped(model) is not model:
+        raise ValueError(
+            f"the model is wrapped in a {type(model).__name__} already, which knows its old weights: sparsify first, then "
+            "compile or wrap it"
+        )
+    for path, module in model.named_modules():
+        if module._compiled_call_impl is not None:
+            raise ValueError(f"{path or 'the model'!r} is compiled already, for its old weights: sparsify before it")
+    if not is_parameterized(model):
+        raise ValueError("this model is not parameterized: call smupar.parameterize first (smupar.attach on a loaded one)")
+    check_plan(model, plan)
+
+
+def _refusal(model: nn.Module, name: str, backend: str, users: Counter[int]) -> str | None:
+    """Why the layer cannot be kept as asked, or, for "auto", as anything but a matrix."""
+    path, _, leaf = name.rpartition(".")
+    layer, parent = model.get_submodule(path), model.get_submodule(parent_path(path))
+    if backend == DENSE or isinstance(layer, Compressed):
+        return None
+    why = layer_refusal(layer, leaf, parent, users[id(getattr(layer, leaf))])
+    if why is None and backend in BACKENDS:
+        mask = mask_of(model, name)
+        assert mask is not None
+        why = BACKENDS[backend].refusal(layer, mask)
+    return why
+
+
+def _keep(model: nn.Module, name: str, backend: str, refusal: str | None, tokens: int, known: Measured) -> StoredLayer:
+    layer, mask = model.get_submodule(parent_path(name)), mask_of(model, name)
+    assert mask is not None
+    if isinstance(layer, Compressed):
+        _expand(layer)
+    seconds: dict[str, float] = {}
+    if backend == AUTO and refusal is None:
+        weight: Any = layer.weight
+        able = [one for one, kind in BACKENDS.items() if not kind.missing(weight.device) and not kind.refusal(layer, mask)]
+        seconds = seconds_of(layer, mask, able, tokens=tokens, known=known) if able else {}
+    chosen = min(seconds, key=lambda one: seconds[one], default=DENSE) if backend == AUTO else backend
+    if chosen != DENSE:
+        BACKENDS[chosen].compress(layer, mask)
+    density = float(torch.count_nonzero(mask)) / mask.numel()
+    return StoredLayer(name, tuple(mask.shape), density, chosen, seconds, refusal or "")
+
+
+def _expand(layer: Compressed) -> None:
+    if not any(kind.expand(layer) for kind in BACKENDS.values()):
+        raise AssertionError(f"no backend knows a {type(layer).__name__}")
+
+
+def _num_bytes(model: nn.Module, names: list[str]) -> int:
+    total = 0
+    for name in names:
+        layer, weight = compressed(model, name), model.get_parameter(name)
+        total += weight.numel() * weight.element_size()
+        total += layer.num_index_bytes if layer is not None else _mask_bytes(mask_of(model, name))
+    return total
+
+
+def _mask_bytes(mask: Tensor | None) -> int:
+    return 0 if mask is None else mask.numel() * mask.element_size()
+
+
+def _dense_bytes(model: nn.Module, names: list[str]) -> int:
+    sizes = {name: torch.Size(shape_of(model, name)).numel() for name in names}
+    return sum(size * model.get_parameter(name).element_size() for name, size in sizes.items())

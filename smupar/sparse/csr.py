@@ -1,0 +1,233 @@
+"""A linear layer that keeps its non-zeros row by row (CSR)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smupar.sparse.products import Kernel, Product, Side, best_kernel
+from smupar.storage import COLUMNS, ROW_STARTS, Compressed, Moved, flat_places, is_compressed
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+
+def row_index(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each row's non-zeros start, in 64 bits, and the column of each, in 32."""
+    starts = torch.zeros(len(mask) + 1, dtype=torch.int64, device=mask.device)
+    torch.cumsum(mask.sum(1), 0, out=starts[1:])
+    return starts, mask.nonzero()[:, 1].to(torch.int32)
+
+
+def turned(row_starts: Tensor, columns: Tensor, num_columns: int) -> Side:
+    """The same non-zeros column by column."""
+    order = torch.argsort(columns, stable=True)
+    rows = torch.arange(len(row_starts) - 1, dtype=torch.int32, device=columns.device).repeat_interleave(row_starts.diff())
+    starts = torch.zeros(num_columns + 1, dtype=torch.int64, device=columns.device)
+    torch.cumsum(torch.bincount(columns, minlength=num_columns), 0, out=starts[1:])
+    return Side(starts, rows[order], order.to(torch.int32) if len(columns) < 2**31 else order)
+
+
+class CsrLinear(Compressed):
+    """What nn.Linear or transformers' Conv1D becomes; made by ``compress``, which changes the class of the layer and leaves
+    its identity, its name, its hooks and its bias alone."""
+
+    weight_columns: Tensor
+    weight_row_starts: Tensor
+    bias: nn.Parameter | None
+    index_names = ("weight_columns", "weight_row_starts")
+
+    # Set by ``compress``: the class that the layer had, the matrix's shape as it was, and which of its dimensions is the output
+    original: type[nn.Module]
+    matrix_shape: tuple[int, int]
+    out_dim: int
+    kernel: Kernel | None = None
+    """None: ours, or torch's where there is none."""
+
+    _sides: tuple[Side, Side] | None = None
+    _made_of: tuple[int, int] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._refuse_device(x)
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        elif x.dtype != self.weight.dtype:
+            raise ValueError(f"the input is {x.dtype}, the weight {self.weight.dtype}: convert one of them")
+        return self._product(x, self.bias)
+
+    def product(self, x: Tensor) -> Tensor:
+        self._refuse_device(x)
+        return self._product(x, None)
+
+    def _refuse_device(self, x: Tensor) -> None:
+        if not x.device.type == self.weight.device.type == "cpu":
+            raise ValueError(
+                f"backend 'csr' runs on a CPU, the input is on {x.device}, the weight on {self.weight.device}: "
+                "sparsify_storage(model, plan, backend='dense') before the model moves"
+            )
+
+    # A kernel of our own: torch.compile does what lies between such layers.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        num_inputs = self.matrix_shape[1 - self.out_dim]
+        if x.shape[-1] != num_inputs:
+            raise ValueError(f"the layer reads {num_inputs} features, the input of shape {tuple(x.shape)} has {x.shape[-1]}")
+        return Product.apply(x, self.weight, bias, self, self.sides(), self.kernel or best_kernel())
+
+    # The index
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        return self.matrix_shape
+
+    @property
+    def weight_mask(self) -> Tensor:
+        mask = torch.zeros(self.matrix_shape, dtype=torch.bool, device=self.weight_columns.device)
+        mask.view(-1)[self._places()] = True
+        return mask
+
+    def expand(self, values: Tensor) -> Tensor:
+        return values.new_zeros(self.matrix_shape).view(-1).index_copy_(0, self._places(), values).view(self.matrix_shape)
+
+    def gather(self, matrix: Tensor) -> Tensor:
+        return matrix.reshape(-1)[self._places()]
+
+    def _places(self) -> Tensor:
+        return flat_places(self.weight_row_starts, self.weight_columns, self.matrix_shape[1])
+
+    def sides(self) -> tuple[Side, Side]:
+        """The non-zeros by output and by input. What is turned is derived, and made again whenever the index was written to:
+        by masks that move, by a checkpoint."""
+        made_of = (self.weight_row_starts._version, self.weight_columns._version)
+        if self._sides is None or self._made_of != made_of:
+            self._check_index()
+            rows = Side(self.weight_row_starts, self.weight_columns, None)
+            columns = turned(self.weight_row_starts, self.weight_columns, self.matrix_shape[1])
+            self._sides = (rows, columns) if self.out_dim == 0 else (columns, rows)
+            self._made_of = made_of
+        return self._sides
+
+    def _check_index(self) -> None:
+        """A kernel reads where the index points to, so it must not be raw memory."""
+        starts, columns, num_columns = self.weight_row_starts, self.weight_columns, self.matrix_shape[1]
+        ordered = int(starts[0]) == 0 and bool((starts.diff() >= 0).all()) and int(starts[-1]) == len(columns)
+        inside = len(columns) == 0 or (int(columns.min()) >= 0 and int(columns.max()) < num_columns)
+        if not (ordered and inside and len(columns) == len(self.weight)):
+            raise ValueError(
+                f"the index of a sparse layer of shape {self.matrix_shape} is damaged, as after to_empty: load a checkpoint "
+                "into the model before it is used"
+            )
+
+    def forget_sides(self) -> None:
+        self._sides = self._made_of = None
+
+    @property
+    def num_index_bytes(self) -> int:
+        parts = {id(part): part for side in self.sides() for part in (side.starts, side.others, side.order) if part is not None}
+        return sum(part.numel() * part.element_size() for part in parts.values())
+
+    # Masks that move
+
+    @torch.no_grad()
+    def move(self, mask: Tensor) -> Moved:
+        old_places, old_mask = self._places(), self.weight_mask
+        starts, columns = row_index(mask)
+        places = flat_places(starts, columns, self.matrix_shape[1])
+        stays, stayed = mask.view(-1)[old_places], old_mask.view(-1)[places]  # both in the order of the flattened matrix
+
+        def carry(old: Tensor) -> Tensor:
+            new = old.new_zeros(len(places))
+            new[stayed] = old[stays]
+            return new
+
+        values, grad = carry(self.weight), None if self.weight.grad is None else carry(self.weight.grad)
+        if len(places) == len(old_places):  # in place: whoever holds the tensors goes on with them
+            self.weight.copy_(values)
+            self.weight_columns.copy_(columns)
+            self.weight_row_starts.copy_(starts)
+        else:
+            self._resize(values)
+            self.weight_columns, self.weight_row_starts = columns, starts
+        self.weight.grad = grad
+        self.forget_sides()
+        return Moved(carry, ~stayed)
+
+    def make_room(self, num_values: int) -> None:
+        if num_values != len(self.weight):
+            self._resize(self.weight.detach().new_zeros(num_values))
+            self.weight_columns = self.weight_columns.new_zeros(num_values)
+        self.forget_sides()
+
+    def _resize(self, values: Tensor) -> None:
+        """Another number of non-zeros for the same parameter, so that optimizers go on with it."""
+        self.weight.grad = None
+        # A loss of the user's may hold the last step's graph, whose node for this parameter expects the old size. torch makes a
+        # new node when a parameter's dtype changes, so it changes for a moment.
+        self.weight.data = values.new_empty(0, dtype=torch.float16)
+        self.weight.data = values
+
+    def keep(self, grad: Tensor, x: Tensor) -> None:
+        here = grad.T @ x if self.out_dim == 0 else x.T @ grad
+        self.dense = here if self.dense is None else self.dense + here
+
+    # Copies, conversions, checkpoints
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.forget_sides()
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self.forget_sides()
+        return super()._apply(*args, **kwargs)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Reads both kinds: non-zeros, as many as there are, and a matrix with its mask."""
+        key = f"{prefix}weight"
+        matrix, mask = state_dict.get(key), state_dict.get(f"{key}_mask")
+        if matrix is not None and mask is not None and tuple(matrix.shape) == tuple(mask.shape) == self.matrix_shape:
+            compress_state(state_dict, key)
+        if is_compressed(state_dict, key):
+            starts, columns = state_dict[f"{key}{ROW_STARTS}"], state_dict[f"{key}{COLUMNS}"]
+            if starts.shape == self.weight_row_starts.shape:  # else torch says what does not fit
+                self.make_room(len(columns))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        sizes = self.matrix_shape[1 - self.out_dim], self.matrix_shape[self.out_dim]
+        return f"in_features={sizes[0]}, out_features={sizes[1]}, bias={self.bias is not None}, non-zeros={len(self.weight)}"
+
+
+def compress(layer: nn.Module, mask: Tensor, *, out_dim: int) -> None:
+    """Makes a CsrLinear of a linear layer, in place."""
+    weight: Any = layer.weight
+    starts, columns = row_index(mask)
+    values = nn.Parameter(weight.detach()[mask], requires_grad=weight.requires_grad)
+    shape, original = tuple(weight.shape), type(layer)
+    del layer.weight_mask
+    layer.__class__ = CsrLinear
+    assert isinstance(layer, CsrLinear)
+    layer.original, layer.matrix_shape, layer.out_dim = original, shape, out_dim
+    layer.weight = values
+    layer.register_buffer("weight_columns", columns)
+    layer.register_buffer("weight_row_starts", starts)
+
+
+def expand(layer: CsrLinear) -> None:
+    """The way back."""
+    mask, original = layer.weight_mask, layer.original
+    weight = nn.Parameter(layer.expand(layer.weight.detach()), requires_grad=layer.weight.requires_grad)
+    layer.forget_sides()
+    del layer.weight_columns, layer.weight_row_starts
+    for name in ("original", "matrix_shape", "out_dim", "kernel", "keeps_dense", "dense", "_sides", "_made_of"):
+        layer.__dict__.pop(name, None)
+    layer.__class__ = original  # type: ignore[assignment]
+    layer.weight = weight
+    layer.register_buffer("weight_mask", mask)
+
+
+def compress_state(state: dict[str, Any], key: str) -> None:
+    """Makes of a matrix and its mask in a state dict the non-zeros and their index, in place."""
+    mask = state.pop(f"{key}_mask").bool()
+    starts, columns = row_index(mask)
+    state[key], state[f"{key}{COLUMNS}"], state[f"{key}{ROW_STARTS}"] = state[key][mask], columns, starts

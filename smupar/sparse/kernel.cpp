@@ -1,0 +1,346 @@
+// Products of a sparse matrix W, (out, in), with activations, (tokens, features).
+//
+// A tile of tokens is turned into (features, tile), a scratch that stays in the core's second-level cache. For each non-zero
+// one short row of it is loaded and multiplied into registers; the load is what costs. So the backward pass uses each loaded
+// row of the output's gradient twice: for the input's gradient and for the weight's. Nothing but the activations crosses
+// memory, once in and once out. Threads share tokens, not rows, and sums are made in a fixed order: the same bits each time.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <type_traits>
+#include <utility>
+
+#include <unistd.h>
+
+namespace {
+
+// What the processor has: a wider vector than that would go through memory.
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+#elif defined(__AVX__)
+constexpr int kVectorBytes = 32;
+#else
+constexpr int kVectorBytes = 16;
+#endif
+
+template <typename T>
+struct Simd {
+  static constexpr int lanes = kVectorBytes / sizeof(T);
+  typedef T vector __attribute__((vector_size(kVectorBytes)));
+  typedef std::conditional_t<sizeof(T) == 4, int32_t, int64_t> place;
+  typedef place places __attribute__((vector_size(kVectorBytes)));
+  typedef T unaligned __attribute__((vector_size(kVectorBytes), aligned(alignof(T)), may_alias));
+};
+
+template <typename T>
+using Vec = typename Simd<T>::vector;
+
+template <typename T>
+inline Vec<T> load(const T* from) {
+  return *reinterpret_cast<const typename Simd<T>::unaligned*>(from);
+}
+
+template <typename T>
+inline void store(T* to, Vec<T> value) {
+  *reinterpret_cast<typename Simd<T>::unaligned*>(to) = value;
+}
+
+// Exchanges the off-diagonal quarters of every 2s x 2s block of rows i and i + s.
+template <typename T, int s, int... j>
+inline void exchange(Vec<T>& a, Vec<T>& b, std::integer_sequence<int, j...>) {
+  constexpr int n = Simd<T>::lanes;
+#if defined(__clang__) || __GNUC__ >= 12
+  const Vec<T> low = __builtin_shufflevector(a, b, ((j & s) ? n + j - s : j)...);
+  const Vec<T> high = __builtin_shufflevector(a, b, ((j & s) ? n + j : j + s)...);
+#else
+  const Vec<T> low = __builtin_shuffle(a, b, typename Simd<T>::places{((j & s) ? n + j - s : j)...});
+  const Vec<T> high = __builtin_shuffle(a, b, typename Simd<T>::places{((j & s) ? n + j : j + s)...});
+#endif
+  a = low;
+  b = high;
+}
+
+template <typename T, int s>
+inline void exchange(Vec<T>& a, Vec<T>& b) {
+  exchange<T, s>(a, b, std::make_integer_sequence<int, Simd<T>::lanes>());
+}
+
+template <typename T, int s = Simd<T>::lanes / 2>
+inline void transpose(Vec<T>* rows) {
+  if constexpr (s > 0) {
+    for (int i = 0; i < Simd<T>::lanes; ++i)
+      if (!(i & s)) exchange<T, s>(rows[i], rows[i + s]);
+    transpose<T, s / 2>(rows);
+  }
+}
+
+// Lane i of the result is the sum of the lanes of rows[i].
+template <typename T, int s = Simd<T>::lanes / 2>
+inline Vec<T> sums(Vec<T>* rows) {
+  if constexpr (s == 0) {
+    return rows[0];
+  } else {
+    for (int i = 0; i < s; ++i) {
+      exchange<T, s>(rows[i], rows[i + s]);
+      rows[i] += rows[i + s];
+    }
+    return sums<T, s / 2>(rows);
+  }
+}
+
+// Activations (tokens, features) -> rows first .. first + count of (features, tile), zero beyond the tokens there are.
+template <typename T, int num_vectors>
+void turn_in(const T* x, int64_t features, int64_t tokens, int64_t first, int64_t count, Vec<T>* tile) {
+  constexpr int n = Simd<T>::lanes;
+  alignas(kVectorBytes) T padded[n];
+  for (int64_t f = 0; f < count; f += n) {
+    const int64_t wide = std::min<int64_t>(n, count - f);
+    for (int v = 0; v < num_vectors; ++v) {
+      Vec<T> rows[n];
+      for (int i = 0; i < n; ++i) {
+        const int64_t token = v * n + i;
+        if (token >= tokens) {
+          rows[i] = Vec<T>{};
+        } else if (wide == n) {
+          rows[i] = load(x + token * features + first + f);
+        } else {
+          std::memset(padded, 0, sizeof padded);
+          std::memcpy(padded, x + token * features + first + f, wide * sizeof(T));
+          rows[i] = load(padded);
+        }
+      }
+      transpose<T>(rows);
+      for (int i = 0; i < wide; ++i) tile[(f + i) * num_vectors + v] = rows[i];
+    }
+  }
+}
+
+// The other way, for the ``wide`` features from ``first`` on, at most a vector of them.
+template <typename T, int num_vectors>
+void turn_out(const Vec<T>* block, int64_t wide, T* y, int64_t features, int64_t tokens, int64_t first) {
+  constexpr int n = Simd<T>::lanes;
+  for (int v = 0; v < num_vectors; ++v) {
+    Vec<T> rows[n];
+    for (int i = 0; i < n; ++i) rows[i] = block[i * num_vectors + v];
+    transpose<T>(rows);
+    const int64_t here = std::min<int64_t>(n, tokens - v * n);
+    for (int64_t i = 0; i < here; ++i) {
+      T* to = y + (v * n + i) * features + first;
+      if (wide == n) {
+        store(to, rows[i]);
+      } else {
+        std::memcpy(to, &rows[i], wide * sizeof(T));
+      }
+    }
+  }
+}
+
+template <typename T>
+struct Scratch {
+  explicit Scratch(int64_t count) {
+    const size_t bytes = (std::max<int64_t>(count, 1) * sizeof(T) + kVectorBytes - 1) / kVectorBytes * kVectorBytes;
+    data = static_cast<T*>(std::aligned_alloc(kVectorBytes, bytes));
+    if (data == nullptr) throw std::bad_alloc();
+  }
+  ~Scratch() { std::free(data); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  T* data;
+};
+
+// The non-zeros in the order of one dimension of W: where each line starts, and for each non-zero its place in the other
+// dimension and its value.
+template <typename T>
+struct Lines {
+  const int64_t* starts;
+  const int32_t* others;
+  const T* values;
+};
+
+struct Sizes {
+  int64_t tokens, in, out;
+};
+
+// y = x W' + bias for one tile of tokens; the non-zeros by outputs.
+template <typename T, int num_vectors>
+void forward_tile(const T* x, const T* bias, Sizes sizes, Lines<T> lines, T* y, Vec<T>* tile) {
+  constexpr int n = Simd<T>::lanes;
+  constexpr int chains = std::max(1, 4 / num_vectors);  // sums side by side: an addition waits four cycles for the one before
+  turn_in<T, num_vectors>(x, sizes.in, sizes.tokens, 0, sizes.in, tile);
+  Vec<T> block[n * num_vectors] = {};
+  for (int64_t first = 0; first < sizes.out; first += n) {
+    const int64_t wide = std::min<int64_t>(n, sizes.out - first);
+    for (int64_t i = 0; i < wide; ++i) {
+      const T start = bias == nullptr ? T(0) : bias[first + i];
+      Vec<T> sum[chains][num_vectors] = {};
+      for (int v = 0; v < num_vectors; ++v) sum[0][v] += start;
+      const auto add = [&](int64_t k, Vec<T>* to) {
+        const Vec<T>* from = tile + static_cast<int64_t>(lines.others[k]) * num_vectors;
+        const T weight = lines.values[k];
+        for (int v = 0; v < num_vectors; ++v) to[v] += weight * from[v];
+      };
+      int64_t k = lines.starts[first + i];
+      const int64_t end = lines.starts[first + i + 1];
+      for (; k + chains <= end; k += chains)
+        for (int c = 0; c < chains; ++c) add(k + c, sum[c]);
+      for (; k < end; ++k) add(k, sum[0]);
+      for (int c = 1; c < chains; ++c)
+        for (int v = 0; v < num_vectors; ++v) sum[0][v] += sum[c][v];
+      for (int v = 0; v < num_vectors; ++v) block[i * num_vectors + v] = sum[0][v];
+    }
+    turn_out<T, num_vectors>(block, wide, y, sizes.out, sizes.tokens, first);
+  }
+}
+
+// Both gradients for one tile of tokens; the non-zeros by inputs. Those of the values are added to ``grad_values``.
+template <typename T, int num_vectors, bool for_input, bool for_values>
+void backward_tile(const T* grad_y, const T* x, Sizes sizes, Lines<T> lines, T* grad_x, T* grad_values, Vec<T>* tile) {
+  constexpr int n = Simd<T>::lanes;
+  turn_in<T, num_vectors>(grad_y, sizes.out, sizes.tokens, 0, sizes.out, tile);
+  Vec<T> block[n * num_vectors] = {};
+  Vec<T> inputs[n * num_vectors] = {};
+  Vec<T> products[n];  // of non-zeros whose lanes are not summed yet
+  int64_t waiting = 0, written = 0;
+  for (int64_t first = 0; first < sizes.in; first += n) {
+    const int64_t wide = std::min<int64_t>(n, sizes.in - first);
+    if constexpr (for_values) turn_in<T, num_vectors>(x, sizes.in, sizes.tokens, first, wide, inputs);
+    for (int64_t i = 0; i < wide; ++i) {
+      Vec<T> sum[num_vectors] = {};
+      Vec<T> input[num_vectors];
+      for (int v = 0; v < num_vectors; ++v) input[v] = inputs[i * num_vectors + v];
+      const int64_t end = lines.starts[first + i + 1];
+      for (int64_t k = lines.starts[first + i]; k < end; ++k) {
+        const Vec<T>* from = tile + static_cast<int64_t>(lines.others[k]) * num_vectors;
+        const T weight = lines.values[k];
+        Vec<T> product = {};
+        for (int v = 0; v < num_vectors; ++v) {
+          const Vec<T> loaded = from[v];
+          if constexpr (for_input) sum[v] += weight * loaded;
+          if constexpr (for_values) product += input[v] * loaded;
+        }
+        if constexpr (for_values) {
+          products[waiting++] = product;
+          if (waiting == n) {
+            store(grad_values + written, load(grad_values + written) + sums<T>(products));
+            written += n;
+            waiting = 0;
+          }
+        }
+      }
+      for (int v = 0; v < num_vectors; ++v) block[i * num_vectors + v] = sum[v];
+    }
+    if constexpr (for_input) turn_out<T, num_vectors>(block, wide, grad_x, sizes.in, sizes.tokens, first);
+  }
+  for (int64_t i = 0; i < waiting; ++i)
+    for (int lane = 0; lane < n; ++lane) grad_values[written + i] += products[i][lane];
+}
+
+template <typename T, int num_vectors>
+void forward_tiles(const T* x, const T* bias, Sizes sizes, Lines<T> lines, T* y, int num_threads) {
+  constexpr int64_t size = int64_t(num_vectors) * Simd<T>::lanes;
+  const int64_t num_tiles = (sizes.tokens + size - 1) / size;
+#pragma omp parallel num_threads(num_threads)
+  {
+    Scratch<Vec<T>> tile(sizes.in * num_vectors);
+#pragma omp for schedule(dynamic)
+    for (int64_t i = 0; i < num_tiles; ++i) {
+      const int64_t first = i * size;
+      const Sizes own = {std::min(size, sizes.tokens - first), sizes.in, sizes.out};
+      forward_tile<T, num_vectors>(x + first * sizes.in, bias, own, lines, y + first * sizes.out, tile.data);
+    }
+  }
+}
+
+template <typename T, int num_vectors, bool for_input, bool for_values>
+void backward_tiles(const T* grad_y, const T* x, Sizes sizes, Lines<T> lines, T* grad_x, T* grad_values, int num_threads) {
+  constexpr int64_t size = int64_t(num_vectors) * Simd<T>::lanes;
+  const int64_t num_tiles = (sizes.tokens + size - 1) / size, num_values = lines.starts[sizes.in];
+  // Every thread sums up over its own tokens, and the sums are then added in a fixed order.
+  const int num_parts = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(num_threads, num_tiles)));
+  const int64_t room = (num_values + Simd<T>::lanes - 1) / Simd<T>::lanes * Simd<T>::lanes;
+  Scratch<T> partial(for_values ? room * num_parts : 1);
+#pragma omp parallel num_threads(num_parts)
+  {
+    Scratch<Vec<T>> tile(sizes.out * num_vectors);
+#pragma omp for schedule(static)
+    for (int part = 0; part < num_parts; ++part) {
+      T* sums = partial.data + part * room;
+      if constexpr (for_values) std::memset(sums, 0, room * sizeof(T));
+      for (int64_t i = num_tiles * part / num_parts; i < num_tiles * (part + 1) / num_parts; ++i) {
+        const int64_t first = i * size;
+        const Sizes own = {std::min(size, sizes.tokens - first), sizes.in, sizes.out};
+        backward_tile<T, num_vectors, for_input, for_values>(grad_y + first * sizes.out, x + first * sizes.in, own, lines,
+                                                             for_input ? grad_x + first * sizes.in : nullptr, sums, tile.data);
+      }
+    }
+    if constexpr (for_values) {
+#pragma omp for schedule(static)
+      for (int64_t k = 0; k < num_values; ++k) {
+        T total = 0;
+        for (int part = 0; part < num_parts; ++part) total += partial.data[part * room + k];
+        grad_values[k] = total;
+      }
+    }
+  }
+}
+
+// What the scratch may take: a quarter of a core's second-level cache was fastest.
+int64_t scratch_bytes() {
+  long size = 0;
+#ifdef _SC_LEVEL2_CACHE_SIZE
+  size = sysconf(_SC_LEVEL2_CACHE_SIZE);
+#endif
+  return (size > 0 ? size : 1 << 20) / 4;
+}
+
+// Calls ``with`` with the vectors of tokens in a tile: as many as leave the scratch in the cache and every thread a tile.
+template <typename T, int num_vectors = 8, typename With>
+void with_tile(int64_t features, int64_t tokens, int num_threads, With with) {
+  static const int64_t cache = scratch_bytes();
+  if constexpr (num_vectors > 1) {
+    const bool too_large = features * num_vectors * kVectorBytes > cache;
+    if (too_large || int64_t(num_vectors) * Simd<T>::lanes * num_threads > tokens)
+      return with_tile<T, num_vectors / 2>(features, tokens, num_threads, with);
+  }
+  with(std::integral_constant<int, num_vectors>());
+}
+
+template <typename T>
+void forward(const T* x, const T* bias, Sizes sizes, Lines<T> lines, T* y, int num_threads) {
+  with_tile<T>(sizes.in, sizes.tokens, num_threads, [&](auto num_vectors) {
+    forward_tiles<T, num_vectors.value>(x, bias, sizes, lines, y, num_threads);
+  });
+}
+
+template <typename T>
+void backward(const T* grad_y, const T* x, Sizes sizes, Lines<T> lines, T* grad_x, T* grad_values, int num_threads) {
+  with_tile<T>(sizes.out, sizes.tokens, num_threads, [&](auto num_vectors) {
+    constexpr int num = num_vectors.value;
+    if (grad_x != nullptr && grad_values != nullptr)
+      backward_tiles<T, num, true, true>(grad_y, x, sizes, lines, grad_x, grad_values, num_threads);
+    else if (grad_x != nullptr)
+      backward_tiles<T, num, true, false>(grad_y, x, sizes, lines, grad_x, grad_values, num_threads);
+    else if (grad_values != nullptr)
+      backward_tiles<T, num, false, true>(grad_y, x, sizes, lines, grad_x, grad_values, num_threads);
+  });
+}
+
+}  // namespace
+
+// Plain C, so that no header of torch or Python is needed and a compile takes seconds.
+#define SMUPAR_KERNELS(T, suffix)                                                                                        \
+  extern "C" void smupar_forward_##suffix(const T* x, int64_t tokens, int64_t in, int64_t out, const int64_t* starts,    \
+                                          const int32_t* others, const T* values, const T* bias, T* y, int num_threads) { \
+    forward<T>(x, bias, {tokens, in, out}, {starts, others, values}, y, num_threads);                                    \
+  }                                                                                                                      \
+  extern "C" void smupar_backward_##suffix(const T* grad_y, const T* x, int64_t tokens, int64_t in, int64_t out,         \
+                                           const int64_t* starts, const int32_t* others, const T* values, T* grad_x,     \
+                                           T* grad_values, int num_threads) {                                            \
+    backward<T>(grad_y, x, {tokens, in, out}, {starts, others, values}, grad_x, grad_values, num_threads);               \
+  }
+
+SMUPAR_KERNELS(float, f32)
+SMUPAR_KERNELS(double, f64)
