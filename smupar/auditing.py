@@ -209,22 +209,25 @@ def _measured_factor(module: nn.Module) -> float | None:
         if type(module) is not nn.Embedding or module.max_norm is not None:  # a forward pass of its own, or one that writes
             return None
         row = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).argmax()[None]
-        plain, seen = weight[row], [module(row)]
+        probe, plain = row, weight[row]
+        handle = module.register_forward_hook(lambda _, args, output: seen.append(output))
     else:
-        plain = torch.ones(1, dtype=weight.dtype, device=weight.device)
+        probe = plain = torch.ones(1, dtype=weight.dtype, device=weight.device)
 
         def stop(_: nn.Module, args: tuple[Tensor, ...]) -> None:
             seen.append(args[0])
             raise _Probed
 
         handle = module.register_forward_pre_hook(stop)
-        try:
-            module(plain)
-        except Exception as error:
-            if not isinstance(error, _Probed):  # a hook of the user's that wants a real input: then the buffer must do
-                seen.clear()
-        finally:
-            handle.remove()
+    training, module.training = module.training, False  # noise that a hook adds in training is no factor
+    try:
+        module(probe)
+    except Exception as error:
+        if not isinstance(error, _Probed):  # a hook of the user's that wants a real input: then the buffer must do
+            seen.clear()
+    finally:
+        module.training = training
+        handle.remove()
     if not seen or not plain.any():
         return None
     plain, hooked = plain.double().flatten(), seen[0].double().flatten()

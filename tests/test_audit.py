@@ -356,6 +356,19 @@ def test_factor_applied_twice_is_found():
     assert line.startswith("'head' ('head.weight') multiplies its output by 0.140625, the plan says 0.375")
 
 
+def test_hook_that_adds_noise_in_training_or_wants_whole_batches_is_no_fault():
+    model, base = (GPT(ModelConfig(width=width, depth=1, vocab_size=64)) for width in (64, 32))
+    plan = smupar.parameterize(model, base=base, density=1 / 2, alpha_input=9.17)
+    noisy = model.embedding.register_forward_hook(
+        lambda module, args, output: output + torch.randn(output.size(2)) if module.training else output
+    )
+    assert smupar.audit(model, plan) == []
+    assert model.embedding.training
+    noisy.remove()
+    model.embedding.register_forward_hook(lambda module, args, output: output.transpose(1, 2).transpose(1, 2))
+    assert smupar.audit(model, plan) == []
+
+
 def test_embedding_factor_that_was_changed_is_found():
     model, base = (GPT(ModelConfig(width=width, depth=1, vocab_size=64)) for width in (64, 32))
     plan = smupar.parameterize(model, base=base, density=1 / 2, alpha_input=9.17, alpha_output=1.5)

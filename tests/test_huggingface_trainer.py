@@ -91,10 +91,11 @@ class Run:
         self.plan = huggingface.parameterize(self.model, base=16, density=1.0 if dense else 0.25)
         args = arguments(out, **changes)
         self.optimizer = huggingface.make_optimizer(self.model, self.plan, args)
-        kind, settings = SPARSIFIERS.get(what, (None, {}))
+        sparsifier, _, measured = (what or "").partition(" and ")  # such as "RigL and record"
+        kind, settings = SPARSIFIERS.get(sparsifier, (None, {}))
         self.sparsifier = kind and kind(self.model, self.plan, self.optimizer, **settings)
         self.updates = None
-        if what == "record":
+        if "record" in (what, measured):
             self.updates = smupar.record_updates(self.model, self.plan, self.optimizer)
         if what == "follow":
             self.updates = smupar.follow_updates(self.model, self.plan, self.optimizer, trace=trace)
@@ -148,7 +149,7 @@ def test_optimizer_has_the_plans_rates_and_the_trainers_decay(tmp_path):
         assert group["eps"] == 1e-7
 
 
-@pytest.mark.parametrize("what", [None, *SPARSIFIERS, "record", "follow"])
+@pytest.mark.parametrize("what", [None, *SPARSIFIERS, "record", "follow", "RigL and record"])
 def test_run_resumed_from_a_checkpoint_is_the_uninterrupted_one(what, tmp_path):
     trace = None
     if what == "follow":
@@ -203,6 +204,12 @@ def test_training_lowers_the_loss_and_keeps_the_ratios(tmp_path):
     losses = [entry["loss"] for entry in run.train().trainer.state.log_history if "loss" in entry]
     assert len(losses) == 40
     assert losses[-1] < 0.9 * losses[0]
+
+
+def test_noise_on_embeddings_is_no_fault(tmp_path):
+    run = Run(tmp_path, max_steps=2, neftune_noise_alpha=5.0).train()  # a hook of the Trainer's, on the table the audit probes
+    assert run.trainer.state.global_step == 2
+    assert run.model.training
 
 
 def test_trainers_own_optimizer_is_noticed(tmp_path):

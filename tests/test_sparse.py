@@ -3,6 +3,8 @@
 import copy
 import io
 import json
+import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,9 +16,11 @@ import smupar
 from smupar.apply import mask_of
 from smupar.bench_sparse import bench_sparse
 from smupar.lm import checkpoint
-from smupar.lm.config import ModelConfig, RunConfig
+from smupar.lm.config import Execution, ModelConfig, RunConfig
 from smupar.lm.distributed import World
 from smupar.lm.gpt import build
+from smupar.lm.load import load_run
+from smupar.lm.train import train as lm_train
 from smupar.sparse import compiled
 from smupar.sparse.csr import CsrLinear, compress, row_index, turned
 from smupar.sparse.products import Compiled, Torch
@@ -500,9 +504,47 @@ def test_checkpoint_brings_back_masks_that_moved_and_became_fewer(tmp_path):
     resumed = adamw(again, plan)
     checkpoint.load(checkpoint.latest(tmp_path), again, [resumed])
     assert torch.equal(train(again, resumed, 1, start=3), straight)
-    smupar.sparsify_storage(again, plan, backend="dense")
-    with pytest.raises(ValueError, match="keeps 5 weights as their non-zeros, this model 0"):
-        checkpoint.load_weights(checkpoint.latest(tmp_path), again)
+
+
+@pytest.mark.parametrize("backends", [("csr", "dense"), ("dense", "csr")], ids=" then ".join)
+def test_checkpoint_is_read_by_a_model_that_keeps_its_weights_another_way(tmp_path, backends):
+    world = World(0, 1, torch.device("cpu"), "ddp")
+    (model, plan), (again, _) = gpt(), gpt()
+    for one, backend in zip((model, again), backends, strict=True):
+        smupar.sparsify_storage(one, plan, backend=backend)
+    optimizer, resumed = adamw(model, plan), adamw(again, plan)
+    train(model, optimizer, 3)
+    checkpoint.save(tmp_path, 3, model, [optimizer], {}, world)
+    checkpoint.load(checkpoint.latest(tmp_path), again, [resumed])
+    ours, theirs = smupar.dense_state_dict(again), smupar.dense_state_dict(model)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    ours, theirs = train(again, resumed, 2, start=3), train(model, optimizer, 2, start=3)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
+
+
+def test_run_is_the_same_however_it_is_stored_and_goes_on_either_way(tmp_path):
+    model = ModelConfig(width=64, depth=1, head_dim=16)
+    run = RunConfig(model=model, base_width=32, sparsity=0.75, steps=6, batch_size=2, seq_len=32, dynamic="rigl", mask_every=2)
+    how = Execution(device="cpu", save_every=3, keep=9)
+    dense = lm_train(run, replace(how, out=str(tmp_path / "dense")))
+    sparse = lm_train(run, replace(how, out=str(tmp_path / "sparse"), storage="csr"))
+    assert sparse.train_loss == pytest.approx(dense.train_loss, rel=1e-5)
+    assert load_run(tmp_path / "sparse").plan == load_run(tmp_path / "dense").plan
+    (tmp_path / "sparse" / "summary.json").unlink()
+    shutil.rmtree(tmp_path / "sparse" / "checkpoints" / checkpoint.folder_name(6))
+    again = lm_train(run, replace(how, out=str(tmp_path / "sparse"), storage="dense"))
+    assert again.train_loss == pytest.approx(dense.train_loss, rel=1e-5)
+    weights = (load_run(tmp_path / name).model.state_dict() for name in ("sparse", "dense"))
+    for ours, theirs in zip(*(state.values() for state in weights), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(("change", "says"), [({"dynamic": "gmp"}, "starts dense"), ({"optimizer": "muon"}, "whole matrices")])
+def test_runs_that_need_matrices_say_so(tmp_path, change, says):
+    run = RunConfig(model=ModelConfig(width=64, depth=1, head_dim=16), base_width=32, sparsity=0.75, steps=4, mask_every=1)
+    with pytest.raises(ValueError, match=f"{says}.*: leave out --storage csr"):
+        lm_train(replace(run, **change), Execution(out=str(tmp_path / "run"), device="cpu", storage="csr"))
+    assert not (tmp_path / "run" / "config.json").exists()
 
 
 # Masks that move

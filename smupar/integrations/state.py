@@ -29,7 +29,8 @@ class _Carried:
         self.parts = parts
 
     def add(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        state[_KEY] = {name: part.state_dict() for name, part in self.parts.items()}
+        # Beside what another call of carry_state has put there.
+        state[_KEY] = state.get(_KEY, {}) | {name: part.state_dict() for name, part in self.parts.items()}
 
     def take(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         stored = state.get(_KEY, {})

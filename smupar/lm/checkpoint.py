@@ -11,7 +11,9 @@ import contextlib
 import json
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +28,12 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from smupar.lm.distributed import World
 from smupar.lm.files import sync_folder, write_atomic
-from smupar.storage import COLUMNS, Compressed
+from smupar.storage import COLUMNS, ROW_STARTS, Compressed, expand_state, shape_of
 
 _PREFIX, _UNFINISHED = "step-", ".unfinished-"
+_MASK = "_mask"
+_AS_MATRIX, _AS_NONZEROS = ("", _MASK), ("", COLUMNS, ROW_STARTS)
+"""What follows a weight's name in a checkpoint, by how the weight is kept."""
 
 
 def save(
@@ -64,8 +69,7 @@ def load(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) 
     """Reads weights, masks and optimizer state into model and optimizers; returns ``state.json``."""
     with _named(path):
         state = read_state(path)
-        _read_model(path / "model", model)
-        _read(path / "optimizer", _allocate_state(path / "optimizer", model, optimizers))
+        _read_state(path / "optimizer", model, optimizers, _read_model(path / "model", model))
     return state
 
 
@@ -145,16 +149,18 @@ def optimizer_state(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -
     }
 
 
-def _allocate_state(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
-    """Room for the state that the checkpoint holds, laid out like the parameters, in optimizers that have made no step."""
-    stored = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+def _read_state(folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], turned: dict[str, _Turned]) -> None:
+    """Into optimizers that have made no step, laid out like the parameters."""
     parameters = dict(model.named_parameters())
     homes = {id(p): (o, g) for o in optimizers for g in o.param_groups for p in g["params"]}
-    for key, entry in stored.items():
-        assert isinstance(entry, TensorStorageMetadata)
+    tensors = {}
+    for key, entry in _metadata(folder).items():
         name, _, what = key.partition("/")
         parameter = parameters[name]
         optimizer, group = homes[id(parameter)]
+        if name in turned and tuple(entry.size) == turned[name].stored:
+            tensors[key] = _room(entry)
+            continue
         if tuple(entry.size) == tuple(parameter.shape):
             value = torch.zeros_like(parameter, dtype=entry.properties.dtype, memory_format=torch.preserve_format).detach()
         else:  # a step count, which fused optimizers keep beside the parameter and others on the CPU
@@ -162,7 +168,11 @@ def _allocate_state(path: Path, model: nn.Module, optimizers: list[torch.optim.O
             device = parameter.device if beside else torch.device("cpu")
             value = torch.zeros(entry.size, dtype=entry.properties.dtype, device=device)
         optimizer.state[parameter][what] = value
-    return optimizer_state(model, optimizers)
+    _read(folder, optimizer_state(model, optimizers) | tensors)
+    for key, value in tensors.items():
+        name, _, what = key.partition("/")
+        optimizer, _ = homes[id(parameters[name])]
+        optimizer.state[parameters[name]][what] = turned[name].turn(value.to(parameters[name].device))
 
 
 # Files
@@ -177,20 +187,59 @@ def _write(folder: Path, tensors: dict[str, Tensor], world: World) -> None:
         folder.mkdir()
 
 
-def _read_model(folder: Path, model: nn.Module) -> None:
-    stored = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+@dataclass(frozen=True)
+class _Turned:
+    """A weight that the checkpoint keeps as non-zeros and the model as a matrix, or the other way round."""
+
+    stored: tuple[int, ...]
+    """Shape in the checkpoint."""
+    turn: Callable[[Tensor], Tensor]
+    """Makes of a tensor laid out as there one laid out as here."""
+
+
+def _read_model(folder: Path, model: nn.Module) -> dict[str, _Turned]:
+    """Reads weights and masks; returns those that are kept another way here than there."""
+    stored = _metadata(folder)
     layers = {f"{name}.weight": layer for name, layer in model.named_modules() if isinstance(layer, Compressed)}
     kept = {key.removesuffix(COLUMNS) for key in stored if key.endswith(COLUMNS)}
-    if kept != layers.keys():
-        raise ValueError(
-            f"the checkpoint {folder.parent} keeps {len(kept)} weights as their non-zeros, this model {len(layers)}: call "
-            "sparsify_storage with the backend that the run had before loading, and another one afterwards"
-        )
-    for name, layer in layers.items():
-        entry = stored[name]
-        assert isinstance(entry, TensorStorageMetadata)
-        layer.make_room(entry.size.numel())
-    _read(folder, weights(model))
+    for name in kept & layers.keys():
+        layers[name].make_room(stored[name].size.numel())
+    tensors = weights(model)
+    for name in kept ^ layers.keys():
+        for suffix in _AS_NONZEROS if name in layers else _AS_MATRIX:
+            del tensors[f"{name}{suffix}"]
+        for suffix in _AS_MATRIX if name in layers else _AS_NONZEROS:
+            tensors[f"{name}{suffix}"] = _room(stored[f"{name}{suffix}"])
+    _read(folder, tensors)
+    turned = {}
+    for name in kept ^ layers.keys():
+        parameter = model.get_parameter(name)
+        if name in layers:
+            layers[name].move(tensors[f"{name}{_MASK}"].to(parameter.device))
+            turn = layers[name].gather
+        else:
+            expand_state(tensors, name, shape_of(model, name))
+            mask = model.get_buffer(f"{name}{_MASK}")
+            mask.copy_(tensors[f"{name}{_MASK}"])
+            turn = partial(_scattered, mask)
+        values = tensors[name].to(parameter.device)
+        with torch.no_grad():
+            parameter.copy_(turn(values) if name in layers else values)
+        turned[name] = _Turned(tuple(stored[name].size), turn)
+    return turned
+
+
+def _scattered(mask: Tensor, values: Tensor) -> Tensor:
+    return values.new_zeros(mask.shape).masked_scatter_(mask, values)
+
+
+def _room(entry: TensorStorageMetadata) -> Tensor:
+    return torch.empty(entry.size, dtype=entry.properties.dtype)
+
+
+def _metadata(folder: Path) -> dict[str, TensorStorageMetadata]:
+    stored = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    return {key: entry for key, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
 
 
 def _read(folder: Path, tensors: dict[str, Tensor]) -> None:

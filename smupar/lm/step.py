@@ -23,6 +23,7 @@ from smupar.lm.moving import make_sparsifier, read_trace
 from smupar.lm.optimizers import CAPTURABLE, make_optimizers, set_lr
 from smupar.lm.schedule import lr_share
 from smupar.lm.shards import Tokens
+from smupar.sparse.convert import StorageReport, sparsify_storage
 from smupar.updates.meter import Follower, Recorder, follow_updates, record_updates
 from smupar.updates.trace import Trace
 
@@ -41,6 +42,7 @@ class Stepper:
         self.rows = world.share_of(config.batch_size)
         self.num_micro = _num_micro_batches(self.rows[1] - self.rows[0], how.micro_batch or _fitting(config, world))
         self.model, self.plan = place(config, world)
+        self.storage = self._stored(how)
         on_gpu = world.device.type == "cuda"
         compiled = on_gpu if how.compile is None else how.compile
         captured = how.graph
@@ -60,6 +62,15 @@ class Stepper:
         if compiled:
             self._compile(flex=on_gpu and config.model.positions == "alibi")
         self._update: Callable[..., Tensor] = Graphed(self._passes) if captured else self._passes
+
+    def _stored(self, how: Execution) -> StorageReport | None:
+        if how.storage == "dense":
+            return None
+        if self.config.prunes or self.config.optimizer == "muon":
+            what = "a run that is pruned starts dense" if self.config.prunes else "Muon needs whole matrices"
+            raise ValueError(f"{what}: leave out --storage {how.storage}")
+        tokens = (self.rows[1] - self.rows[0]) // self.num_micro * self.config.seq_len
+        return sparsify_storage(self.model, self.plan, backend=how.storage, tokens=tokens)
 
     def _updates(self, trace: Trace | None) -> Recorder | Follower | None:
         period = self.config.round_steps if self.config.dynamic == "imp" else None

@@ -95,6 +95,8 @@ class _Loop:
 
     def run(self) -> Summary:
         self._say(str(self.stepper.plan))
+        if self.stepper.storage is not None:
+            self._say(str(self.stepper.storage))
         self._resume()
         with Tracker(self.path, self.config, self.how, self.progress.step, writes=self.world.is_main) as tracker:
             status = self._steps(tracker)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from smupar.apply import attach, check_plan, has_mask, is_parameterized, mask_of, unwrapped
 from smupar.plan import Plan
+from smupar.roles import layer_glob
 from smupar.sparse.auto import Measured, seconds_of
 from smupar.sparse.backends import AUTO, BACKENDS, DENSE, layer_refusal
 from smupar.storage import Compressed, compressed, expand_state, is_compressed, shape_of
@@ -42,11 +43,15 @@ class StorageReport:
     """Of the weights alone, were they dense."""
 
     def __str__(self) -> str:
-        lines = [("parameter", "shape", "density", "kept as", "ms a step")]
+        alike: dict[tuple[str, ...], list[str]] = {}  # layers of all blocks in one line
         for layer in self.layers:
             times = ", ".join(f"{name} {1e3 * seconds:.3g}" for name, seconds in layer.seconds.items())
             shape = "x".join(map(str, layer.shape))
-            lines.append((layer.name, shape, f"{layer.density:.4g}", layer.backend, times or layer.note))
+            key = layer_glob(layer.name), shape, f"{layer.density:.4g}", layer.backend, times or layer.note
+            alike.setdefault(key, []).append(layer.name)
+        lines: list[tuple[str, ...]] = [("parameter", "shape", "density", "kept as", "ms a step")]
+        for (glob, *cells), names in alike.items():
+            lines.append((f"{glob} ({len(names)}x)" if len(names) > 1 else names[0], *cells))
         widths = [max(len(line[column]) for line in lines) for column in range(5)]
         body = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
         total = f"{self.num_bytes:,} bytes with masks and indices, {self.num_bytes / self.dense_bytes:.2%} of the dense weights"
