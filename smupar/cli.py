@@ -489,7 +489,8 @@ def _run(argv: list[str]) -> None:
     tyro.extras.subcommand_cli_from_dict(
         {**commands(*_start(argv)), "data": _with_steps(data, on_data) if "-completion" in argv[0] else data, "eval": evaluate},
         prog="smupar",
-        description="Tune a small dense model, train wide sparse ones with the same hyperparameters.",
+        description="Tune a small dense model, train wide sparse ones with the same hyperparameters. "
+        "--version says what is installed; --tyro-print-completion bash (or zsh) prints what completes these commands.",
         args=argv,
     )
 

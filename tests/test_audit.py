@@ -359,6 +359,7 @@ def test_factor_applied_twice_is_found():
 def test_hook_that_adds_noise_in_training_or_wants_whole_batches_is_no_fault():
     model, base = (GPT(ModelConfig(width=width, depth=1, vocab_size=64)) for width in (64, 32))
     plan = smupar.parameterize(model, base=base, density=1 / 2, alpha_input=9.17)
+    plan.waive("attention_scale")
     noisy = model.embedding.register_forward_hook(
         lambda module, args, output: output + torch.randn(output.size(2)) if module.training else output
     )

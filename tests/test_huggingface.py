@@ -13,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    BertConfig,
+    BertForMaskedLM,
     BloomConfig,
     BloomForCausalLM,
     GemmaConfig,
@@ -332,6 +334,19 @@ def test_export_of_equal_factors_stays_tied(tmp_path):
     assert plain.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize(("dtype", "wanted"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_export_has_the_dtype_that_was_asked_for(dtype, wanted, tmp_path):
+    model, _ = trained("gpt2")
+    model.bfloat16().save_pretrained(tmp_path / "sparse")
+    assert f", {dtype}, " in huggingface.export(tmp_path / "sparse", tmp_path / "plain", dtype=dtype)
+    assert GPT2LMHeadModel.from_pretrained(tmp_path / "plain").dtype == wanted
+
+
+def test_export_in_another_dtype_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="dtype must be one of fp32, bf16, got 'fp16'"):
+        huggingface.export(tmp_path, tmp_path / "plain", dtype="fp16")
+
+
 def test_loaded_model_trains_with_masked_gradients(tmp_path):
     model, _ = trained("gpt2")
     model.save_pretrained(tmp_path)
@@ -390,6 +405,19 @@ def test_masks_that_pruning_added_are_loaded(tmp_path):
     mask = mask_of(again, "model.layers.0.mlp.up_proj.weight")
     assert int(mask.sum()) == mask.numel() // 4
     assert smupar.audit(again, same_plan, trained=True) == []
+
+
+def test_model_that_keeps_only_non_zeros_is_saved_loaded_and_exported(tmp_path):
+    model, plan = trained("llama")
+    wanted = logits(model, "llama")
+    smupar.sparsify_storage(model, plan, backend="csr")
+    model.save_pretrained(tmp_path / "sparse")
+    again, _ = huggingface.load(tmp_path / "sparse")
+    assert smupar.audit(again, plan, trained=True) == []
+    torch.testing.assert_close(logits(again, "llama"), wanted, rtol=1e-4, atol=1e-5)
+    huggingface.export(tmp_path / "sparse", tmp_path / "plain")
+    plain = type(model).from_pretrained(tmp_path / "plain")
+    torch.testing.assert_close(logits(plain, "llama"), wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_model_parameterized_by_hand_can_be_saved(tmp_path):
@@ -529,6 +557,16 @@ def test_other_versions_of_transformers_are_refused(version, monkeypatch):
         import_anew(monkeypatch)
 
 
+@pytest.mark.parametrize("field", ["scaling", "q_proj"])
+def test_attention_of_an_earlier_version_is_refused_unchanged(field):
+    model = build("vit")
+    for _, attention in list(attentions(model)):
+        delattr(attention, field)
+    with pytest.raises(ValueError, match="attention of this vit is not what current versions of transformers have"):
+        huggingface.parameterize(model, base=32)
+    assert not smupar.apply.is_parameterized(model)
+
+
 def test_missing_transformers_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'smupar\[hf\]'"):
@@ -581,3 +619,16 @@ def test_unknown_architecture_is_told_where_its_scale_may_be():
     huggingface.set_attention_scale(model, plan)
     assert plan.pending == {}
     assert model.model.layers[0].self_attn.scaling == 1 / 8
+
+
+def test_scale_is_set_where_the_size_of_heads_has_another_name_and_refused_where_there_is_none():
+    config = BertConfig(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=8)
+    base = BertConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
+    model = BertForMaskedLM(config)
+    with pytest.warns(smupar.PlanWarning, match=r"it may be BertSelfAttention\.scaling"):
+        plan = huggingface.parameterize(model, base=base)
+    huggingface.set_attention_scale(model, plan)
+    assert model.bert.encoder.layer[0].attention.self.scaling == 1 / 8
+    assert plan.pending == {}
+    with pytest.raises(ValueError, match="no module of this BloomForCausalLM has the fields 'scaling'"):
+        huggingface.set_attention_scale(bloom(32), plan)

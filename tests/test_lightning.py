@@ -41,6 +41,8 @@ class MLP(lightning.LightningModule):
         return loss
 
     def configure_optimizers(self):
+        if self.configure == "none":
+            return None
         if self.configure == "plain":
             return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95))
         if self.configure == "two groups":
@@ -219,6 +221,11 @@ def test_module_without_layers_is_refused():
 
     with pytest.raises(ValueError, match="build its layers in __init__"):
         trainer(callback()).fit(Late(64), batches())
+
+
+def test_module_without_an_optimizer_is_refused():
+    with pytest.raises(ValueError, match="no optimizer to train with"):
+        fit(configure="none")
 
 
 def test_there_is_no_plan_before_fit():

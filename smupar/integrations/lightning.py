@@ -133,6 +133,8 @@ class SmuparCallback(Callback):
 
     def _regroup(self, module: nn.Module, optimizer: torch.optim.Optimizer, *, scheduled: bool) -> None:
         trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+        if not optimizer.param_groups:  # what Lightning has in place of an optimizer if configure_optimizers returns None
+            raise ValueError("the module has no optimizer to train with: return one from configure_optimizers")
         (group, *others) = optimizer.param_groups
         if others or scheduled or {id(parameter) for parameter in group["params"]} != trained:
             kind = type(optimizer).__name__

@@ -60,20 +60,30 @@ FAMILIES = {
 """By ``config.model_type``."""
 
 
+_HEAD_SIZES = ("head_dim", "head_size", "attention_head_size")
+"""What attention modules call the size of a head."""
+
+
 def attentions(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Path and module of each attention of a model of a known family."""
+    """Path and module of each attention that keeps its scale as ``scaling``, as all of the known families do."""
     for path, module in model.named_modules():
-        if hasattr(module, "scaling") and (hasattr(module, "head_dim") or hasattr(module, "head_size")):
+        if hasattr(module, "scaling") and any(hasattr(module, name) for name in _HEAD_SIZES):
             yield path, module
 
 
 def head_dim(attention: Any) -> int:
-    return int(getattr(attention, "head_dim", None) or attention.head_size)
+    return next(int(getattr(attention, name)) for name in _HEAD_SIZES if getattr(attention, name, None))
 
 
 def set_attention_scale(model: nn.Module, plan: Plan) -> None:
-    """Puts the rule's scale into every attention module of a known architecture."""
-    for _, attention in attentions(model):
+    """Puts the rule's scale into every attention module that keeps it as ``scaling``."""
+    found = [attention for _, attention in attentions(model)]
+    if not found:
+        raise ValueError(
+            f"no module of this {type(model).__name__} has the fields 'scaling' and one of {', '.join(_HEAD_SIZES)}: set its "
+            "attention scale to plan.attention_scale(head_dim) yourself"
+        )
+    for attention in found:
         scale = plan.attention_scale(head_dim(attention))
         if getattr(attention, "scale_attn_by_inverse_layer_idx", False):  # GPT-2's own option, beside any rule
             scale /= attention.layer_idx + 1

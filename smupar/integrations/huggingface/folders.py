@@ -22,8 +22,10 @@ from smupar.lm.files import PLAN_FILE, write_atomic
 from smupar.plan import Plan
 from smupar.planner import PlanWarning
 from smupar.rules import SP, get_rule
+from smupar.storage import expand_state, is_compressed
 
 _MASK = "_mask"
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # What belongs to a tokenizer or an image processor, and travels with an export.
 _BESIDE = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.model",
            "preprocessor_config.json", "processor_config.json")  # fmt: skip
@@ -69,6 +71,9 @@ def load(folder: str | PathLike[str], *, model_class: type[PreTrainedModel] | No
     plan = _read_plan(path)
     config = AutoConfig.from_pretrained(path)
     tensors = _read_tensors(path)
+    for row in plan:
+        if is_compressed(tensors, row.name):  # saved while sparsify_storage kept only non-zeros
+            expand_state(tensors, row.name, row.shape)
     masked = [name for name in tensors if name.endswith(_MASK) and name.removesuffix(_MASK) in plan]
     masks = {name.removesuffix(_MASK): tensors.pop(name) for name in masked}
     kind = model_class or _class_of(config, path)
@@ -110,12 +115,13 @@ def _put_masks(model: nn.Module, plan: Plan, masks: dict[str, Tensor]) -> None:
 def export(folder: str | PathLike[str], out: str | PathLike[str], *, dtype: str = "fp32") -> str:
     """Writes a folder from which a plain ``from_pretrained`` gives the same logits; returns a line that says what is in it."""
     source, target = Path(folder), Path(out)
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
     if target.exists():
         raise ValueError(f"{target} exists already: choose another folder, nothing is overwritten")
     model, plan = load(source)
-    plain = folded(model, plan)
-    if dtype == "bf16":
-        plain.bfloat16()
+    plain = folded(model.float(), plan)  # factors are not rounded before the weights are
+    nn.Module.to(plain, _DTYPES[dtype])
     unfinished = target.with_name(target.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     plain.save_pretrained(unfinished)

@@ -7,11 +7,12 @@ from fnmatch import fnmatchcase
 from typing import Any, Unpack
 
 import torch
+import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from smupar import apply
-from smupar.integrations.huggingface.families import FAMILIES, attentions, base_config, set_attention_scale
+from smupar.integrations.huggingface.families import FAMILIES, Family, attentions, base_config, set_attention_scale
 from smupar.integrations.huggingface.folders import keep_plan
 from smupar.plan import Plan
 from smupar.planner import PlanWarning, Settings
@@ -42,7 +43,7 @@ def parameterize(
     if family is None:
         warnings.warn(_to_confirm(model), PlanWarning, stacklevel=2)
     else:
-        _check_attention(model)
+        _check_attention(model, family)
         settings = _known(model, narrow, settings)
     if origin := getattr(model, "name_or_path", ""):
         warnings.warn(
@@ -94,11 +95,16 @@ def _base_model(model: PreTrainedModel, base: int | PreTrainedConfig | nn.Module
     return build(type(model), config)
 
 
-def _check_attention(model: PreTrainedModel) -> None:
-    if not any(True for _ in attentions(model)):
+def _check_attention(model: PreTrainedModel, family: Family) -> None:
+    try:
+        found = [family.queries(attention) for _, attention in attentions(model)]
+    except AttributeError:  # other names inside, as in some earlier versions
+        found = []
+    if not found:
         raise ValueError(
-            f"no attention module of this {model.config.model_type} has a field 'scaling', as in transformers 5: is it a copy? "
-            "Use smupar.parameterize and set the attention scale yourself."
+            f"the attention of this {model.config.model_type} is not what current versions of transformers have (its scale as "
+            f"'scaling', its queries as known here; this is {transformers.__version__}): update transformers, or, for a copy "
+            "of your own, use smupar.parameterize and set the attention scale yourself"
         )
 
 
