@@ -11,7 +11,7 @@ demo: $(VENV)/.runtime
 	$(BIN)/smupar transfer --rules sp smupar --sparsities 0 0.9375 --steps 120 --out runs/demo
 
 test: $(VENV)/.dev check
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -20,7 +20,7 @@ check: $(VENV)/.dev
 	$(BIN)/lint-imports
 
 test-slow: $(VENV)/.dev
-	$(BIN)/python -m pytest -m slow -n 2
+	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile
 
 # Every figure of the paper at the smallest scale; exit code 1 if a claim does not hold.
 reproduce: $(VENV)/.runtime
