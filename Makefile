@@ -8,7 +8,7 @@ export PYTHONUNBUFFERED = 1
 .PHONY: demo test check test-slow reproduce bench docs site clean
 
 demo: $(VENV)/.runtime
-	$(BIN)/smupar transfer --rules sp smupar --sparsities 0 0.9375 --steps 120 --out runs/demo
+	$(BIN)/smupar transfer --rules sp smupar --sparsities 0 0.9375 --steps 100 --out runs/demo
 
 test: $(VENV)/.dev check
 	$(BIN)/python -m pytest -n 2 --dist loadfile
