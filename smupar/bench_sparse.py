@@ -123,21 +123,12 @@ def _bench_layers(width: int, density: float, tokens: int, depth: int, repeats: 
     seconds = _interleaved(steps, repeats)
     held = {side: _state_bytes(model, optimizers[side]) for side, model in models.items()}
     floor = {side: _floor(width, tokens, depth, density if "dense" not in side else 1.0, machine) for side in models}
-    return [
-        Row(
-            "layers",
-            width,
-            tokens,
-            density,
-            side,
-            seconds[side],
-            seconds[DENSE] / seconds[side],
-            held[side],
-            held[side] / held[DENSE],
-            floor[side],
-        )
-        for side in models
-    ]
+    return [Row("layers", width, tokens, density, side, *_against_dense(seconds, held, side), floor[side]) for side in models]
+
+
+def _against_dense(seconds: dict[str, float], held: dict[str, int], side: str) -> tuple[float, float, int, float]:
+    """Seconds, speed, bytes and share of the bytes of a side, as in a ``Row``."""
+    return seconds[side], seconds[DENSE] / seconds[side], held[side], held[side] / held[DENSE]
 
 
 def _stack(width: int, depth: int, density: float) -> tuple[Stack, Plan]:
@@ -212,21 +203,7 @@ def _bench_gpt(config: ModelConfig, tokens: int, density: float, repeats: int) -
 
     seconds = _interleaved({side: step(side) for side in models}, repeats)
     held = {side: _state_bytes(model.blocks, optimizers[side]) for side, model in models.items()}
-    return [
-        Row(
-            "gpt",
-            config.width,
-            tokens,
-            density,
-            side,
-            seconds[side],
-            seconds[DENSE] / seconds[side],
-            held[side],
-            held[side] / held[DENSE],
-            math.nan,
-        )
-        for side in models
-    ]
+    return [Row("gpt", config.width, tokens, density, side, *_against_dense(seconds, held, side), math.nan) for side in models]
 
 
 # Measuring
