@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from smupar.coordinates.report import Report
 from smupar.coordinates.verdict import FAIL, PASS
 from smupar.lm.check import check_gpt
@@ -35,6 +37,16 @@ def measure(scale: Scale, folder: Path) -> Report:
             seq_len=size.seq_len,
             out=str(folder),
         )
+    )
+
+
+def what(scale: Scale) -> str:
+    size = scale.size("coordinates")
+    sparsities = ", ".join(f"{one:g}" for one in size.sparsities)
+    base = scale.run("coordinates").base_width
+    return (
+        f"The coordinate check of a GPT of {size.depth} layers, width {size.width} (base {base}), at sparsity {sparsities}: "
+        f"{size.steps} steps of {size.batch_size} x {size.seq_len} bytes, {size.seeds} seeds, on a CPU, torch {torch.__version__}."
     )
 
 

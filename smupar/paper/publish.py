@@ -11,10 +11,12 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path, PurePath
+from types import ModuleType
 from typing import Any
 
 from smupar.lm.config import RunConfig
 from smupar.lm.files import write_atomic
+from smupar.lm.folder import versions
 from smupar.paper.figure import Claim
 from smupar.paper.reproduce import FIGURES, FINDINGS, Reproduced, figure
 from smupar.paper.settings import Scale
@@ -144,7 +146,7 @@ def _page(done: Reproduced, scale: Scale, facts: dict[str, Any], table: str | No
         "",
         "## What was run",
         "",
-        *_what_was_run(done.rows, facts),
+        *(_what_was_run(done.rows, facts) if done.rows else _what_was_measured(module, scale)),
         "",
         "```sh",
         f"smupar reproduce {done.name} --scale {scale.name}{data} --publish docs/results",
@@ -170,9 +172,12 @@ def _heading(name: str) -> str:
     return f"{kinds[name[:3]]} {int(name[3:])}" if name[:3] in kinds else name.capitalize()
 
 
+def _what_was_measured(module: ModuleType, scale: Scale) -> list[str]:
+    what = module.what(scale) if hasattr(module, "what") else "Nothing is trained for it."
+    return [f"{what} Made by commit {versions().get('commit', 'unknown')}."]
+
+
 def _what_was_run(rows: Sequence[Result], facts: dict[str, Any]) -> list[str]:
-    if not rows:
-        return ["No training runs of its own; [the claim as JSON](" + facts["figure"] + ".json)."]
     configs = [row.config for row in rows]
     one = configs[0]
     diverged = sum(row.summary.status == "diverged" for row in rows)
@@ -183,7 +188,7 @@ def _what_was_run(rows: Sequence[Result], facts: dict[str, Any]) -> list[str]:
         f"width {_some(configs, 'model.width')} (base {one.base_width}), heads of {one.model.head_dim}, vocabulary "
         f"{one.model.vocab_size}, {tokens} of `{one.data}`, {one.dtype}; density {_densities(configs)}; seeds "
         f"{_some(configs, 'seed')}.",
-        f"{'; '.join(facts['devices'])}. {facts['minutes']:.1f} GPU minutes of training, compilation not counted; runs that "
+        f"{'; '.join(facts['devices'])}. {facts['minutes']:.1f} minutes of training on it, compilation not counted; runs that "
         f"several figures share are counted in each. Made by commit {', '.join(facts['commits'])}. Every run with its "
         f"configuration and hash: [{facts['figure']}.json]({facts['figure']}.json).",
     ]
