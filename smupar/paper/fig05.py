@@ -46,7 +46,7 @@ def what(scale: Scale) -> str:
     base = scale.run("coordinates").base_width
     return (
         f"The coordinate check of a GPT of {size.depth} layers, width {size.width} (base {base}), at sparsity {sparsities}: "
-        f"{size.steps} steps of {size.batch_size} x {size.seq_len} bytes, {size.seeds} seeds, on a CPU, torch {torch.__version__}."
+        f"{size.steps} steps of {size.batch_size} x {size.seq_len} bytes, {size.seeds} seeds; a CPU, torch {torch.__version__}."
     )
 
 
