@@ -106,7 +106,8 @@ class Stack:
     @torch.no_grad()
     def evaluate(self, batch: Sequence[Tensor]) -> Tensor:
         """Losses of all models, which stay as they are."""
-        return self._losses.values(self.tensors["params"], self.tensors["buffers"], *batch)  # seldom: not worth compiling
+        # Seldom, so not worth compiling; a few at a time, because a captured step keeps most of the memory to itself.
+        return self._losses.values(self.tensors["params"], self.tensors["buffers"], *batch, chunk_size=_CHUNK)
 
     @torch.no_grad()
     def gradients(self, batch: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -388,8 +389,10 @@ class _Losses:
             for handle in hooks:
                 handle.remove()
 
-    def values(self, params: dict[str, Tensor], buffers: dict[str, Tensor], *batch: Tensor) -> Tensor:
-        return self._apply(self._one, params, buffers, batch)
+    def values(
+        self, params: dict[str, Tensor], buffers: dict[str, Tensor], *batch: Tensor, chunk_size: int | None = None
+    ) -> Tensor:
+        return self._apply(self._one, params, buffers, batch, chunk_size)
 
     def _apply(
         self,

@@ -7,6 +7,7 @@ the trainer.
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import sys
@@ -106,6 +107,9 @@ def execute(
     try:
         for group in groups(todo):
             run_group(study, group, engine, pick_device(device), board)
+            if torch.cuda.is_initialized():  # what the last group's captured steps held, to whoever needs it
+                gc.collect()
+                torch.cuda.empty_cache()
     finally:
         board.bar.close()
 
