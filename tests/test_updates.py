@@ -26,7 +26,7 @@ from smupar.lm.step import next_token_loss
 from smupar.rates import group_of_weight
 from smupar.rules import family_of
 from smupar.updates.meter import NUM_TOKENS, UpdatesWarning
-from smupar.updates.trace import Guide, Trace, due
+from smupar.updates.trace import Guide, Trace, due, same_moment
 
 CLASSES = 5
 
@@ -779,13 +779,24 @@ def test_trace_is_read_between_steps_along_the_logarithm():
     assert Trace(40, [3, 10], {"a.weight": [7.0, 100.0]}).effect("a.weight", 0) == 7.0
 
 
-def test_longer_run_reads_the_trace_at_the_same_share():
+def test_longer_run_reads_first_steps_by_number_and_the_last_from_the_last():
     trace = Trace(20, [0, 10], {"a.weight": [1.0, 100.0]})
     guide = Guide(trace, ["a.weight"], 40)
-    assert [guide.effect("a.weight", at) for at in (0, 10, 20, 40)] == pytest.approx([1, 10, 100, 100])
-    shorter = Guide(trace, ["a.weight"], 10)
-    assert [shorter.effect("a.weight", at) for at in (0, 5)] == pytest.approx([1, 100])
+    # Step 10 of 40 is step 8 of 20: 1 / 8 = 1 / 10 + 1 / 20 - 1 / 40.
+    assert [guide.effect("a.weight", at) for at in (0, 10, 20, 40)] == pytest.approx([1, 100**0.8, 100, 100])
+    shorter = Guide(trace, ["a.weight"], 10)  # 3 / 20 = 1 / 5 + 1 / 20 - 1 / 10
+    assert [shorter.effect("a.weight", at) for at in (0, 5, 10)] == pytest.approx([1, 100 ** (2 / 3), 100])
     assert Guide(trace, ["a.weight"]).effect("a.weight", 5) == pytest.approx(10)
+
+
+@pytest.mark.parametrize("lengths", [(1000, 250), (250, 1000), (300, 300)])
+def test_moments_of_runs_of_other_lengths(lengths):
+    own, other = lengths
+    moments = [same_moment(step, own, other) for step in range(own + 1)]
+    assert moments[:2] == pytest.approx([0, 1], rel=4e-3)
+    assert moments[-1] == pytest.approx(other)
+    assert moments == sorted(moments)
+    assert [same_moment(round(there), other, own) for there in (1, other)] == pytest.approx([1, own], rel=4e-3)  # and back
 
 
 def test_trace_of_twenty_steps_is_followed_for_forty():

@@ -352,7 +352,8 @@ def follow_updates(
     """Sets each hidden layer's learning rate, step by step, so that an update does as much as it did in the proxy.
 
     trace   of the proxy, or its file
-    steps   length of this run; default that of the proxy's. With another one the trace is read at the same share of the run.
+    steps   length of this run; default that of the proxy's. With another one, first steps are compared with
+            first steps by their number, and the last with the last.
     period  steps after which the run starts anew and the trace is followed from its beginning, as in the rounds of IMP
 
     Call it after ``param_groups`` and before a scheduler, DDP and torch.compile, then train as usual. The plan should be

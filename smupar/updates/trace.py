@@ -114,12 +114,20 @@ class Guide:
 
     def effect(self, name: str, step: int) -> float:
         """What an update should do at this step of the target."""
-        same = self.num_steps == self.trace.num_steps
-        there = step if same else step * self.trace.num_steps / self.num_steps
+        there = same_moment(step, self.num_steps, self.trace.num_steps)
         parts = [(share, self.trace.effect(source, there)) for source, share in self.sources[name]]
         if any(value <= 0 or not math.isfinite(value) for _, value in parts):
             return math.nan
         return math.exp(sum(share * math.log(value) for share, value in parts))
+
+
+def same_moment(step: int, num_steps: int, other_num_steps: int) -> float:
+    """The step of a run of another length that a step corresponds to.
+
+    Updates do most in the first steps, and for as many steps however long the run will be; what they do at the end belongs to
+    the end. So first steps correspond by their number and the last step to the last, with one curve between them.
+    """
+    return step / (1 + step * (1 / other_num_steps - 1 / num_steps))
 
 
 def _sources(name: str, names: Sequence[str], recorded: Sequence[str]) -> list[tuple[str, float]]:
