@@ -12,6 +12,7 @@ from smupar.coordinates.check import coord_check
 from smupar.coordinates.report import Report
 from smupar.lm import data
 from smupar.lm.config import CheckConfig, ModelConfig, RunConfig
+from smupar.lm.distributed import pick_device
 from smupar.lm.gpt import GPT, set_attention_scale
 from smupar.lm.step import next_token_loss
 
@@ -19,15 +20,19 @@ from smupar.lm.step import next_token_loss
 def check_gpt(config: CheckConfig) -> Report:
     """Runs ``coord_check`` on GPTs with the tuned defaults of ``RunConfig``; writes check.png, .html and .json."""
 
+    device = pick_device(config.device)
+
     def make_model(width: int) -> GPT:
-        return GPT(ModelConfig(width=width, depth=config.depth, head_dim=config.head_dim))
+        model = GPT(ModelConfig(width=width, depth=config.depth, head_dim=config.head_dim))
+        return model if next(model.parameters()).is_meta else model.to(device)
 
     def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return next_token_loss(model, *batch)
 
     text, _ = data.split(data.standard_library())
+    batch_size, seq_len = config.batch_size, config.seq_len
     batches = [
-        data.batch(text, seed=0, step=step, batch_size=config.batch_size, seq_len=config.seq_len)
+        data.batch(text, seed=0, step=step, batch_size=batch_size, seq_len=seq_len, to=lambda part: part.to(device))
         for step in range(config.steps)
     ]
     tuned = RunConfig()

@@ -343,6 +343,8 @@ class CheckConfig:
     head_dim: int = 32
     batch_size: int = 8
     seq_len: int = 64
+    device: str = "auto"
+    """auto: a GPU if there is one."""
     out: str = "runs/check"
     """Folder for check.png, check.html and check.json."""
 

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from smupar.lm import checkpoint, data
 from smupar.lm.config import Execution, RunConfig
 from smupar.lm.cost import peak_flops
-from smupar.lm.distributed import World, join
+from smupar.lm.distributed import World, device_name, join
 from smupar.lm.folder import RunFolder, Status, Summary, default_folder, read_followed, read_summary, versions
 from smupar.lm.schedule import lr_share
 from smupar.lm.step import Stepper
@@ -215,7 +215,7 @@ class _Loop:
     def _summary(self, status: Status) -> Summary:
         progress, tokens = self.progress, self._tokens(self.progress.step)
         train_loss = _mean(progress.losses)
-        device = torch.cuda.get_device_name(self.world.device) if self.world.device.type == "cuda" else self.world.device.type
+        device = device_name(self.world.device)
         return Summary(
             id=self.config.id,
             status=status,

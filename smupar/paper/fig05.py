@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from smupar.coordinates.report import Report
 from smupar.coordinates.verdict import FAIL, PASS
 from smupar.lm.check import check_gpt
@@ -18,7 +16,7 @@ SHOWS = "Activations of SP and muP vanish as weights are removed; SmuPar's keep 
 FINDING = 1
 
 
-def measure(scale: Scale, folder: Path) -> Report:
+def measure(scale: Scale, folder: Path, device: str = "auto") -> Report:
     """Writes the check's own picture and pages."""
     size, printed = scale.size("coordinates"), TABLE_4["coordinates"]
     assert printed.lr is not None
@@ -35,6 +33,7 @@ def measure(scale: Scale, folder: Path) -> Report:
             head_dim=printed.head_dim,
             batch_size=size.batch_size,
             seq_len=size.seq_len,
+            device=device,
             out=str(folder),
         )
     )
@@ -46,7 +45,7 @@ def what(scale: Scale) -> str:
     base = scale.run("coordinates").base_width
     return (
         f"The coordinate check of a GPT of {size.depth} layers, width {size.width} (base {base}), at sparsity {sparsities}: "
-        f"{size.steps} steps of {size.batch_size} x {size.seq_len} bytes, {size.seeds} seeds; a CPU, torch {torch.__version__}."
+        f"{size.steps} steps of {size.batch_size} x {size.seq_len} bytes, {size.seeds} seeds."
     )
 
 

@@ -11,14 +11,13 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path, PurePath
-from types import ModuleType
 from typing import Any
 
 from smupar.lm.config import RunConfig
 from smupar.lm.files import write_atomic
 from smupar.lm.folder import versions
 from smupar.paper.figure import Claim
-from smupar.paper.reproduce import FIGURES, FINDINGS, Reproduced, figure
+from smupar.paper.reproduce import FIGURES, FINDINGS, MADE_ON, Reproduced, figure
 from smupar.paper.settings import Scale
 from smupar.study.store import Result
 
@@ -146,7 +145,7 @@ def _page(done: Reproduced, scale: Scale, facts: dict[str, Any], table: str | No
         "",
         "## What was run",
         "",
-        *(_what_was_run(done.rows, facts) if done.rows else _what_was_measured(module, scale)),
+        *(_what_was_run(done.rows, facts) if done.rows else _what_was_measured(done, scale)),
         "",
         "```sh",
         f"smupar reproduce {done.name} --scale {scale.name}{data} --publish docs/results",
@@ -172,9 +171,12 @@ def _heading(name: str) -> str:
     return f"{kinds[name[:3]]} {int(name[3:])}" if name[:3] in kinds else name.capitalize()
 
 
-def _what_was_measured(module: ModuleType, scale: Scale) -> list[str]:
-    what = module.what(scale) if hasattr(module, "what") else "Nothing is trained for it."
-    return [f"{what} Made by commit {versions().get('commit', 'unknown')}."]
+def _what_was_measured(done: Reproduced, scale: Scale) -> list[str]:
+    module = figure(done.name)
+    if not hasattr(module, "what"):
+        return [f"Nothing is trained for it. Made by commit {versions().get('commit', 'unknown')}."]
+    made = json.loads((done.folder / MADE_ON).read_text())
+    return [f"{module.what(scale)} {made['device']}, torch {made['torch']}. Made by commit {made.get('commit', 'unknown')}."]
 
 
 def _what_was_run(rows: Sequence[Result], facts: dict[str, Any]) -> list[str]:

@@ -23,8 +23,9 @@ from smupar import __version__
 from smupar.lm.config import STANDARD_LIBRARY, RunConfig
 from smupar.lm.cost import Cost, estimate
 from smupar.lm.data import padded_vocab
-from smupar.lm.distributed import pick_device
+from smupar.lm.distributed import device_name, pick_device
 from smupar.lm.files import write_atomic
+from smupar.lm.folder import versions
 from smupar.lm.shards import read_index
 from smupar.paper.figure import Claim
 from smupar.paper.settings import Scale, ScaleName
@@ -34,6 +35,7 @@ from smupar.study.engines import execute
 from smupar.study.store import Result, Study, row_of
 from smupar.study.transfer import more_seeds
 
+MADE_ON = "made-on.json"  # the device and versions of what is measured without runs
 FIGURES = (
     *("tab01", "fig01", "fig03", "fig05", "fig06", "fig07", "fig08", "fig09", "fig10", "fig11", "fig12", "fig13", "fig14"),
     *("tab02", "tab03", "tab04", "patterns", "thin"),
@@ -100,7 +102,9 @@ def reproduce(name: str, scale: Scale, how: EngineConfig, *, out: str, data_dir:
         return _written(name, scale, folder, module.claim())
     if hasattr(module, "measure"):
         folder.mkdir(parents=True, exist_ok=True)
-        return _written(name, scale, folder, module.claim(module.measure(scale, folder)))
+        measured = module.measure(scale, folder, how.device)
+        write_atomic(folder / MADE_ON, json.dumps({"device": device_name(pick_device(how.device)), **versions()}))
+        return _written(name, scale, folder, module.claim(measured))
     if how.engine != "ray":  # whose machines are others
         _refuse_device(name, scale, module.runs(scale), pick_device(how.device), asked=how.device != "auto")
     definition = {"kind": "reproduce", "scale": scale.name, "data": scale.data}

@@ -24,7 +24,7 @@ from smupar.lm import data
 from smupar.lm.config import Execution, RunConfig
 from smupar.lm.cost import estimate
 from smupar.lm.data import Text
-from smupar.lm.distributed import pick_device
+from smupar.lm.distributed import device_name, pick_device
 from smupar.lm.folder import Status, Summary, versions
 from smupar.lm.stack import GPTStack, stack_key
 from smupar.lm.train import train
@@ -246,7 +246,7 @@ def _ended(
         best_step=finite if status == "finished" else None,
         seconds=seconds,
         tokens_per_second=tokens / seconds,
-        device=torch.cuda.get_device_name(stack.device) if stack.device.type == "cuda" else stack.device.type,
+        device=device_name(stack.device),
         num_ranks=1,
         num_threads=torch.get_num_threads(),
         versions=versions(),
