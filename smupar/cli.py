@@ -139,6 +139,7 @@ def bench(
     what: tyro.conf.Positional[Literal["parameterize", "train", "updates", "sweep", "data", "sparse"]],
     repeats: int = 3,
     out: str | None = None,
+    device: Literal["cpu", "cuda"] | None = None,
 ) -> None:
     """Measure, side by side in one run.
 
@@ -148,6 +149,7 @@ def bench(
             stacked. data: how fast shards are read. sparse: layers that keep only their non-zeros against dense ones.
         repeats: Runs of each side.
         out: For sparse: a folder for the numbers as JSON and the picture.
+        device: For sparse: cpu or cuda; default a GPU if there is one.
     """
     from smupar.bench import BENCHES
 
@@ -155,7 +157,9 @@ def bench(
         raise ValueError(f"--repeats must be at least 1, got {repeats}")
     if out is not None and what != "sparse":
         raise ValueError(f"--out is for bench sparse, {what} writes no files: leave it out")
-    print(BENCHES[what](repeats=repeats, **({} if out is None else {"out": out})))
+    if device is not None and what != "sparse":
+        raise ValueError(f"--device is for bench sparse, {what} runs where it can: leave it out")
+    print(BENCHES[what](repeats=repeats, **{k: v for k, v in {"out": out, "device": device}.items() if v is not None}))
 
 
 def commands(name: str, start: RunConfig) -> dict[str, Callable[..., None]]:

@@ -22,8 +22,8 @@ from smupar.lm.gpt import build
 from smupar.lm.load import load_run
 from smupar.lm.train import train as lm_train
 from smupar.sparse import compiled
-from smupar.sparse.csr import CsrLinear, compress, row_index, turned
-from smupar.sparse.products import Compiled, Torch
+from smupar.sparse.linear import SparseLinear, compress, row_index
+from smupar.sparse.products import Compiled, Torch, turned
 from smupar.storage import flat_places
 
 VOCAB = 11
@@ -95,7 +95,7 @@ def train(model, optimizer, steps, *, start=0, after=lambda: None):
 def matrix(model, name):
     """The whole weight, however it is kept."""
     module = model.get_submodule(name.removesuffix(".weight"))
-    return module.expand(module.weight.detach()) if isinstance(module, CsrLinear) else module.weight.detach()
+    return module.expand(module.weight.detach()) if isinstance(module, SparseLinear) else module.weight.detach()
 
 
 def assert_same_weights(a, b, **tolerance):
@@ -379,7 +379,7 @@ def test_hooks_and_identity_of_a_layer_stay():
     expected = model(tokens)
     smupar.sparsify_storage(model, plan, backend="csr")
     assert model.up is layer
-    assert isinstance(layer, CsrLinear)
+    assert isinstance(layer, SparseLinear)
     torch.testing.assert_close(model(tokens), expected)
 
 
@@ -696,7 +696,7 @@ def test_auto_says_what_it_chose_and_measures_each_kind_of_layer_once():
     for layer in report.layers:
         assert layer.seconds.keys() == {"dense", "csr"}
         assert layer.backend == min(layer.seconds, key=layer.seconds.get)
-        assert isinstance(model.get_submodule(layer.name.removesuffix(".weight")), CsrLinear) == (layer.backend == "csr")
+        assert isinstance(model.get_submodule(layer.name.removesuffix(".weight")), SparseLinear) == (layer.backend == "csr")
     torch.testing.assert_close(model(batch(0)[0]), expected)
 
 
@@ -858,7 +858,9 @@ def test_input_without_rows_gives_an_output_without_rows():
 
 def test_benchmark_writes_table_numbers_and_picture(tmp_path):
     tiny = ModelConfig(width=64, depth=1, head_dim=16, vocab_size=VOCAB)
-    table = bench_sparse(repeats=1, out=str(tmp_path), densities=(1 / 8,), widths=(32,), width=64, tokens=32, depth=1, gpt=tiny)
+    table = bench_sparse(
+        repeats=1, out=str(tmp_path), device="cpu", densities=(1 / 8,), widths=(32,), width=64, tokens=32, depth=1, gpt=tiny
+    )
     facts = json.loads((tmp_path / "sparse.json").read_text())
     found = {(row["what"], row["width"], round(1 / row["density"]), row["side"]) for row in facts["rows"]}
     for side in ("dense fp32", "dense bf16", "torch csr", "csr"):

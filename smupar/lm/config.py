@@ -268,8 +268,9 @@ class Execution:
     """torch.compile; default on GPUs only."""
     graph: bool = False
     """Capture the whole step as a CUDA graph: for small models on one GPU, AdamW or Adam, one micro-batch per step."""
-    storage: Literal["dense", "csr", "auto"] = "dense"
-    """csr: on a CPU, masked weights keep and multiply only their non-zeros; auto: where that is faster, by measuring."""
+    storage: Literal["dense", "csr", "2:4", "block", "auto"] = "dense"
+    """csr: masked weights keep and multiply only their non-zeros; 2:4, block: likewise on an NVIDIA GPU, for the patterns
+    2:4-transposable and block-N; auto: where that is faster, by measuring. GPUs want --dtype bf16 for it."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """Under torchrun: a whole model on every rank, or its shards (FSDP2)."""
     micro_batch: int = 0

@@ -70,7 +70,8 @@ class Stepper:
             what = "a run that is pruned starts dense" if self.config.prunes else "Muon needs whole matrices"
             raise ValueError(f"{what}: leave out --storage {how.storage}")
         tokens = (self.rows[1] - self.rows[0]) // self.num_micro * self.config.seq_len
-        return sparsify_storage(self.model, self.plan, backend=how.storage, tokens=tokens)
+        dtype = torch.bfloat16 if self.config.dtype == "bf16" else torch.float32
+        return sparsify_storage(self.model, self.plan, backend=how.storage, tokens=tokens, dtype=dtype)
 
     def _updates(self, trace: Trace | None) -> Recorder | Follower | None:
         period = self.config.round_steps if self.config.dynamic == "imp" else None

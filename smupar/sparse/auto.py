@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -11,37 +12,60 @@ from torch import Tensor, nn
 from smupar.sparse.backends import BACKENDS, DENSE, out_dim_of
 
 _ROUNDS = 3
+_GPU_SECONDS = 0.02  # of steps between two looks at the clock: a GPU works while the host goes on
+_GPU_MARGIN = 0.03  # a GPU's clock rate wanders: what gains less stays dense
 
-Measured = dict[tuple[object, ...], dict[str, float]]
+
+@dataclass(frozen=True)
+class Timing:
+    seconds: dict[str, float]
+    """Of a training step, by backend, "dense" among them."""
+    failures: dict[str, str]
+    """Backends that could not do it after all, with what they said."""
+
+    def fastest(self, device: torch.device) -> str:
+        best = min(self.seconds, key=lambda name: self.seconds[name])
+        margin = _GPU_MARGIN if device.type == "cuda" else 0.0
+        return best if self.seconds[best] <= (1 - margin) * self.seconds[DENSE] else DENSE
 
 
-def seconds_of(layer: nn.Module, mask: Tensor, backends: list[str], *, tokens: int, known: Measured) -> dict[str, float]:
-    """Seconds of a training step by backend, "dense" among them; ``known`` has those of layers like it and is added to."""
+Measured = dict[tuple[object, ...], Timing]
+
+
+def timing_of(
+    layer: nn.Module, mask: Tensor, backends: list[str], *, tokens: int, dtype: torch.dtype, known: Measured
+) -> Timing:
+    """Of a training step with activations of a dtype; ``known`` has those of layers like it and is added to."""
     weight = layer.weight
     assert isinstance(weight, Tensor)
     density = float(f"{float(mask.sum()) / mask.numel():.2g}")
-    key = (type(layer), tuple(weight.shape), density, weight.dtype, weight.device, tokens, *backends)
+    key = (type(layer), tuple(weight.shape), density, weight.dtype, dtype, weight.device, tokens, *backends)
     if key not in known:
-        known[key] = _measured(layer, mask, backends, tokens)
+        known[key] = _measured(layer, mask, backends, tokens, dtype)
     return known[key]
 
 
-def _measured(layer: nn.Module, mask: Tensor, backends: list[str], tokens: int) -> dict[str, float]:
+def _measured(layer: nn.Module, mask: Tensor, backends: list[str], tokens: int, dtype: torch.dtype) -> Timing:
     out_dim = out_dim_of(layer)
     assert out_dim is not None
     sizes = mask.shape[1 - out_dim], mask.shape[out_dim]
-    steps = {DENSE: training_step(_like(layer, mask), sizes, tokens)}
+    steps, failures = {DENSE: training_step(_like(layer, mask), sizes, tokens, dtype)}, {}
+    steps[DENSE]()
     for name in backends:
         copy = _like(layer, mask)
-        BACKENDS[name].compress(copy, mask)
-        steps[name] = training_step(copy, sizes, tokens)
-    for step in steps.values():
-        step()
+        try:
+            BACKENDS[name].compress(copy, mask)
+            step = training_step(copy, sizes, tokens, dtype)
+            step()
+        except Exception as error:  # whatever a compiler or a library of kernels raises; the layer can stay as it is
+            failures[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        else:
+            steps[name] = step
     seconds = dict.fromkeys(steps, float("inf"))
     for _ in range(_ROUNDS):
         for name, step in steps.items():
-            seconds[name] = min(seconds[name], step())
-    return seconds
+            seconds[name] = min(seconds[name], _seconds(step, mask.device))
+    return Timing(seconds, failures)
 
 
 def _like(layer: nn.Module, mask: Tensor) -> nn.Module:
@@ -56,27 +80,39 @@ def _like(layer: nn.Module, mask: Tensor) -> nn.Module:
     return made
 
 
-def training_step(layer: nn.Module, sizes: tuple[int, int], tokens: int) -> Callable[[], float]:
-    """Forward, backward to input and weights, AdamW; returns its seconds. ``sizes`` are those of input and output."""
+def training_step(layer: nn.Module, sizes: tuple[int, int], tokens: int, dtype: torch.dtype) -> Callable[[], None]:
+    """Forward, backward to input and weights, AdamW; under autocast if the weights have another dtype than the activations.
+    ``sizes`` are those of input and output."""
     optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-3)
     like = next(layer.parameters())
-    device = like.device
-    x = torch.ones(tokens, sizes[0], dtype=like.dtype, device=device).requires_grad_()
-    grad = torch.ones(tokens, sizes[1], dtype=like.dtype, device=device)
+    x = torch.ones(tokens, sizes[0], dtype=dtype, device=like.device).requires_grad_()
+    grad = torch.ones(tokens, sizes[1], dtype=dtype, device=like.device)
 
-    def step() -> float:
-        _wait(device)
-        start = time.perf_counter()
-        with torch.enable_grad():
-            layer(x).backward(grad)
+    def step() -> None:
+        with torch.enable_grad(), torch.autocast(like.device.type, dtype, enabled=dtype != like.dtype):
+            y = layer(x)
+        y.backward(grad)
         optimizer.step()
-        _wait(device)
-        seconds = time.perf_counter() - start
         optimizer.zero_grad()
         x.grad = None
-        return seconds
 
     return step
+
+
+def _seconds(step: Callable[[], None], device: torch.device) -> float:
+    if device.type != "cuda":
+        return _seconds_of(step, 1, device)
+    once = _seconds_of(step, 3, device)
+    return _seconds_of(step, min(50, max(3, round(_GPU_SECONDS / once))), device)
+
+
+def _seconds_of(step: Callable[[], None], num_steps: int, device: torch.device) -> float:
+    _wait(device)
+    start = time.perf_counter()
+    for _ in range(num_steps):
+        step()
+    _wait(device)
+    return (time.perf_counter() - start) / num_steps
 
 
 def _wait(device: torch.device) -> None:

@@ -1,32 +1,20 @@
-"""The ways of keeping a sparse layer, by name. A new one is a class with these four methods and an entry in ``BACKENDS``."""
+"""The ways of keeping a sparse layer, by name, and which layers each can hold. They share one kind of layer and differ in the
+kernel that multiplies: a new one is a kernel, an entry in ``kernels`` and its name here."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from smupar.sparse import csr
-from smupar.storage import Compressed
+from smupar.sparse import gpu, linear
+from smupar.sparse.kernels import kernel_of, missing
 from smupar.values import is_sharded
 
 DENSE, AUTO = "dense", "auto"
-
-
-class Backend(Protocol):
-    def missing(self, device: torch.device) -> str | None:
-        """What it would need to run on a device, or None."""
-
-    def refusal(self, layer: nn.Module, mask: Tensor) -> str | None:
-        """Why it cannot hold a layer of ``out_dim_of``, or None."""
-
-    def compress(self, layer: nn.Module, mask: Tensor) -> None:
-        """Makes a ``Compressed`` of it, in place."""
-
-    def expand(self, layer: Compressed) -> bool:
-        """Makes what it was of a layer of this backend, in place; says whether it is one."""
+_CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
 def out_dim_of(layer: nn.Module) -> int | None:
@@ -37,54 +25,39 @@ def out_dim_of(layer: nn.Module) -> int | None:
     return 1 if type(layer).__name__ == "Conv1D" and hasattr(layer, "nf") else None
 
 
-class Csr:
-    """Non-zeros row by row, anywhere in the matrix, on a CPU."""
-
-    def missing(self, device: torch.device) -> str | None:
-        return None if device.type == "cpu" else f"backend 'csr' runs on a CPU, the model is on {device}: model.cpu() moves it"
-
-    def refusal(self, layer: nn.Module, mask: Tensor) -> str | None:
-        weight: Any = layer.weight
-        if weight.dtype not in csr.DTYPES:
-            return f"its weight is {weight.dtype}, and backend 'csr' multiplies float32, float64 and bfloat16: convert it first"
-        if max(weight.shape) >= 2**31:
-            return f"its shape {tuple(weight.shape)} is beyond columns of 32 bits"
-        return None
-
-    def compress(self, layer: nn.Module, mask: Tensor) -> None:
-        out_dim = out_dim_of(layer)
-        assert out_dim is not None
-        csr.compress(layer, mask, out_dim=out_dim)
-
-    def expand(self, layer: Compressed) -> bool:
-        if not isinstance(layer, csr.CsrLinear):
-            return False
-        csr.expand(layer)
-        return True
-
-
 @dataclass(frozen=True)
-class Absent:
-    """A backend that this version does not have."""
-
+class Backend:
     name: str
 
     def missing(self, device: torch.device) -> str | None:
-        if device.type != "cuda":
-            return f"backend {self.name!r} needs an NVIDIA GPU, the model is on {device}: use 'csr' there"
-        return f"backend {self.name!r} is not in this version: use 'dense'"
+        """What it would need to run on a device, or None."""
+        return missing(self.name, device)
 
-    def refusal(self, layer: nn.Module, mask: Tensor) -> str | None:
-        return f"backend {self.name!r} is not in this version"
+    def refusal(self, layer: nn.Module, mask: Tensor, dtype: torch.dtype) -> str | None:
+        """Why it cannot hold a linear layer that gets activations of this dtype, or None."""
+        weight: Any = layer.weight
+        on_gpu = weight.device.type == "cuda"
+        dtypes = gpu.VALUE_DTYPES if on_gpu else _CPU_DTYPES
+        if weight.dtype not in dtypes:
+            names = ", ".join(str(one).removeprefix("torch.") for one in dtypes)
+            where = " on a GPU" if on_gpu else ""
+            return f"its weight is {weight.dtype}, and backend {self.name!r} multiplies {names}{where}: convert it first"
+        kernel = kernel_of(self.name, weight.device)
+        if kernel.dtype not in (None, dtype):
+            return (
+                f"its activations are {dtype}, and backend {self.name!r} multiplies {kernel.dtype} on a GPU: pass "
+                f"dtype={kernel.dtype} and train under torch.autocast('cuda', {kernel.dtype}) (smupar train: --dtype bf16)"
+            )
+        return kernel.refusal(mask)
 
     def compress(self, layer: nn.Module, mask: Tensor) -> None:
-        raise NotImplementedError
+        """Makes a sparse layer of it, in place."""
+        out_dim = out_dim_of(layer)
+        assert out_dim is not None
+        linear.compress(layer, mask, out_dim=out_dim, backend=self.name)
 
-    def expand(self, layer: Compressed) -> bool:
-        return False
 
-
-BACKENDS: dict[str, Backend] = {"csr": Csr(), "2:4": Absent("2:4"), "block": Absent("block")}
+BACKENDS = {name: Backend(name) for name in ("csr", "2:4", "block")}
 
 
 def layer_refusal(layer: nn.Module, leaf: str, parent: nn.Module, num_users: int) -> str | None:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from smupar.apply import attach, check_plan, has_mask, is_parameterized, mask_of, unwrapped
 from smupar.plan import Plan
 from smupar.roles import layer_glob
-from smupar.sparse.auto import Measured, seconds_of
+from smupar.sparse.auto import Measured, timing_of
 from smupar.sparse.backends import AUTO, BACKENDS, DENSE, layer_refusal
+from smupar.sparse.linear import SparseLinear, expand
 from smupar.storage import Compressed, compressed, expand_state, is_compressed, shape_of
 from smupar.tensors import parent_path
 
@@ -58,13 +59,17 @@ class StorageReport:
         return "\n".join([*body, total])
 
 
-def sparsify_storage(model: nn.Module, plan: Plan, *, backend: str = AUTO, tokens: int = 2048) -> StorageReport:
+def sparsify_storage(
+    model: nn.Module, plan: Plan, *, backend: str = AUTO, tokens: int = 2048, dtype: torch.dtype | None = None
+) -> StorageReport:
     """Makes masked linear layers keep and multiply only their non-zeros, in place. Says what it chose.
 
-    backend   "csr": non-zeros anywhere, on a CPU; "2:4", "block": on an NVIDIA GPU; "dense": back to matrices with masks;
-              "auto": for each layer the fastest of those that can hold it, dense among them, measured once for each kind of
-              layer in this model
+    backend   "csr": non-zeros anywhere, on a CPU or an NVIDIA GPU; "2:4", "block": masks of pattern "2:4-transposable" and
+              "block-N", on an NVIDIA GPU; "dense": back to matrices with masks; "auto": for each layer the fastest of those
+              that can hold it, dense among them, measured once for each kind of layer in this model
     tokens    rows of the activations that "auto" measures with
+    dtype     of the activations: what autocast will make of them; None: autocast's if it is on here, else the weights'. GPUs
+              multiply bfloat16 only
 
     Each such weight becomes a parameter of non-zero values under its old name. So call it after ``parameterize`` and before
     ``param_groups``, a sparsifier, DDP and torch.compile. On bad input the model is left untouched.
@@ -80,8 +85,10 @@ def sparsify_storage(model: nn.Module, plan: Plan, *, backend: str = AUTO, token
     device = model.get_parameter(names[0]).device
     if backend in BACKENDS and (missing := BACKENDS[backend].missing(device)):
         raise ValueError(missing)
+    if dtype is None and torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
     users = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
-    refusals = {name: _refusal(model, name, backend, users) for name in names}
+    refusals = {name: _refusal(model, name, backend, users, dtype) for name in names}
     refused = {name: why for name, why in refusals.items() if why}
     if refused and backend in BACKENDS:
         name, why = next(iter(refused.items()))
@@ -91,7 +98,7 @@ def sparsify_storage(model: nn.Module, plan: Plan, *, backend: str = AUTO, token
         )
     layers, known = [], Measured()
     for name in names:
-        layers.append(_keep(model, name, backend, refusals[name], tokens, known))
+        layers.append(_keep(model, name, backend, refusals[name], tokens, dtype, known))
     attach(model, plan)
     return StorageReport(tuple(layers), _num_bytes(model, names), _dense_bytes(model, names))
 
@@ -120,40 +127,60 @@ def _refuse(model: nn.Module, plan: Plan) -> None:
     check_plan(model, plan)
 
 
-def _refusal(model: nn.Module, name: str, backend: str, users: Counter[int]) -> str | None:
+def _refusal(model: nn.Module, name: str, backend: str, users: Counter[int], dtype: torch.dtype | None) -> str | None:
     """Why the layer cannot be kept as asked, or, for "auto", as anything but a matrix."""
     path, _, leaf = name.rpartition(".")
     layer, parent = model.get_submodule(path), model.get_submodule(parent_path(path))
-    if backend == DENSE or isinstance(layer, Compressed):
+    if backend == DENSE:
         return None
-    why = layer_refusal(layer, leaf, parent, users[id(getattr(layer, leaf))])
+    kept_already = isinstance(layer, Compressed)
+    why = None if kept_already else layer_refusal(layer, leaf, parent, users[id(getattr(layer, leaf))])
     if why is None and backend in BACKENDS:
         mask = mask_of(model, name)
         assert mask is not None
-        why = BACKENDS[backend].refusal(layer, mask)
+        why = BACKENDS[backend].refusal(layer, mask, dtype or model.get_parameter(name).dtype)
     return why
 
 
-def _keep(model: nn.Module, name: str, backend: str, refusal: str | None, tokens: int, known: Measured) -> StoredLayer:
+def _keep(
+    model: nn.Module,
+    name: str,
+    backend: str,
+    refusal: str | None,
+    tokens: int,
+    dtype: torch.dtype | None,
+    known: Measured,
+) -> StoredLayer:
     layer, mask = model.get_submodule(parent_path(name)), mask_of(model, name)
     assert mask is not None
     if isinstance(layer, Compressed):
-        _expand(layer)
-    seconds: dict[str, float] = {}
-    if backend == AUTO and refusal is None:
-        weight: Any = layer.weight
-        able = [one for one, kind in BACKENDS.items() if not kind.missing(weight.device) and not kind.refusal(layer, mask)]
-        seconds = seconds_of(layer, mask, able, tokens=tokens, known=known) if able else {}
-    chosen = min(seconds, key=lambda one: seconds[one], default=DENSE) if backend == AUTO else backend
+        assert isinstance(layer, SparseLinear)
+        expand(layer)
+    chosen, seconds, note = backend, dict[str, float](), refusal or ""
+    if backend == AUTO:
+        chosen = DENSE
+        if refusal is None:
+            chosen, seconds, note = _fastest(layer, mask, tokens, dtype, known)
     if chosen != DENSE:
         BACKENDS[chosen].compress(layer, mask)
     density = float(torch.count_nonzero(mask)) / mask.numel()
-    return StoredLayer(name, tuple(mask.shape), density, chosen, seconds, refusal or "")
+    return StoredLayer(name, tuple(mask.shape), density, chosen, seconds, note)
 
 
-def _expand(layer: Compressed) -> None:
-    if not any(kind.expand(layer) for kind in BACKENDS.values()):
-        raise AssertionError(f"no backend knows a {type(layer).__name__}")
+def _fastest(
+    layer: nn.Module, mask: Tensor, tokens: int, dtype: torch.dtype | None, known: Measured
+) -> tuple[str, dict[str, float], str]:
+    """A backend's name, what was measured, and why others were not among it."""
+    weight: Any = layer.weight
+    activations: torch.dtype = dtype or weight.dtype
+    here = [one for one, kind in BACKENDS.items() if not kind.missing(weight.device)]
+    unable = {one: why for one in here if (why := BACKENDS[one].refusal(layer, mask, activations))}
+    able = [one for one in here if one not in unable]
+    chosen, seconds = DENSE, dict[str, float]()
+    if able:
+        timing = timing_of(layer, mask, able, tokens=tokens, dtype=activations, known=known)
+        chosen, seconds, unable = timing.fastest(weight.device), timing.seconds, unable | timing.failures
+    return chosen, seconds, "; ".join(f"{one}: {why}" for one, why in unable.items())
 
 
 def _num_bytes(model: nn.Module, names: list[str]) -> int:

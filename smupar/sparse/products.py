@@ -1,7 +1,7 @@
 """Products with a matrix of which only the non-zeros are kept, and their gradients, at a cost in proportion to them.
 
 torch's own CSR product would do for the forward pass, but its gradient with respect to the matrix is dense: hence a function of
-our own, over one of two kernels. ``Compiled`` is ours, ``Torch`` calls torch's products (MKL).
+our own, over a kernel. On a CPU there are two of them here: ``Compiled`` is ours, ``Torch`` calls torch's products (MKL).
 """
 
 from __future__ import annotations
@@ -39,33 +39,94 @@ class Side:
         """From this order to that of the parameter."""
         return values if self.order is None else torch.empty_like(values).index_copy_(0, self.order.long(), values)
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.starts, self.others) if self.order is None else (self.starts, self.others, self.order)
+
+
+def turned(row_starts: Tensor, columns: Tensor, num_columns: int) -> Side:
+    """Non-zeros that are kept row by row, column by column."""
+    order = torch.argsort(columns, stable=True)
+    rows = torch.arange(len(row_starts) - 1, dtype=torch.int32, device=columns.device).repeat_interleave(row_starts.diff())
+    starts = torch.zeros(num_columns + 1, dtype=torch.int64, device=columns.device)
+    torch.cumsum(torch.bincount(columns, minlength=num_columns), 0, out=starts[1:])
+    return Side(starts, rows[order], order.to(torch.int32) if len(columns) < 2**31 else order)
+
+
+class Index(Protocol):
+    """What a kernel made of the places of the non-zeros to multiply by them."""
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that it holds."""
+
+    def watched(self) -> tuple[Tensor, ...]:
+        """What backward reads of tensors that others may write to, such as the layer's own buffers."""
+
+
+@dataclass(frozen=True)
+class Sides:
+    """The index of the kernels for CPUs."""
+
+    by_output: Side
+    by_input: Side
+
+    @classmethod
+    def of(cls, row_starts: Tensor, columns: Tensor, shape: tuple[int, int], out_dim: int) -> Sides:
+        rows, others = Side(row_starts, columns, None), turned(row_starts, columns, shape[1])
+        return cls(rows, others) if out_dim == 0 else cls(others, rows)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return *self.by_output.tensors(), *self.by_input.tensors()
+
+    def watched(self) -> tuple[Tensor, ...]:
+        return self.by_input.tensors()
+
 
 class Kernel(Protocol):
-    """Products in float32 or float64; all tensors contiguous, values in the order of the side."""
+    """Products of contiguous rows with a sparse matrix, whose values are in the order of the parameter: row by row."""
 
     name: str
+    dtype: torch.dtype | None
+    """That it calculates in and wants activations in; None: any, in float32, or float64 if the values are."""
 
-    def forward(self, x: Tensor, by_output: Side, values: Tensor, bias: Tensor | None) -> Tensor: ...
+    def refusal(self, mask: Tensor) -> str | None:
+        """Why it cannot multiply by a matrix with these places, and what to do, or None."""
+
+    def index(self, row_starts: Tensor, columns: Tensor, shape: tuple[int, int], out_dim: int) -> Any:
+        """An ``Index`` for the other methods; a ValueError where ``refusal`` has one."""
+
+    def forward(self, x: Tensor, index: Any, values: Tensor, bias: Tensor | None) -> Tensor: ...
 
     def backward(
-        self, grad: Tensor, x: Tensor, by_input: Side, values: Tensor, *, for_input: bool, for_values: bool
+        self, grad: Tensor, x: Tensor, index: Any, values: Tensor, *, for_input: bool, for_values: bool
     ) -> tuple[Tensor | None, Tensor | None]: ...
 
 
-class Compiled:
+class OnCpu:
+    """What the kernels for CPUs have in common."""
+
+    dtype: torch.dtype | None = None
+
+    def refusal(self, mask: Tensor) -> str | None:
+        return None if max(mask.shape) < 2**31 else f"its shape {tuple(mask.shape)} is beyond columns of 32 bits"
+
+    def index(self, row_starts: Tensor, columns: Tensor, shape: tuple[int, int], out_dim: int) -> Sides:
+        return Sides.of(row_starts, columns, shape, out_dim)
+
+
+class Compiled(OnCpu):
     name = "compiled"
 
-    def forward(self, x: Tensor, by_output: Side, values: Tensor, bias: Tensor | None) -> Tensor:
-        num_outputs = len(by_output.starts) - 1
-        y = x.new_empty(len(x), num_outputs)
+    def forward(self, x: Tensor, index: Sides, values: Tensor, bias: Tensor | None) -> Tensor:
+        side, num_outputs = index.by_output, len(index.by_output.starts) - 1
+        own, y = side.values(values.to(x.dtype)).contiguous(), x.new_empty(len(x), num_outputs)
         _function("forward", x)(
             x.data_ptr(),
             len(x),
             x.shape[1],
             num_outputs,
-            by_output.starts.data_ptr(),
-            by_output.others.data_ptr(),
-            values.data_ptr(),
+            side.starts.data_ptr(),
+            side.others.data_ptr(),
+            own.data_ptr(),
             None if bias is None else bias.data_ptr(),
             y.data_ptr(),
             torch.get_num_threads(),
@@ -73,45 +134,48 @@ class Compiled:
         return y
 
     def backward(
-        self, grad: Tensor, x: Tensor, by_input: Side, values: Tensor, *, for_input: bool, for_values: bool
+        self, grad: Tensor, x: Tensor, index: Sides, values: Tensor, *, for_input: bool, for_values: bool
     ) -> tuple[Tensor | None, Tensor | None]:
+        side = index.by_input
+        own = side.values(values.to(x.dtype)).contiguous()
         grad_x = torch.empty_like(x) if for_input else None
-        grad_values = torch.empty_like(values) if for_values else None
+        grad_values = torch.empty_like(own) if for_values else None
         _function("backward", x)(
             grad.data_ptr(),
             x.data_ptr(),
             len(x),
             x.shape[1],
             grad.shape[1],
-            by_input.starts.data_ptr(),
-            by_input.others.data_ptr(),
-            values.data_ptr(),
+            side.starts.data_ptr(),
+            side.others.data_ptr(),
+            own.data_ptr(),
             None if grad_x is None else grad_x.data_ptr(),
             None if grad_values is None else grad_values.data_ptr(),
             torch.get_num_threads(),
         )
-        return grad_x, grad_values
+        return grad_x, None if grad_values is None else side.back(grad_values)
 
 
 def _function(name: str, x: Tensor) -> Any:
     return getattr(library(), f"smupar_{name}_{'f64' if x.dtype == torch.float64 else 'f32'}")
 
 
-class Torch:
+class Torch(OnCpu):
     name = "torch"
 
-    def forward(self, x: Tensor, by_output: Side, values: Tensor, bias: Tensor | None) -> Tensor:
-        y = (_csr(by_output, values, x.shape[1]) @ x.T).T
+    def forward(self, x: Tensor, index: Sides, values: Tensor, bias: Tensor | None) -> Tensor:
+        y = (_csr(index.by_output, index.by_output.values(values.to(x.dtype)), x.shape[1]) @ x.T).T
         return y.contiguous() if bias is None else y + bias
 
     def backward(
-        self, grad: Tensor, x: Tensor, by_input: Side, values: Tensor, *, for_input: bool, for_values: bool
+        self, grad: Tensor, x: Tensor, index: Sides, values: Tensor, *, for_input: bool, for_values: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        matrix = _csr(by_input, values, grad.shape[1])
+        side = index.by_input
+        matrix = _csr(side, side.values(values.to(x.dtype)), grad.shape[1])
         grad_x = (matrix @ grad.T).T.contiguous() if for_input else None
         if not for_values:
             return grad_x, None
-        return grad_x, torch.sparse.sampled_addmm(matrix, x.T.contiguous(), grad, beta=0).values()
+        return grad_x, side.back(torch.sparse.sampled_addmm(matrix, x.T.contiguous(), grad, beta=0).values())
 
 
 def _csr(side: Side, values: Tensor, num_others: int) -> Tensor:
@@ -142,42 +206,54 @@ def best_kernel() -> Kernel:
         return Torch()
 
 
+class Best(OnCpu):
+    """Ours, or torch's where it cannot be compiled, which only a product finds out."""
+
+    name = "best"
+
+    def forward(self, x: Tensor, index: Sides, values: Tensor, bias: Tensor | None) -> Tensor:
+        return best_kernel().forward(x, index, values, bias)
+
+    def backward(
+        self, grad: Tensor, x: Tensor, index: Sides, values: Tensor, *, for_input: bool, for_values: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        return best_kernel().backward(grad, x, index, values, for_input=for_input, for_values=for_values)
+
+
 class Product(torch.autograd.Function):
     """y = x W' + bias for the rows of x."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, layer: Compressed, sides: tuple[Side, Side], kernel: Kernel
+        ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, layer: Compressed, index: Index, kernel: Kernel
     ) -> Tensor:
-        by_output, by_input = sides
-        rows = _rows(x, values)
+        rows = _rows(x, values, kernel)
         own = None if bias is None else bias.to(rows.dtype).contiguous()
-        y = kernel.forward(rows, by_output, by_output.values(values.to(rows.dtype)).contiguous(), own)
+        y = kernel.forward(rows, index, values, own)
         # With the index of this pass, whatever becomes of the layer's own before the next.
-        order = () if by_input.order is None else (by_input.order,)
-        ctx.save_for_backward(x, values, by_input.starts, by_input.others, *order)
-        ctx.layer, ctx.kernel = layer, kernel
+        ctx.save_for_backward(x, values, *index.watched())
+        ctx.layer, ctx.index, ctx.kernel = layer, index, kernel
         return y.view(*x.shape[:-1], y.shape[1]).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, values, starts, others, *order = ctx.saved_tensors
-        side, layer = Side(starts, others, *(order or [None])), ctx.layer
-        rows, out = _rows(x, values), _rows(grad, values)
+        x, values, *_ = ctx.saved_tensors  # which raises if the index was written to
+        layer, kernel = ctx.layer, ctx.kernel
+        rows, out = _rows(x, values, kernel), _rows(grad, values, kernel)
         for_input, for_values, for_bias = ctx.needs_input_grad[:3]
-        own = side.values(values.to(rows.dtype)).contiguous()
-        grad_x, grad_values = ctx.kernel.backward(out, rows, side, own, for_input=for_input, for_values=for_values)
+        grad_x, grad_values = kernel.backward(out, rows, ctx.index, values, for_input=for_input, for_values=for_values)
         if for_values and layer.keeps_dense:
             layer.keep(out, rows)
         return (
             None if grad_x is None else grad_x.view(x.shape).to(x.dtype),
-            None if grad_values is None else side.back(grad_values).to(values.dtype),
-            out.sum(0).to(values.dtype) if for_bias else None,
+            None if grad_values is None else grad_values.to(values.dtype),
+            out.sum(0, dtype=torch.promote_types(out.dtype, values.dtype)).to(values.dtype) if for_bias else None,
             *[None] * 3,
         )
 
 
-def _rows(x: Tensor, values: Tensor) -> Tensor:
+def _rows(x: Tensor, values: Tensor, kernel: Kernel) -> Tensor:
     """As a matrix, in the dtype that is calculated in."""
-    return x.reshape(-1, x.shape[-1]).to(torch.float64 if values.dtype == torch.float64 else torch.float32).contiguous()
+    dtype = kernel.dtype or (torch.float64 if values.dtype == torch.float64 else torch.float32)
+    return x.reshape(-1, x.shape[-1]).to(dtype).contiguous()

@@ -1,4 +1,4 @@
-"""A linear layer that keeps its non-zeros row by row (CSR)."""
+"""A linear layer that keeps its non-zeros row by row (CSR), whichever kernel multiplies by them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smupar.sparse.products import Kernel, Product, Side, best_kernel
+from smupar.sparse.kernels import kernel_of
+from smupar.sparse.products import Index, Kernel, Product
 from smupar.storage import COLUMNS, ROW_STARTS, Compressed, Moved, flat_places, is_compressed
-
-DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
 def row_index(mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -20,16 +19,7 @@ def row_index(mask: Tensor) -> tuple[Tensor, Tensor]:
     return starts, mask.nonzero()[:, 1].to(torch.int32)
 
 
-def turned(row_starts: Tensor, columns: Tensor, num_columns: int) -> Side:
-    """The same non-zeros column by column."""
-    order = torch.argsort(columns, stable=True)
-    rows = torch.arange(len(row_starts) - 1, dtype=torch.int32, device=columns.device).repeat_interleave(row_starts.diff())
-    starts = torch.zeros(num_columns + 1, dtype=torch.int64, device=columns.device)
-    torch.cumsum(torch.bincount(columns, minlength=num_columns), 0, out=starts[1:])
-    return Side(starts, rows[order], order.to(torch.int32) if len(columns) < 2**31 else order)
-
-
-class CsrLinear(Compressed):
+class SparseLinear(Compressed):
     """What nn.Linear or transformers' Conv1D becomes; made by ``compress``, which changes the class of the layer and leaves
     its identity, its name, its hooks and its bias alone."""
 
@@ -38,15 +28,17 @@ class CsrLinear(Compressed):
     bias: nn.Parameter | None
     index_names = ("weight_columns", "weight_row_starts")
 
-    # Set by ``compress``: the class that the layer had, the matrix's shape as it was, and which of its dimensions is the output
+    # Set by ``compress``: the class that the layer had, the matrix's shape as it was, which of its dimensions is the output,
+    # and the name of the backend
     original: type[nn.Module]
     matrix_shape: tuple[int, int]
     out_dim: int
+    backend: str
     kernel: Kernel | None = None
-    """None: ours, or torch's where there is none."""
+    """None: the backend's for the device that the weight is on."""
 
-    _sides: tuple[Side, Side] | None = None
-    _made_of: tuple[int, int] | None = None
+    _index: Index | None = None
+    _made_of: tuple[object, ...] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         self._refuse_device(x)
@@ -54,26 +46,33 @@ class CsrLinear(Compressed):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         elif x.dtype != self.weight.dtype:
             raise ValueError(f"the input is {x.dtype}, the weight {self.weight.dtype}: convert one of them")
-        return self._product(x, self.bias)
+        return self._product(x, self.bias, as_it_is=True)
 
     def product(self, x: Tensor) -> Tensor:
         self._refuse_device(x)
         return self._product(x, None)
 
     def _refuse_device(self, x: Tensor) -> None:
-        if not x.device.type == self.weight.device.type == "cpu":
-            raise ValueError(
-                f"backend 'csr' runs on a CPU, the input is on {x.device}, the weight on {self.weight.device}: "
-                "sparsify_storage(model, plan, backend='dense') before the model moves"
-            )
+        if x.device != self.weight.device:
+            raise ValueError(f"the input is on {x.device}, the weight on {self.weight.device}: move one of them")
 
     # A kernel of our own: torch.compile does what lies between such layers.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def _product(self, x: Tensor, bias: Tensor | None, *, as_it_is: bool = False) -> Tensor:
+        """``as_it_is``: an input of a dtype that the kernel does not multiply is refused, else it is converted."""
         num_inputs = self.matrix_shape[1 - self.out_dim]
         if x.shape[-1] != num_inputs:
             raise ValueError(f"the layer reads {num_inputs} features, the input of shape {tuple(x.shape)} has {x.shape[-1]}")
-        return Product.apply(x, self.weight, bias, self, self.sides(), self.kernel or best_kernel())
+        kernel = self._kernel()
+        if as_it_is and kernel.dtype not in (None, x.dtype):
+            raise ValueError(
+                f"backend {self.backend!r} multiplies {kernel.dtype} on a GPU, the input is {x.dtype}: call the model under "
+                f"torch.autocast('cuda', {kernel.dtype}), or convert model and input"
+            )
+        return Product.apply(x, self.weight, bias, self, self.index(), kernel)
+
+    def _kernel(self) -> Kernel:
+        return self.kernel or kernel_of(self.backend, self.weight.device)
 
     # The index
 
@@ -96,17 +95,16 @@ class CsrLinear(Compressed):
     def _places(self) -> Tensor:
         return flat_places(self.weight_row_starts, self.weight_columns, self.matrix_shape[1])
 
-    def sides(self) -> tuple[Side, Side]:
-        """The non-zeros by output and by input. What is turned is derived, and made again whenever the index was written to:
-        by masks that move, by a checkpoint."""
-        made_of = (self.weight_row_starts._version, self.weight_columns._version)
-        if self._sides is None or self._made_of != made_of:
+    def index(self) -> Index:
+        """What the kernel needs to know. It is derived, and made again whenever the places were written to: by masks that move,
+        by a checkpoint."""
+        kernel, starts, columns = self._kernel(), self.weight_row_starts, self.weight_columns
+        made_of = kernel.name, columns.device, starts._version, columns._version
+        if self._index is None or self._made_of != made_of:
             self._check_index()
-            rows = Side(self.weight_row_starts, self.weight_columns, None)
-            columns = turned(self.weight_row_starts, self.weight_columns, self.matrix_shape[1])
-            self._sides = (rows, columns) if self.out_dim == 0 else (columns, rows)
+            self._index = kernel.index(starts, columns, self.matrix_shape, self.out_dim)
             self._made_of = made_of
-        return self._sides
+        return self._index
 
     def _check_index(self) -> None:
         """A kernel reads where the index points to, so it must not be raw memory."""
@@ -119,18 +117,24 @@ class CsrLinear(Compressed):
                 "into the model before it is used"
             )
 
-    def forget_sides(self) -> None:
-        self._sides = self._made_of = None
+    def forget_index(self) -> None:
+        self._index = self._made_of = None
 
     @property
     def num_index_bytes(self) -> int:
-        parts = {id(part): part for side in self.sides() for part in (side.starts, side.others, side.order) if part is not None}
+        tensors = self.weight_row_starts, self.weight_columns, *self.index().tensors()
+        parts = {id(part): part for part in tensors}  # the kernel's index may hold the layer's own
         return sum(part.numel() * part.element_size() for part in parts.values())
 
     # Masks that move
 
     @torch.no_grad()
     def move(self, mask: Tensor) -> Moved:
+        if why := self._kernel().refusal(mask):
+            raise ValueError(
+                f"backend {self.backend!r} cannot hold the moved mask: {why}; or "
+                "sparsify_storage(model, plan, backend='csr'), or 'dense', before masks move"
+            )
         old_places, old_mask = self._places(), self.weight_mask
         starts, columns = row_index(mask)
         places = flat_places(starts, columns, self.matrix_shape[1])
@@ -150,14 +154,14 @@ class CsrLinear(Compressed):
             self._resize(values)
             self.weight_columns, self.weight_row_starts = columns, starts
         self.weight.grad = grad
-        self.forget_sides()
+        self.forget_index()
         return Moved(carry, ~stayed)
 
     def make_room(self, num_values: int) -> None:
         if num_values != len(self.weight):
             self._resize(self.weight.detach().new_zeros(num_values))
             self.weight_columns = self.weight_columns.new_zeros(num_values)
-        self.forget_sides()
+        self.forget_index()
 
     def _resize(self, values: Tensor) -> None:
         """Another number of non-zeros for the same parameter, so that optimizers go on with it."""
@@ -169,16 +173,17 @@ class CsrLinear(Compressed):
 
     def keep(self, grad: Tensor, x: Tensor) -> None:
         here = grad.T @ x if self.out_dim == 0 else x.T @ grad
+        here = here.to(torch.promote_types(here.dtype, self.weight.dtype))  # micro-batches are added in no less than the weight
         self.dense = here if self.dense is None else self.dense + here
 
     # Copies, conversions, checkpoints
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.forget_sides()
+        self.forget_index()
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self.forget_sides()
+        self.forget_index()
         return super()._apply(*args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -195,31 +200,32 @@ class CsrLinear(Compressed):
 
     def extra_repr(self) -> str:
         sizes = self.matrix_shape[1 - self.out_dim], self.matrix_shape[self.out_dim]
-        return f"in_features={sizes[0]}, out_features={sizes[1]}, bias={self.bias is not None}, non-zeros={len(self.weight)}"
+        about = f"in_features={sizes[0]}, out_features={sizes[1]}, bias={self.bias is not None}"
+        return f"{about}, non-zeros={len(self.weight)}, backend={self.backend!r}"
 
 
-def compress(layer: nn.Module, mask: Tensor, *, out_dim: int) -> None:
-    """Makes a CsrLinear of a linear layer, in place."""
+def compress(layer: nn.Module, mask: Tensor, *, out_dim: int, backend: str = "csr") -> None:
+    """Makes a SparseLinear of a linear layer, in place."""
     weight: Any = layer.weight
     starts, columns = row_index(mask)
     values = nn.Parameter(weight.detach()[mask], requires_grad=weight.requires_grad)
     shape, original = tuple(weight.shape), type(layer)
     del layer.weight_mask
-    layer.__class__ = CsrLinear
-    assert isinstance(layer, CsrLinear)
-    layer.original, layer.matrix_shape, layer.out_dim = original, shape, out_dim
+    layer.__class__ = SparseLinear
+    assert isinstance(layer, SparseLinear)
+    layer.original, layer.matrix_shape, layer.out_dim, layer.backend = original, shape, out_dim, backend
     layer.weight = values
     layer.register_buffer("weight_columns", columns)
     layer.register_buffer("weight_row_starts", starts)
 
 
-def expand(layer: CsrLinear) -> None:
+def expand(layer: SparseLinear) -> None:
     """The way back."""
     mask, original = layer.weight_mask, layer.original
     weight = nn.Parameter(layer.expand(layer.weight.detach()), requires_grad=layer.weight.requires_grad)
-    layer.forget_sides()
+    layer.forget_index()
     del layer.weight_columns, layer.weight_row_starts
-    for name in ("original", "matrix_shape", "out_dim", "kernel", "keeps_dense", "dense", "_sides", "_made_of"):
+    for name in ("original", "matrix_shape", "out_dim", "backend", "kernel", "keeps_dense", "dense", "_index", "_made_of"):
         layer.__dict__.pop(name, None)
     layer.__class__ = original  # type: ignore[assignment]
     layer.weight = weight

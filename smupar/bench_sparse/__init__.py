@@ -1,0 +1,16 @@
+"""What sparse execution buys: training steps, dense and sparse side by side in one run.
+
+The floor is what the machine cannot beat: activations cross memory once into and once out of every layer, weights, indices and
+optimizer state once, at the speed of a copy; every non-zero takes six FLOPs for a token, at the speed of a dense product. Both
+speeds are measured in the same run.
+
+run     ``bench_sparse``, for the device at hand
+rows    what is measured, as rows of a table; stacks of hidden layers; the floor
+cpu     hidden layers and a GPT on a CPU
+gpu     a layer, its product and hidden layers on a GPU
+show    the table and the picture
+"""
+
+from smupar.bench_sparse.run import bench_sparse
+
+__all__ = ["bench_sparse"]

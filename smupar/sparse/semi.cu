@@ -1,0 +1,98 @@
+// The work around a 2:4 product: tiles of 4 x 4 weights with two in each row and column, whose places are a code of 16 bits, bit
+// 4 r + c for row r and column c. A row of a tile is two values: one 32-bit word in bfloat16. Compiled with F32: whether the
+// values of the parameter are float or bfloat16.
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+
+#if F32
+typedef float2 Pair;
+#else
+typedef u32 Pair;
+#endif
+
+__device__ __forceinline__ u32 rounded(float x) {
+  const u32 w = __float_as_uint(x);
+  if ((w & 0x7fffffffu) > 0x7f800000u) return 0x7fff;  // not a number: rounding could make it one
+  return (w + 0x7fffu + ((w >> 16) & 1u)) >> 16;
+}
+
+__device__ __forceinline__ u32 word(Pair pair) {
+#if F32
+  return rounded(pair.x) | rounded(pair.y) << 16;
+#else
+  return pair;
+#endif
+}
+
+__device__ __forceinline__ Pair pair(u32 first, u32 second) {
+#if F32
+  return make_float2(__uint_as_float(first << 16), __uint_as_float(second << 16));
+#else
+  return first | second << 16;
+#endif
+}
+
+// Values of a matrix of row_tiles x column_tiles tiles, row by row -> those of its transpose, in bfloat16. A block takes 32 x 32
+// tiles; they change sides in shared memory, so that reads and writes are both of neighbouring words.
+extern "C" __global__ void __launch_bounds__(256)
+turn(const Pair* values, const u16* codes, u32* turned, int row_tiles, int column_tiles) {
+  __shared__ u32 stage[4][32][33];  // [row in the tile of the transpose][column tile][row tile]
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int row0 = blockIdx.y * 32, column0 = blockIdx.x * 32, column = column0 + lane;
+  for (int i = warp; i < 32; i += 8) {
+    const int row = row0 + i;
+    if (row >= row_tiles || column >= column_tiles) continue;
+    const u32 code = codes[(long long)row * column_tiles + column];
+    u32 words[4], first = 0, made[4] = {0, 0, 0, 0};  // first: rows whose first value was taken
+    const Pair* from = values + (long long)row * 4 * column_tiles + column;
+#pragma unroll
+    for (int r = 0; r < 4; r++) words[r] = word(from[(long long)r * column_tiles]);
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+      u32 shift = 0;
+#pragma unroll
+      for (int r = 0; r < 4; r++) {
+        if (code >> (4 * r + c) & 1) {
+          const u32 value = first >> r & 1 ? words[r] >> 16 : words[r] & 0xffffu;
+          made[c] |= value << shift;
+          shift = 16;
+          first |= 1u << r;
+        }
+      }
+    }
+#pragma unroll
+    for (int c = 0; c < 4; c++) stage[c][lane][i] = made[c];
+  }
+  __syncthreads();
+  for (int i = warp; i < 128; i += 8) {
+    const int c = i & 3, tile = i >> 2;
+    if (column0 + tile < column_tiles && row0 + lane < row_tiles)
+      turned[((long long)(column0 + tile) * 4 + c) * row_tiles + row0 + lane] = stage[c][tile][lane];
+  }
+}
+
+// Of a whole matrix in bfloat16 the entries at the places, row by row, in the dtype of the parameter: a thread takes a tile.
+extern "C" __global__ void __launch_bounds__(256)
+pick(const uint2* matrix, const u16* codes, Pair* values, int row_tiles, int column_tiles) {
+  const int column = blockIdx.x * 256 + threadIdx.x;
+  if (column >= column_tiles) return;
+  for (int row = blockIdx.y; row < row_tiles; row += gridDim.y) {
+    const u32 code = codes[(long long)row * column_tiles + column];
+    const long long at = (long long)row * 4 * column_tiles + column;
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+      const uint2 four = matrix[at + (long long)r * column_tiles];
+      const u32 kept = code >> (4 * r) & 15u;
+      const u32 all[4] = {four.x & 0xffffu, four.x >> 16, four.y & 0xffffu, four.y >> 16};
+      u32 low = 0, high = 0;
+#pragma unroll
+      for (int c = 3; c >= 0; c--)  // from behind, so that the last one written is the first
+        if (kept >> c & 1) low = all[c];
+#pragma unroll
+      for (int c = 0; c < 4; c++)
+        if (kept >> c & 1) high = all[c];
+      values[at + (long long)r * column_tiles] = pair(low, high);
+    }
+  }
+}

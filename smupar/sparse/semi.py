@@ -1,0 +1,199 @@
+"""Two of every four weights, along rows and columns alike (pattern "2:4-transposable"): what tensor cores multiply in half the
+time, by cuSPARSELt.
+
+Its packed matrix is the values row by row and then metadata, which depends on the places alone. So metadata is made once, and
+each pass writes values in front of it: those of the matrix, or, for the other direction, of its transpose. The gradient of the
+weights is a dense product, of which the entries at the places are taken.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from smupar.sparse.gpu import DTYPE, OnGpu, compiled, dense_grad
+from smupar.storage import flat_places
+
+_SIZES = 32  # cuSPARSELt wants multiples of it in both sizes of the matrix
+_TOKENS = 16  # and of the rows
+_SOURCE = "semi.cu"
+_REMEDY = 'parameterize with pattern="2:4-transposable"'
+
+
+def missing() -> str | None:
+    if not torch.backends.cusparselt.is_available() or not hasattr(torch, "_cslt_compress"):
+        return f"cuSPARSELt, which torch {torch.__version__} was built without"
+    return None
+
+
+def tile_codes(mask: Tensor) -> Tensor:
+    """The places in each tile of 4 x 4 as 16 bits, the first row lowest: [tiles of rows, tiles of columns]."""
+    tiles = mask.reshape(mask.shape[0] // 4, 4, mask.shape[1] // 4, 4).transpose(1, 2).flatten(2).int()
+    codes = (tiles << torch.arange(16, dtype=torch.int32, device=mask.device)).sum(-1)
+    return codes.to(torch.int16)  # the kernel reads it without a sign
+
+
+@dataclass(frozen=True)
+class SemiIndex:
+    metadata: Tensor  # of the matrix as it is kept
+    turned_metadata: Tensor  # of its transpose
+    codes: Tensor
+    shape: tuple[int, int]
+    out_dim: int
+
+    @property
+    def num_outputs(self) -> int:
+        return self.shape[self.out_dim]
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.metadata, self.turned_metadata, self.codes
+
+    def watched(self) -> tuple[Tensor, ...]:
+        return ()
+
+
+class SemiStructured(OnGpu):
+    name = "2:4"
+
+    def __init__(self) -> None:
+        self._algorithms: dict[tuple[object, ...], dict[str, Any]] = {}
+        """The fastest by sizes, rows and device."""
+
+    def refusal(self, mask: Tensor) -> str | None:
+        if any(size % _SIZES for size in mask.shape):
+            return f"its sizes {tuple(mask.shape)} are no multiples of {_SIZES}: choose such a width, or leave it dense"
+        tiles = mask.reshape(mask.shape[0] // 4, 4, mask.shape[1] // 4, 4)
+        if not bool((tiles.sum(1) == 2).all() and (tiles.sum(3) == 2).all()):
+            return f"its mask does not keep two of every four weights along rows and columns: {_REMEDY}"
+        return None
+
+    def index(self, row_starts: Tensor, columns: Tensor, shape: tuple[int, int], out_dim: int) -> SemiIndex:
+        mask = torch.zeros(shape, dtype=torch.bool, device=columns.device)
+        mask.view(-1)[flat_places(row_starts, columns, shape[1])] = True
+        if why := self.refusal(mask):
+            raise ValueError(f"backend '2:4' cannot multiply a layer: {why}, or sparsify_storage with backend='dense'")
+        return SemiIndex(_metadata(mask), _metadata(mask.T.contiguous()), tile_codes(mask), shape, out_dim)
+
+    def product(self, rows: Tensor, index: SemiIndex, values: Tensor, *, back: bool) -> Tensor:
+        as_kept = index.out_dim == int(back)
+        return self._multiply(packed(values, index) if as_kept else packed_turned(values, index), rows)
+
+    def values_grad(self, grad: Tensor, x: Tensor, index: SemiIndex, values: Tensor) -> Tensor:
+        return picked(dense_grad(grad, x, index.out_dim), index, values)
+
+    def _multiply(self, matrix: Tensor, rows: Tensor) -> Tensor:
+        padding = -len(rows) % _TOKENS
+        whole = F.pad(rows, (0, 0, 0, padding)) if padding else rows
+        how = self._algorithm(matrix, whole)
+        return torch._cslt_sparse_mm(matrix, whole.T, transpose_result=True, **how)[: len(rows)]
+
+    def _algorithm(self, matrix: Tensor, rows: Tensor) -> dict[str, Any]:
+        key = (*matrix.shape, *rows.shape, rows.device)
+        if key not in self._algorithms:
+            if torch.cuda.is_current_stream_capturing():  # nothing can be timed now
+                return {}
+            self._algorithms[key] = _fastest(matrix, rows)
+        return self._algorithms[key]
+
+
+def packed(values: Tensor, index: SemiIndex) -> Tensor:
+    """The matrix as cuSPARSELt reads it."""
+    made = _room(index.metadata, index.shape[0], len(values))
+    made.view(-1)[: len(values)].copy_(values)
+    return made
+
+
+def packed_turned(values: Tensor, index: SemiIndex) -> Tensor:
+    """Its transpose."""
+    made = _room(index.turned_metadata, index.shape[1], len(values))
+    row_tiles, column_tiles = index.codes.shape
+    kernel = compiled(_SOURCE, "turn", values.device, F32=int(values.dtype == torch.float32))
+    grid = -(-column_tiles // 32), -(-row_tiles // 32), 1
+    kernel(grid, (256, 1, 1), [values, index.codes, made, row_tiles, column_tiles])
+    return made
+
+
+def picked(matrix: Tensor, index: SemiIndex, values: Tensor) -> Tensor:
+    """The entries of a matrix at the places, in the dtype of ``values``."""
+    made = torch.empty_like(values)
+    row_tiles, column_tiles = index.codes.shape
+    kernel = compiled(_SOURCE, "pick", values.device, F32=int(values.dtype == torch.float32))
+    grid = -(-column_tiles // 256), min(row_tiles, 65535), 1
+    kernel(grid, (256, 1, 1), [matrix, index.codes, made, row_tiles, column_tiles])
+    return made
+
+
+def _room(metadata: Tensor, num_rows: int, num_values: int) -> Tensor:
+    made = metadata.new_empty(num_rows, (num_values + len(metadata)) // num_rows)
+    made.view(-1)[num_values:].copy_(metadata)
+    return made
+
+
+def _metadata(mask: Tensor) -> Tensor:
+    """What cuSPARSELt writes behind the values. That it does so is not documented, hence the checks."""
+    number = torch.arange(int(mask.sum()), device=mask.device)
+    found = []
+    for digits in (number % 251, number // 251 % 251):  # numbers that bfloat16 holds exactly
+        values = (digits + 1).to(DTYPE)
+        matrix = torch.zeros(mask.shape, dtype=DTYPE, device=mask.device).masked_scatter_(mask, values)
+        made = torch._cslt_compress(matrix)
+        flat = made.view(-1)
+        if made.dim() != 2 or len(made) != len(mask) or not torch.equal(flat[: len(values)], values):
+            raise RuntimeError(
+                f"this version of cuSPARSELt packs a matrix of shape {tuple(mask.shape)} in another way than expected, as "
+                f"{tuple(made.shape)}: use sparsify_storage with backend='dense', and tell us your version of torch"
+            )
+        found.append(flat[len(values) :].view(torch.int16).clone())
+    if not torch.equal(*found):
+        raise RuntimeError("this version of cuSPARSELt writes metadata that depend on the values: use backend='dense'")
+    return found[0].view(DTYPE)
+
+
+def _fastest(matrix: Tensor, rows: Tensor) -> dict[str, Any]:
+    """Arguments for the product: torch's default, or what cuSPARSELt's own search finds, if it is faster when timed."""
+
+    def product(how: dict[str, Any]) -> Callable[[], object]:
+        return lambda: torch._cslt_sparse_mm(matrix, rows.T, transpose_result=True, **how)
+
+    seconds, best = _seconds(product({})), dict[str, Any]()
+    for how in _searched(matrix, rows):
+        try:
+            took = _seconds(product(how))
+        except (RuntimeError, TypeError):  # an algorithm that this shape or version does not have
+            continue
+        if took < seconds:
+            seconds, best = took, how
+    return best
+
+
+def _searched(matrix: Tensor, rows: Tensor) -> list[dict[str, Any]]:
+    try:
+        search = getattr(getattr(torch._C, "_cusparselt", None), "mm_search", None)
+        if search is not None:
+            algorithm, split_k, mode, *_ = search(matrix, rows.T, None, None, None, True)
+            plain = {"alg_id": int(algorithm)}
+            return [plain] if split_k == 1 else [plain, {**plain, "split_k": int(split_k), "split_k_mode": int(mode)}]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an older torch has no other name for it
+            return [{"alg_id": int(torch._cslt_sparse_mm_search(matrix, rows.T, transpose_result=True))}]
+    except (RuntimeError, TypeError):
+        return []
+
+
+def _seconds(call: Callable[[], object], repeats: int = 5) -> float:
+    call()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    times = []
+    for _ in range(repeats):
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return min(times) / 1e3

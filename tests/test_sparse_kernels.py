@@ -1,0 +1,226 @@
+"""Indices of the kernels for GPUs, read on a CPU as the kernels read them; and what GPU backends refuse."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import nn
+
+from smupar.masks import generator, parse_pattern
+from smupar.sparse import gpu, kernels
+from smupar.sparse.backends import BACKENDS
+from smupar.sparse.block import Blocks, block_size, blocks_index
+from smupar.sparse.kernels import kernel_of, missing
+from smupar.sparse.linear import compress, row_index
+from smupar.sparse.products import Sides
+from smupar.sparse.semi import SemiStructured, tile_codes
+from smupar.sparse.tiles import Tiles, shared_bytes, slices, tile_tokens
+
+GPU = torch.device("cuda", 0)
+
+
+def drawn(pattern, shape, density=Fraction(1, 2)):
+    return parse_pattern(pattern).draw(shape, (1,), density, generator(0, "mask", str(shape)))
+
+
+def values_in(mask):
+    """One number for each non-zero, and the matrix that has them."""
+    values = torch.arange(1.0, int(mask.sum()) + 1)
+    return values, torch.zeros(mask.shape).masked_scatter(mask, values)
+
+
+# Tiles
+
+
+@pytest.mark.parametrize("tokens", [32, 16, 8])
+@pytest.mark.parametrize("by_output", [True, False])
+@pytest.mark.parametrize("density", [0.0, 0.02, 0.3, 1.0])
+def test_slices_hold_every_non_zero_where_the_kernel_looks(tokens, by_output, density):
+    torch.manual_seed(0)
+    mask = torch.rand(64, 96) < density
+    if density < 1:
+        mask[[0, 40]], mask[:, [3, 95]] = False, False
+    values, matrix = values_in(mask)
+    sides = Sides.of(*row_index(mask), (64, 96), 0)
+    side, expected = (sides.by_output, matrix) if by_output else (sides.by_input, matrix.T)
+    made = slices(side, expected.shape[1], tokens)
+    found, lines = torch.zeros_like(expected), 32 // (tokens // 8)
+    for group in range(len(made.starts) - 1):
+        for sub in range(lines):
+            line = group * lines // 32 * 32 + int(made.places[group * lines + sub])
+            for four in range(int(made.starts[group]) + sub, int(made.starts[group + 1]), lines):
+                for entry in range(4 * four, 4 * four + 4):
+                    if made.source[entry] >= 0:
+                        found[line, made.columns[entry]] += values[made.source[entry]]
+    assert torch.equal(found, expected)
+    assert int((made.source >= 0).sum()) == len(values)
+    assert sorted(made.places.view(-1, 32)[0].tolist()) == list(range(32))
+
+
+def test_slices_pad_little_at_low_density():
+    torch.manual_seed(0)
+    mask = torch.rand(1024, 1024) < 1 / 64
+    made = slices(Sides.of(*row_index(mask), (1024, 1024), 0).by_output, 1024, 32)
+    assert len(made.source) < 1.3 * int(mask.sum())
+
+
+def test_tiles_fit_into_the_shared_memory_of_a_hopper():
+    for size in (32, 1024, 2048, 4096, 8192):
+        assert shared_bytes(size, tile_tokens(size)) <= 227 * 1024
+    assert tile_tokens(8224) is None
+
+
+# 2:4
+
+
+def picked(matrix, codes):
+    """As ``pick`` in semi.cu."""
+    rows = []
+    for row in range(matrix.shape[0]):
+        kept = []
+        for tile in range(codes.shape[1]):
+            nibble = int(codes[row // 4, tile]) >> 4 * (row % 4) & 15
+            kept += [matrix[row, 4 * tile + c] for c in range(4) if nibble >> c & 1]
+        rows.append(torch.stack(kept))
+    return torch.stack(rows).flatten()
+
+
+def turned(values, codes):
+    """As ``turn`` in semi.cu."""
+    row_tiles, column_tiles = codes.shape
+    by_row, made = values.view(4 * row_tiles, 2 * column_tiles), torch.zeros(4 * column_tiles, 2 * row_tiles)
+    for row in range(row_tiles):
+        for column in range(column_tiles):
+            code, taken = int(codes[row, column]), [0] * 4
+            for c in range(4):
+                place = 0
+                for r in range(4):
+                    if code >> (4 * r + c) & 1:
+                        made[4 * column + c, 2 * row + place] = by_row[4 * row + r, 2 * column + taken[r]]
+                        taken[r], place = taken[r] + 1, place + 1
+    return made.flatten()
+
+
+def test_tile_codes_pick_and_turn_the_values():
+    mask = drawn("2:4-transposable", (32, 64))
+    values, matrix = values_in(mask)
+    codes = tile_codes(mask)
+    assert codes.shape == (8, 16)
+    assert torch.equal(picked(matrix, codes), values)
+    assert torch.equal(turned(values, codes), matrix.T[mask.T])
+
+
+# Blocks
+
+
+@pytest.mark.parametrize("size", [16, 32, 64, 128])
+def test_blocks_are_found_among_the_values_from_both_sides(size):
+    torch.manual_seed(0)
+    keep = torch.rand(3, 5) < 0.5
+    keep[1], keep[:, 2] = False, False
+    keep[0, 0], keep[0, 1], keep[2, 0] = True, False, True
+    mask = keep.repeat_interleave(size, 0).repeat_interleave(size, 1)
+    assert block_size(mask) == size
+    values, matrix = values_in(mask)
+    index = blocks_index(mask, size, 0)
+    each = torch.arange(size)
+    for lines, expected, turn in ((index.rows, matrix, False), (index.columns, matrix.T, True)):
+        found = torch.zeros_like(expected)
+        for line in range(len(lines.starts) - 1):
+            for k in range(int(lines.starts[line]), int(lines.starts[line + 1])):
+                at = int(lines.origins[k]) * size + each[:, None] * int(lines.strides[k]) * size + each
+                other = int(lines.others[k]) * size
+                block = values[at]
+                found[line * size : (line + 1) * size, other : other + size] = block.T if turn else block
+        assert torch.equal(found, expected)
+    assert torch.equal(index.row_of, keep.nonzero()[:, 0].int())
+
+
+def test_block_size_is_the_largest_that_fits():
+    assert block_size(drawn("block-16", (256, 256), Fraction(1, 8))) == 16
+    assert block_size(torch.ones(256, 384, dtype=torch.bool)) == 128
+    assert block_size(torch.zeros(64, 96, dtype=torch.bool)) == 32
+    assert block_size(torch.ones(40, 64, dtype=torch.bool)) is None
+    assert block_size(torch.rand(64, 64) < 0.5) is None
+
+
+# Refusals
+
+
+def test_masks_that_a_kernel_cannot_hold_are_refused_with_a_remedy():
+    random = torch.rand(64, 64) < 0.5
+    assert "2:4-transposable" in SemiStructured().refusal(random)
+    assert "2:4-transposable" in SemiStructured().refusal(drawn("2:4", (64, 64)))  # along rows only
+    assert "multiples of 32" in SemiStructured().refusal(drawn("2:4-transposable", (48, 64)))
+    assert SemiStructured().refusal(drawn("2:4-transposable", (64, 96))) is None
+    assert "block-64" in Blocks().refusal(random)
+    assert Blocks().refusal(drawn("block-16", (64, 96))) is None
+    assert "multiples of 32" in Tiles().refusal(torch.rand(64, 48) < 0.5)
+    assert "8192 features" in Tiles().refusal(torch.zeros(32, 8224, dtype=torch.bool))
+    assert Tiles().refusal(random) is None
+
+
+def test_index_of_a_mask_that_a_kernel_cannot_hold_is_refused():
+    """Such as that of a checkpoint."""
+    starts, columns = row_index(torch.rand(64, 64) < 0.5)
+    for kernel, says in ((SemiStructured(), "2:4-transposable"), (Blocks(), "block-64")):
+        with pytest.raises(ValueError, match=says):
+            kernel.index(starts, columns, (64, 64), 0)
+    with pytest.raises(ValueError, match="multiples of 32"):
+        Tiles().index(*row_index(torch.rand(40, 64) < 0.5), (40, 64), 0)
+
+
+def sparse_layer(mask, kernel):
+    layer = nn.Linear(mask.shape[1], mask.shape[0], bias=False)
+    layer.register_buffer("weight_mask", mask)
+    compress(layer, mask, out_dim=0, backend="2:4")
+    layer.kernel = kernel
+    return layer
+
+
+def test_move_that_a_kernel_cannot_hold_leaves_the_layer_as_it_was():
+    mask = drawn("2:4-transposable", (64, 64))
+    layer = sparse_layer(mask, SemiStructured())
+    weight, before = layer.weight, layer.weight.detach().clone()
+    with pytest.raises(ValueError, match=r"'2:4' cannot hold the moved mask: .*backend='csr'.*'dense'"):
+        layer.move(torch.rand(64, 64) < 0.5)
+    assert layer.weight is weight
+    assert torch.equal(layer.weight, before)
+    assert torch.equal(layer.weight_mask, mask)
+
+
+def test_input_that_is_not_bfloat16_is_refused_by_kernels_for_gpus():
+    layer = sparse_layer(drawn("2:4-transposable", (64, 64)), SemiStructured())
+    with pytest.raises(ValueError, match=r"'2:4' multiplies torch.bfloat16 on a GPU.*torch.float32.*torch.autocast\('cuda'"):
+        layer(torch.randn(3, 64))
+
+
+class Dtyped:
+    """A layer whose weight says that it lies on a GPU."""
+
+    def __init__(self, dtype):
+        self.weight = type("Weight", (), {"dtype": dtype, "device": GPU})()
+
+
+def test_backends_on_a_gpu_want_bfloat16_activations(monkeypatch):
+    monkeypatch.setattr(gpu, "missing", lambda device: None)
+    kernels._missing_on_gpu.cache_clear()
+    mask = torch.rand(64, 64) < 0.5
+    csr = BACKENDS["csr"]
+    assert csr.refusal(Dtyped(torch.float32), mask, torch.bfloat16) is None
+    assert csr.refusal(Dtyped(torch.bfloat16), mask, torch.bfloat16) is None
+    for dtype in (torch.float32, torch.float16):
+        said = csr.refusal(Dtyped(torch.float32), mask, dtype)
+        assert f"its activations are {dtype}" in said
+        assert "dtype=torch.bfloat16" in said
+    assert "its weight is torch.float64" in csr.refusal(Dtyped(torch.float64), mask, torch.bfloat16)
+    kernels._missing_on_gpu.cache_clear()
+
+
+def test_devices_without_a_kernel_say_what_is_missing(monkeypatch):
+    assert missing("csr", torch.device("cpu")) is None
+    assert "runs on a CPU or an NVIDIA GPU, the model is on mps" in missing("csr", torch.device("mps"))
+    with pytest.raises(ValueError, match="'block' needs an NVIDIA GPU, the model is on cpu: use 'csr' there"):
+        kernel_of("block", torch.device("cpu"))
+    monkeypatch.delattr(torch.cuda, "_compile_kernel", raising=False)
+    assert "torch.cuda._compile_kernel" in gpu.missing(GPU)
