@@ -21,7 +21,7 @@ _STAGE = 72  # bytes of a token in a warp's stage; STRIDE in tiles.cu
 _SOURCE = "tiles.cu"
 _WARPS = 32
 _TILES = ((2048, 32), (4096, 16), (8192, 8))
-"""Up to how many features, and how many tokens a tile then has: the fastest of those measured on an H200, with so many warps."""
+"""Up to how many features, and tokens that a tile then has: the fastest of those measured on an H200, with so many warps."""
 _TOKENS_OF_A_LANE = 8
 
 
@@ -38,8 +38,8 @@ class Slices:
     """One dimension of the matrix, line by line, as ``multiply`` reads it.
 
     Lines come in blocks of 32, in a block by falling number of non-zeros, and then in groups, of as many as a warp works on at
-    once. A group's lines are padded to the same number of entries, a multiple of four, and interleaved by fours. Behind the last
-    group there is room to read ahead.
+    once. A group's lines are padded to the same number of entries, a multiple of four, and interleaved by fours. Behind the
+    last group there is room to read ahead.
     """
 
     source: Tensor  # [entries] int32: which value of the parameter; -1 where it is padding
