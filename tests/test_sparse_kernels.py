@@ -8,6 +8,7 @@ from torch import nn
 
 from smupar.masks import generator, parse_pattern
 from smupar.sparse import gpu, kernels
+from smupar.sparse.auto import Timing
 from smupar.sparse.backends import BACKENDS
 from smupar.sparse.block import Blocks, block_size, blocks_index
 from smupar.sparse.kernels import kernel_of, missing
@@ -151,8 +152,8 @@ def test_masks_that_a_kernel_cannot_hold_are_refused_with_a_remedy():
     random = torch.rand(64, 64) < 0.5
     assert "2:4-transposable" in SemiStructured().refusal(random)
     assert "2:4-transposable" in SemiStructured().refusal(drawn("2:4", (64, 64)))  # along rows only
-    assert "multiples of 32" in SemiStructured().refusal(drawn("2:4-transposable", (48, 64)))
-    assert SemiStructured().refusal(drawn("2:4-transposable", (64, 96))) is None
+    assert "multiples of 64" in SemiStructured().refusal(drawn("2:4-transposable", (96, 64)))
+    assert SemiStructured().refusal(drawn("2:4-transposable", (64, 192))) is None
     assert "block-64" in Blocks().refusal(random)
     assert Blocks().refusal(drawn("block-16", (64, 96))) is None
     assert "multiples of 32" in Tiles().refusal(torch.rand(64, 48) < 0.5)
@@ -224,3 +225,14 @@ def test_devices_without_a_kernel_say_what_is_missing(monkeypatch):
         kernel_of("block", torch.device("cpu"))
     monkeypatch.delattr(torch.cuda, "_compile_kernel", raising=False)
     assert "torch.cuda._compile_kernel" in gpu.missing(GPU)
+
+
+# Choosing
+
+
+def test_a_gpu_keeps_a_layer_dense_unless_a_backend_gains_more_than_its_clock_wanders():
+    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
+    for gain, on_gpu, on_cpu in ((0.5, "block", "block"), (0.98, "dense", "block"), (1.01, "dense", "dense")):
+        timing = Timing({"dense": 1.0, "csr": 2.0, "block": gain}, {})
+        assert timing.fastest(gpu) == on_gpu
+        assert timing.fastest(cpu) == on_cpu

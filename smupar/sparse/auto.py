@@ -85,8 +85,10 @@ def training_step(layer: nn.Module, sizes: tuple[int, int], tokens: int, dtype: 
     ``sizes`` are those of input and output."""
     optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-3)
     like = next(layer.parameters())
-    x = torch.ones(tokens, sizes[0], dtype=dtype, device=like.device).requires_grad_()
-    grad = torch.ones(tokens, sizes[1], dtype=dtype, device=like.device)
+    rng = torch.Generator(like.device).manual_seed(0)
+    # Random, since a GPU is faster at multiplying constants.
+    x = torch.randn(tokens, sizes[0], generator=rng, dtype=dtype, device=like.device).requires_grad_()
+    grad = torch.randn(tokens, sizes[1], generator=rng, dtype=dtype, device=like.device)
 
     def step() -> None:
         with torch.enable_grad(), torch.autocast(like.device.type, dtype, enabled=dtype != like.dtype):

@@ -6,6 +6,7 @@ and CUDA graphs write to weights without telling torch, so there is no knowing t
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ class OnGpu:
         if len(x) == 0:
             return x.new_empty(0, index.num_outputs)
         with torch.cuda.device(x.device):
+            _enter(x.device)
             y = self.product(_aligned(x), index, _aligned(values.contiguous()), back=False)
         return y if bias is None else y.add_(bias)
 
@@ -68,10 +70,23 @@ class OnGpu:
             return torch.empty_like(x) if for_input else None, torch.zeros_like(values) if for_values else None
         grad, x, values = _aligned(grad), _aligned(x), _aligned(values.contiguous())
         with torch.cuda.device(x.device):
+            _enter(x.device)
             return (
                 self.product(grad, index, values, back=True) if for_input else None,
                 self.values_grad(grad, x, index, values) if for_values else None,
             )
+
+
+_entered = threading.local()
+
+
+def _enter(device: torch.device) -> None:
+    """Kernels that torch compiled from source are launched by the driver, which knows no device in a thread, such as one of
+    autograd's, until something else of torch ran there."""
+    seen = _entered.__dict__.setdefault("devices", set())
+    if device not in seen:
+        torch.zeros(1, device=device)
+        seen.add(device)
 
 
 def dense_grad(grad: Tensor, x: Tensor, out_dim: int) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from smupar.sparse.gpu import DTYPE, OnGpu, compiled, dense_grad
 from smupar.storage import flat_places
 
-_SIZES = 32  # cuSPARSELt wants multiples of it in both sizes of the matrix
+_SIZES = 64  # multiples of 32 that are none of 64 did not pass the tests (torch 2.11 on an H200)
 _TOKENS = 16  # and of the rows
 _SOURCE = "semi.cu"
 _REMEDY = 'parameterize with pattern="2:4-transposable"'
