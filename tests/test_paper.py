@@ -116,6 +116,13 @@ def test_sp_has_its_printed_init_and_rates():
     assert TABLE_3["lr"] == 1.62e-2
 
 
+def test_sp_is_tuned_at_scale_small_where_it_is_compared_without_a_sweep():
+    small = Scale("small", "data/text", 8192)
+    assert small.run("pretraining", rule="sp").lr == 2**-8  # width 512
+    assert {run.model.width * run.lr for run in fig10.runs(small) if run.rule == "sp"} == {2.0}
+    assert small.run("pretraining", rule="mup").lr == 1.62e-2
+
+
 def test_iso_widths_keep_the_number_of_weights_or_of_weights_per_neuron():
     assert [iso_width(768, sparsity, 64) for sparsity in (0, 0.5, 0.75, 0.875)] == [768, 1088, 1536, 2176]
     assert [wpn_width(512, sparsity) for sparsity in (0, 0.5, 0.75, 0.875)] == [512, 1024, 2048, 4096]

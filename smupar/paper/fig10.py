@@ -26,7 +26,7 @@ def runs(scale: Scale) -> list[RunConfig]:
             start = scale.run("iso-pretraining", rule=shared, sparsity=sparsity)
             width = iso_width(size.width, sparsity, start.model.head_dim)
             run = scale.run("iso-pretraining", rule=shared, width=width, sparsity=sparsity)
-            if rule == "sp" and width > _WIDER * size.width:
+            if rule == "sp" and run.lr == start.lr and width > _WIDER * size.width:  # not where it follows the width anyway
                 run = replace(run, lr=_SP_LR_WIDER)
             made.append(run)
     return list({run.id: run for run in made}.values())
