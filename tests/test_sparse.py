@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -21,7 +23,7 @@ from smupar.lm.distributed import World
 from smupar.lm.gpt import build
 from smupar.lm.load import load_run
 from smupar.lm.train import train as lm_train
-from smupar.sparse import compiled
+from smupar.sparse import auto, compiled
 from smupar.sparse.linear import SparseLinear, compress, row_index
 from smupar.sparse.products import Compiled, Torch, turned
 from smupar.storage import flat_places
@@ -415,6 +417,16 @@ def test_deepcopy_is_a_model_of_its_own():
     assert not torch.allclose(twin(tokens), before)
 
 
+def test_model_that_evaluated_first_can_train():
+    _, sparse, plan = pair()
+    for module in sparse.modules():
+        if isinstance(module, SparseLinear):
+            module.forget_index()
+    with torch.inference_mode():
+        sparse(batch(0)[0])
+    train(sparse, adamw(sparse, plan), 2)
+
+
 def test_conversion_to_double_gives_a_double_model():
     dense, sparse, _ = pair()
     tokens, _ = batch(0)
@@ -707,6 +719,21 @@ def test_auto_leaves_random_numbers_alone():
     torch.manual_seed(5)
     smupar.sparsify_storage(model, plan, tokens=8)
     assert torch.equal(torch.rand(3), expected)
+
+
+def _choose(rank, folder):
+    """On a rank that measures other times than the other one."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/join", rank=rank, world_size=2)
+    auto._measured = lambda *_: auto.Timing({"dense": 1.0, "csr": 0.5 + rank}, {})
+    model, plan = parameterized()
+    report = smupar.sparsify_storage(model, plan)
+    (folder / str(rank)).write_text(" ".join(layer.backend for layer in report.layers))
+    dist.destroy_process_group()
+
+
+def test_ranks_choose_what_the_first_measured(tmp_path):
+    mp.spawn(_choose, (tmp_path,), 2)
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["csr csr csr"] * 2
 
 
 def convnet(width):

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from smupar.sparse.backends import BACKENDS, DENSE, out_dim_of
+from smupar.values import num_ranks
 
 _ROUNDS = 3
 _GPU_SECONDS = 0.02  # of steps between two looks at the clock: a GPU works while the host goes on
@@ -35,13 +37,17 @@ Measured = dict[tuple[object, ...], Timing]
 def timing_of(
     layer: nn.Module, mask: Tensor, backends: list[str], *, tokens: int, dtype: torch.dtype, known: Measured
 ) -> Timing:
-    """Of a training step with activations of a dtype; ``known`` has those of layers like it and is added to."""
+    """Of a training step with activations of a dtype; ``known`` has those of layers like it and is added to. On several ranks
+    all take what the first measured: they must choose alike."""
     weight = layer.weight
     assert isinstance(weight, Tensor)
     density = float(f"{float(mask.sum()) / mask.numel():.2g}")
     key = (type(layer), tuple(weight.shape), density, weight.dtype, dtype, weight.device, tokens, *backends)
     if key not in known:
-        known[key] = _measured(layer, mask, backends, tokens, dtype)
+        measured = [_measured(layer, mask, backends, tokens, dtype)]
+        if num_ranks() > 1:
+            dist.broadcast_object_list(measured, 0)
+        known[key] = measured[0]
     return known[key]
 
 
@@ -83,8 +89,8 @@ def _like(layer: nn.Module, mask: Tensor) -> nn.Module:
 def training_step(layer: nn.Module, sizes: tuple[int, int], tokens: int, dtype: torch.dtype) -> Callable[[], None]:
     """Forward, backward to input and weights, AdamW; under autocast if the weights have another dtype than the activations.
     ``sizes`` are those of input and output."""
-    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-3)
     like = next(layer.parameters())
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.0, fused=like.is_cuda)  # the weights stay as they are
     rng = torch.Generator(like.device).manual_seed(0)
     # Random, since a GPU is faster at multiplying constants.
     x = torch.randn(tokens, sizes[0], generator=rng, dtype=dtype, device=like.device).requires_grad_()

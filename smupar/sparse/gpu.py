@@ -23,7 +23,7 @@ def missing(device: torch.device) -> str | None:
     if torch.version.hip is not None:
         return "an NVIDIA GPU"
     if not hasattr(torch.cuda, "_compile_kernel"):
-        return f"torch.cuda._compile_kernel, which torch {torch.__version__} does not have (2.9 to 2.11 do)"
+        return f"torch.cuda._compile_kernel, which torch {torch.__version__} does not have (2.9 and later do)"
     major, minor = torch.cuda.get_device_capability(device)
     return None if major >= 8 else f"a GPU that multiplies bfloat16 (compute capability 8.0), this one has {major}.{minor}"
 

@@ -46,11 +46,15 @@ class SparseLinear(Compressed):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         elif x.dtype != self.weight.dtype:
             raise ValueError(f"the input is {x.dtype}, the weight {self.weight.dtype}: convert one of them")
-        return self._product(x, self.bias, as_it_is=True)
+        return self._product(x, self.bias)
 
     def product(self, x: Tensor) -> Tensor:
         self._refuse_device(x)
-        return self._product(x, None)
+        if self._kernel().dtype is None:
+            return self._product(x, None)
+        # Kernels for GPUs round to bfloat16, and what is asked for here is the small difference of two products.
+        matrix = self.expand(self.weight.detach()).to(x.dtype)
+        return x @ (matrix.T if self.out_dim == 0 else matrix)
 
     def _refuse_device(self, x: Tensor) -> None:
         if x.device != self.weight.device:
@@ -58,13 +62,12 @@ class SparseLinear(Compressed):
 
     # A kernel of our own: torch.compile does what lies between such layers.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _product(self, x: Tensor, bias: Tensor | None, *, as_it_is: bool = False) -> Tensor:
-        """``as_it_is``: an input of a dtype that the kernel does not multiply is refused, else it is converted."""
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         num_inputs = self.matrix_shape[1 - self.out_dim]
         if x.shape[-1] != num_inputs:
             raise ValueError(f"the layer reads {num_inputs} features, the input of shape {tuple(x.shape)} has {x.shape[-1]}")
         kernel = self._kernel()
-        if as_it_is and kernel.dtype not in (None, x.dtype):
+        if kernel.dtype not in (None, x.dtype):
             raise ValueError(
                 f"backend {self.backend!r} multiplies {kernel.dtype} on a GPU, the input is {x.dtype}: call the model under "
                 f"torch.autocast('cuda', {kernel.dtype}), or convert model and input"
@@ -102,7 +105,8 @@ class SparseLinear(Compressed):
         made_of = kernel.name, columns.device, starts._version, columns._version
         if self._index is None or self._made_of != made_of:
             self._check_index()
-            self._index = kernel.index(starts, columns, self.matrix_shape, self.out_dim)
+            with torch.inference_mode(False):  # what is made while a model evaluates serves when it trains, too
+                self._index = kernel.index(starts, columns, self.matrix_shape, self.out_dim)
             self._made_of = made_of
         return self._index
 
