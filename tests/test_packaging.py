@@ -42,7 +42,8 @@ def test_wheel_holds_the_package_its_types_and_sources_and_no_tests(built):
         metadata = archive.read(f"smupar-{smupar.__version__}.dist-info/METADATA").decode()
     inside = {name for name in names if ".dist-info/" not in name}
     assert inside == _of_the_package()
-    assert {"smupar/py.typed", "smupar/sparse/kernel.cpp", "smupar/sparse/tiles.cu", "smupar/sparse/semi.cu"} <= inside
+    sources = {f"smupar/sparse/{name}" for name in ("kernel.cpp", "bf16.cuh", "tiles.cu", "semi.cu")}
+    assert {"smupar/py.typed", *sources} <= inside
     assert f"smupar-{smupar.__version__}.dist-info/licenses/LICENSE" in names
     assert set(re.findall(r"^Provides-Extra: (\S+)$", metadata, re.MULTILINE)) == EXTRAS
 

@@ -5,6 +5,7 @@ import io
 import json
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,15 +18,17 @@ from transformers.pytorch_utils import Conv1D
 import smupar
 from smupar.apply import mask_of
 from smupar.bench_sparse import bench_sparse
+from smupar.bench_sparse import gpu as bench_gpu
+from smupar.bench_sparse.rows import Machine
 from smupar.lm import checkpoint
 from smupar.lm.config import Execution, ModelConfig, RunConfig
 from smupar.lm.distributed import World
 from smupar.lm.gpt import build
 from smupar.lm.load import load_run
 from smupar.lm.train import train as lm_train
-from smupar.sparse import auto, compiled
+from smupar.sparse import auto, compiled, convert, linear
 from smupar.sparse.linear import SparseLinear, compress, row_index
-from smupar.sparse.products import Compiled, Torch, turned
+from smupar.sparse.products import Best, Compiled, Torch, turned
 from smupar.storage import flat_places
 
 VOCAB = 11
@@ -836,6 +839,82 @@ def test_dtype_that_cannot_be_multiplied_is_refused():
     assert_untouched(model, lambda: smupar.sparsify_storage(model, plan, backend="csr"), r"'mix.weight'.*torch.float16")
 
 
+@pytest.mark.parametrize(
+    ("dtype", "says"),
+    [
+        (torch.int64, "one of torch.float16.*torch.int64"),
+        (torch.float8_e4m3fn, "got torch.float8_e4m3fn"),
+        ("bf16", "got 'bf16'"),
+        (torch.float64, r"'mix.weight' is torch.float32.*model.double\(\)"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["auto", "csr", "dense"])
+def test_dtype_that_activations_do_not_have_is_refused(dtype, says, backend):
+    dense, sparse, plan = pair()
+    for model in (dense, sparse):
+        assert_untouched(model, lambda model=model: smupar.sparsify_storage(model, plan, backend=backend, dtype=dtype), says)
+
+
+def test_double_activations_go_with_double_weights():
+    model, plan = parameterized(dtype=torch.float64)
+    smupar.sparsify_storage(model, plan, backend="csr", dtype=torch.float64)
+    assert isinstance(model.mix, SparseLinear)
+
+
+def failing_at(call, number):
+    """Raises at a call of a function, counted from 1."""
+    calls = []
+
+    def wrapped(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == number:
+            raise ValueError("no room for this one")
+        return call(*args, **kwargs)
+
+    return wrapped
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("place", ["conversion", "index"])
+def test_failure_in_the_middle_leaves_the_model_as_it_was(monkeypatch, place, number):
+    dense, sparse, plan = pair()
+    expected = dense(batch(0)[0])
+    for model in (dense, sparse):
+        with monkeypatch.context() as patch:
+            if place == "conversion":
+                patch.setattr(linear, "compress", failing_at(linear.compress, number))
+            else:
+                patch.setattr(Best, "index", failing_at(Best.index, number))
+            assert_untouched(model, lambda model=model: smupar.sparsify_storage(model, plan, backend="csr"), "no room")
+        torch.testing.assert_close(model(batch(0)[0]), expected)
+        smupar.sparsify_storage(model, plan, backend="csr")
+        torch.testing.assert_close(model(batch(0)[0]), expected)
+        train(model, adamw(model, plan), 2)
+        assert not matrix(model, "up.weight")[~mask_of(model, "up.weight")].any()
+        expected = dense(batch(0)[0]) if model is sparse else expected
+
+
+def test_interrupted_measuring_leaves_the_model_as_it_was(monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    _, sparse, plan = pair()
+    before = list(sparse.parameters())
+    monkeypatch.setattr(convert, "timing_of", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        smupar.sparsify_storage(sparse, plan)
+    assert all(a is b for a, b in zip(before, sparse.parameters(), strict=True))
+    assert isinstance(sparse.up, SparseLinear)
+
+
+def test_auto_measures_a_sparse_model_as_the_dense_one_and_keeps_its_weights():
+    dense, sparse, plan = pair()
+    report = smupar.sparsify_storage(sparse, plan, tokens=8)
+    assert all(layer.seconds.keys() == {"dense", "csr"} for layer in report.layers)
+    assert_same_weights(dense, sparse)
+    torch.testing.assert_close(sparse(batch(0)[0]), dense(batch(0)[0]))
+
+
 def test_plan_of_another_model_is_refused():
     model, _ = parameterized()
     other = smupar.make_plan(Net(64), base=Net(16), density=0.25)
@@ -896,3 +975,80 @@ def test_benchmark_writes_table_numbers_and_picture(tmp_path):
     assert ("gpt", 64, 32, "auto") in found
     assert (tmp_path / "sparse.png").read_bytes().startswith(b"\x89PNG")
     assert len([line for line in table.splitlines() if line.startswith(("layers", "gpt"))]) == len(facts["rows"])
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    """The benchmark for GPUs on a CPU, which has csr and nothing else."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "no GPU")
+    monkeypatch.setattr(bench_gpu, "_GPU", torch.device("cpu"))
+    monkeypatch.setattr(bench_gpu, "measure_machine", lambda: Machine(1e9, 1e9))
+    monkeypatch.setattr(bench_gpu, "_peak_bytes", lambda call: (call(), 5_000_000)[1])
+    monkeypatch.setattr(bench_gpu, "_captured", lambda call: call)
+    monkeypatch.setattr(bench_gpu, "_milliseconds", lambda call, num: (call(), 2.0)[1])
+    monkeypatch.setattr(bench_gpu, "gc", SimpleNamespace(collect=lambda: None))  # takes long in a process full of tests
+
+
+TINY = {"repeats": 1, "device": "cuda", "width": 128, "widths": (128,), "densities": (1 / 8,), "tokens": 16, "depth": 1}
+
+
+def test_benchmark_goes_on_without_backends_and_says_why(tmp_path, no_gpu):
+    table = bench_sparse(out=str(tmp_path), **TINY)
+    facts = json.loads((tmp_path / "sparse.json").read_text())
+    found = {(row["what"], row["side"]) for row in facts["rows"]}
+    for side in ("dense bf16", "dense bf16 captured", "csr", "csr captured"):
+        assert ("layer", side) in found
+        assert ("layers", side) in found
+    assert ("product", "dense bf16 captured") in found
+    assert ("layers", "masked dense captured") in found
+    assert not any(side.startswith(("2:4", "block")) for _, side in found)
+    for line in (
+        "not measured: 2:4 at 128, 1/2: backend '2:4' needs an NVIDIA GPU",
+        "not measured: block-64 at 256, 1/32: backend 'block' needs an NVIDIA GPU",
+        "not measured: block at 128, 1/8: backend 'block' needs an NVIDIA GPU",
+        "not measured: csr at 128, 1/128: ",  # a product, for want of a compiler
+    ):
+        assert any(missed.startswith(line) for missed in facts["missed"]), line
+        assert f"\n{line}" in table
+    assert {row["peak_bytes"] for row in facts["rows"]} == {5_000_000}
+    assert "peak MB" in table
+    assert (tmp_path / "sparse.png").exists()
+
+
+def test_benchmark_notes_kernels_that_fail_and_goes_on(monkeypatch, no_gpu):
+    def fails(*_, **__):
+        raise RuntimeError("illegal instruction\nand much more")
+
+    monkeypatch.setattr(Best, "forward", fails)
+    table = bench_sparse(**TINY)
+    assert "\nnot measured: csr at 128, 1/8: RuntimeError: illegal instruction\n" in table
+    assert "\nproduct" in table
+    assert "auto: dense" in table
+    monkeypatch.setattr(bench_gpu, "_captured", fails)
+    table = bench_sparse(**TINY)
+    assert "\nnot measured: dense bf16 captured at 128, 1/8: RuntimeError: illegal instruction\n" in table
+    monkeypatch.setattr(bench_gpu, "_timed", fails)
+    assert bench_sparse(**TINY).count("illegal instruction") > 10
+
+
+def test_interrupted_benchmark_keeps_what_it_has(monkeypatch, tmp_path, no_gpu):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_gpu, "_product", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        bench_sparse(out=str(tmp_path), **TINY)
+    assert {row["what"] for row in json.loads((tmp_path / "sparse.json").read_text())["rows"]} == {"layer", "layers"}
+
+
+def test_masks_of_the_benchmark_have_their_density_in_every_line(monkeypatch):
+    monkeypatch.setattr(bench_gpu, "_GPU", torch.device("cpu"))
+    blocks = bench_gpu._mask("block-64", 4096, 1 / 32)
+    assert blocks.float().mean() == 1 / 32
+    assert blocks.any(1).float().mean() > 0.75  # a mask of 1024 repeated would have a quarter of its lines
+    semi = bench_gpu._mask("2:4-transposable", 2048, 1 / 2)
+    assert bool((semi.view(512, 4, 2048).sum(1) == 2).all())
+    random = bench_gpu._mask("random", 512, 1 / 8)
+    assert torch.equal(random, bench_gpu._mask("random", 512, 1 / 8))
+    assert random.float().mean().item() == pytest.approx(1 / 8, rel=0.05)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from smupar.masks import generator, parse_pattern
-from smupar.sparse import gpu, kernels
+from smupar.sparse import block, gpu, kernels, semi, tiles
 from smupar.sparse.auto import Timing
 from smupar.sparse.backends import BACKENDS
 from smupar.sparse.block import Blocks, block_size, blocks_index
@@ -65,10 +65,48 @@ def test_slices_pad_little_at_low_density():
     assert len(made.source) < 1.3 * int(mask.sum())
 
 
-def test_tiles_fit_into_the_shared_memory_of_a_hopper():
-    for size in (32, 1024, 2048, 4096, 8192):
-        assert shared_bytes(size, tile_tokens(size)) <= 227 * 1024
-    assert tile_tokens(8224) is None
+CPU = torch.device("cpu")
+SHARED = {"H100": 232448, "A100": 166912, "Ada": 101376}
+
+
+@pytest.mark.parametrize(("gpu", "expected"), [("H100", [32, 16, 8]), ("A100", [16, 8, 8]), ("Ada", [8, 8, None])])
+def test_tiles_have_as_many_tokens_as_shared_memory_holds(monkeypatch, gpu, expected):
+    monkeypatch.setattr(tiles, "shared_limit", lambda device: SHARED[gpu])
+    assert [tile_tokens(size, GPU) for size in (2048, 4096, 8192)] == expected
+    for size in range(32, 8193, 32):
+        tokens = tile_tokens(size, GPU)
+        assert shared_bytes(size, tokens or 8) <= SHARED[gpu] or tokens is None
+    assert tile_tokens(8224, GPU) is None
+    said = Tiles().refusal(torch.zeros(32, 8192, dtype=torch.bool))
+    assert said is None if expected[-1] else f"149504 bytes of shared memory, this GPU has {SHARED[gpu]}" in said
+
+
+def test_off_a_gpu_tiles_are_those_of_a_hopper():
+    assert tiles.shared_limit(CPU) == SHARED["H100"]
+    assert tile_tokens(2048, CPU) == 32
+
+
+def test_product_takes_the_tokens_that_its_slices_were_made_for(monkeypatch):
+    mask = torch.rand(64, 2048) < 0.1
+    monkeypatch.setattr(tiles, "shared_limit", lambda device: SHARED["Ada"])
+    index = Tiles().index(*row_index(mask), (64, 2048), 0)
+    assert (index.forward.tokens, index.back.tokens) == (8, 32)
+    monkeypatch.undo()
+    launched = []
+
+    def compiled(file, name, device, **settings):
+        return lambda grid, threads, arguments, shared_mem=0: launched.append((grid[0], settings["TOK"], shared_mem))
+
+    monkeypatch.setattr(tiles, "compiled", compiled)
+    tiles.multiply(torch.zeros(100, 2048), index.forward, torch.zeros(1))
+    tiles.multiply(torch.zeros(100, 64), index.back, torch.zeros(1))
+    assert launched == [(13, 8, shared_bytes(2048, 8)), (4, 32, shared_bytes(64, 32))]
+
+
+def test_index_of_a_shape_that_does_not_fit_is_refused_without_a_matrix_of_it():
+    starts, columns = torch.zeros(2**20 + 1, dtype=torch.int64), torch.zeros(0, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"beyond 8192 features"):
+        Tiles().index(starts, columns, (2**20, 2**30), 0)
 
 
 # 2:4
@@ -111,6 +149,50 @@ def test_tile_codes_pick_and_turn_the_values():
     assert torch.equal(turned(values, codes), matrix.T[mask.T])
 
 
+@pytest.fixture
+def searches(monkeypatch):
+    """Rows of every search for an algorithm."""
+    found = []
+
+    def fastest(matrix, rows):
+        found.append(len(rows))
+        return {"alg_id": len(rows)}
+
+    monkeypatch.setattr(semi, "_fastest", fastest)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return found
+
+
+def test_algorithm_is_searched_for_sizes_that_come_back(searches):
+    kernel, matrix = SemiStructured(), torch.zeros(64, 36)
+    used = [kernel._algorithm(matrix, torch.zeros(16, 64)) for _ in range(5)]
+    assert used == [{}, {}, *[{"alg_id": 16}] * 3]
+    assert searches == [16]
+    assert kernel._algorithm(torch.zeros(128, 36), torch.zeros(16, 64)) == {}
+
+
+def test_lengths_that_do_not_come_back_cost_no_search_and_no_memory(searches):
+    kernel, matrix = SemiStructured(), torch.zeros(64, 36)
+    for _ in range(3):
+        kernel._algorithm(matrix, torch.zeros(16, 64))
+    for rows in range(32, 32 + 16 * 1000, 16):
+        assert kernel._algorithm(matrix, torch.zeros(rows, 64)) == {}
+        assert kernel._algorithm(matrix, torch.zeros(16, 64)) == {"alg_id": 16}  # the one that is used stays
+    assert searches == [16]
+    assert len(kernel._algorithms) == 64
+
+
+def test_no_algorithm_is_searched_during_capture(searches, monkeypatch):
+    kernel, arguments = SemiStructured(), (torch.zeros(64, 36), torch.zeros(16, 64))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert [kernel._algorithm(*arguments) for _ in range(5)] == [{}] * 5
+    assert searches == []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert [kernel._algorithm(*arguments) for _ in range(3)] == [{}, {}, {"alg_id": 16}]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert kernel._algorithm(*arguments) == {"alg_id": 16}
+
+
 # Blocks
 
 
@@ -143,6 +225,22 @@ def test_block_size_is_the_largest_that_fits():
     assert block_size(torch.zeros(64, 96, dtype=torch.bool)) == 32
     assert block_size(torch.ones(40, 64, dtype=torch.bool)) is None
     assert block_size(torch.rand(64, 64) < 0.5) is None
+
+
+def test_rows_beyond_a_grid_are_multiplied_in_parts(monkeypatch):
+    launched = []
+
+    class Gathered:
+        def __getitem__(self, grid):
+            return lambda x, values, y, *rest, **settings: (launched.append((grid, len(x), rest[4])), y.copy_(x))
+
+    monkeypatch.setattr(block, "_kernels", lambda: type("Kernels", (), {"gathered": Gathered()}))
+    monkeypatch.setattr(block, "_MOST_PROGRAMS", 2)
+    mask = torch.ones(16, 16, dtype=torch.bool)
+    index = Blocks().index(*row_index(mask), (16, 16), 0)
+    rows = torch.randn(600, 16).bfloat16()
+    assert torch.equal(Blocks().product(rows, index, torch.zeros(256), back=False), rows)
+    assert launched == [((1, 2), 256, 256), ((1, 2), 256, 256), ((1, 1), 88, 88)]
 
 
 # Refusals

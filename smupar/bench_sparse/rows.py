@@ -27,6 +27,15 @@ class Row:
     state_bytes: int  # weights, indices and AdamW's state of the hidden layers; 0 where there is none
     state_share: float  # of what dense takes
     floor_seconds: float
+    peak_bytes: int = 0  # most that a step allocates beside what is there before it; on a GPU
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a case gave: its rows, and in words what was not measured."""
+
+    rows: list[Row]
+    missed: list[str]
 
 
 @dataclass(frozen=True)
@@ -100,12 +109,14 @@ def step_floor(width: int, tokens: int, depth: int, density: float, machine: Mac
 
 
 def layer_floor(width: int, tokens: int, density: float, machine: Machine) -> float:
-    """Of forward and backward in bfloat16: half of the above for activations; weights read twice, their gradient written."""
+    """Of forward and backward in bfloat16: half of the above for activations; weights read twice, their gradient written;
+    no indices."""
     num = density * width * width
     return _floor(5 * 2 * tokens * width + num * 3 * 2, 6 * num * tokens, machine)
 
 
 def product_floor(width: int, tokens: int, density: float, machine: Machine) -> float:
+    """Of a forward product in bfloat16: activations read and written, weights read; no indices."""
     num = density * width * width
     return _floor(2 * 2 * tokens * width + num * 2, 2 * num * tokens, machine)
 

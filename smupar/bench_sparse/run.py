@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from smupar.bench_sparse import cpu, gpu
-from smupar.bench_sparse.rows import Row
+from smupar.bench_sparse.rows import Machine, Part
 from smupar.bench_sparse.show import draw, facts, table
 from smupar.lm.config import ModelConfig
+from smupar.lm.files import write_atomic
 
 _DENSITIES = (1 / 2, 1 / 8, 1 / 32, 1 / 128)
 _WIDTHS = (512, 1024, 2048, 4096)
@@ -33,17 +36,19 @@ def bench_sparse(
     gpt: ModelConfig | None = _GPT,
 ) -> str:
     """Dense and sparse over density and over width. On a CPU: steps of a stack of hidden layers and of a GPT. On a GPU: forward
-    and backward of a layer, its product alone, and steps of a stack. ``device``: default a GPU if there is one. ``out``: a
-    folder for the numbers as JSON and the picture."""
+    and backward of a layer, steps of a stack, and a product alone. ``device``: default a GPU if there is one. ``out``: a folder
+    for the numbers as JSON, written after each case, and the picture."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device must be cpu or cuda, got {device!r}")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("there is no NVIDIA GPU here: leave out --device, or pass cpu")
+    folder = None if out is None else Path(out)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
     machine = gpu.measure_machine() if device == "cuda" else cpu.measure_machine()
-    rows: list[Row] = []
     if device == "cuda":
-        rows = gpu.bench(
+        parts = gpu.bench(
             repeats=repeats,
             widths=widths or gpu.WIDTHS,
             width=width,
@@ -55,17 +60,29 @@ def bench_sparse(
     else:
         cases = [(width, density) for density in densities or _DENSITIES]
         cases += [(other, 1 / 32) for other in widths or _WIDTHS if (other, 1 / 32) not in cases]
-        for at_width, density in tqdm(cases, desc="bench", leave=False):
-            rows += cpu.bench_layers(at_width, density, tokens or 2048, depth, repeats, machine)
-        if gpt is not None:
-            rows += cpu.bench_gpt(gpt, tokens or 2048, 1 / 32, repeats)
-    if out is not None:
-        folder = Path(out)
-        folder.mkdir(parents=True, exist_ok=True)
-        numbers = {"machine": asdict(machine), **facts(repeats, device), "rows": [asdict(row) for row in rows]}
-        (folder / "sparse.json").write_text(json.dumps(numbers, indent=1))
+        parts = _on_cpu(cases, tokens or 2048, depth, repeats, machine, gpt)
+    found = Part([], [])
+    for part in parts:
+        found.rows.extend(part.rows)
+        found.missed.extend(part.missed)
+        if folder is not None:  # each time, so that an interrupted run keeps what it has
+            write_atomic(folder / "sparse.json", json.dumps(_numbers(found, machine, repeats, device), indent=1))
+    if folder is not None and found.rows:
         try:
-            draw(rows, width).savefig(folder / "sparse.png", dpi=120)
+            draw(found.rows, width).savefig(folder / "sparse.png", dpi=120)
         except ModuleNotFoundError as error:  # the numbers do not need matplotlib
             print(f"smupar: only {folder / 'sparse.json'} was written, {error}", file=sys.stderr)
-    return table(rows, machine, repeats, device)
+    return table(found, machine, repeats, device)
+
+
+def _on_cpu(
+    cases: list[tuple[int, float]], tokens: int, depth: int, repeats: int, machine: Machine, gpt: ModelConfig | None
+) -> Iterator[Part]:
+    for width, density in tqdm(cases, desc="bench", leave=False):
+        yield Part(cpu.bench_layers(width, density, tokens, depth, repeats, machine), [])
+    if gpt is not None:
+        yield Part(cpu.bench_gpt(gpt, tokens, 1 / 32, repeats), [])
+
+
+def _numbers(found: Part, machine: Machine, repeats: int, device: str) -> dict[str, Any]:
+    return {"machine": asdict(machine), **facts(repeats, device), **asdict(found)}

@@ -7,7 +7,7 @@ linear     the layer that keeps non-zeros row by row, its index, and what become
 kernels    which kernel multiplies for a backend on a device
 products   the layer's products and their gradients, and the kernels for CPUs: our own, or torch's
 compiled   our own kernel for CPUs, ``kernel.cpp``, compiled when it is first needed
-gpu        what the kernels for NVIDIA GPUs have in common
+gpu        what the kernels for NVIDIA GPUs have in common, ``bf16.cuh`` with it
 tiles      csr on a GPU: non-zeros anywhere, ``tiles.cu``
 semi       2:4, by cuSPARSELt and ``semi.cu``
 block      blocks, by Triton, ``block_kernels``

@@ -20,6 +20,7 @@ _SIZES = (128, 64, 32, 16)
 _LAUNCH = {128: (8, 3), 64: (4, 4), 32: (4, 4), 16: (4, 4)}
 """Warps and stages by block size: the fastest on an H200; those for 16 were not measured."""
 _TOKENS, _TOKENS_BACK = 128, 64  # rows that a program takes at a time: of a product, of the gradient of the weights
+_MOST_PROGRAMS = 65535  # along the second dimension of a grid. Rows stay there: programs that run together share them
 
 
 def missing() -> str | None:
@@ -110,20 +111,21 @@ class Blocks(OnGpu):
     def product(self, rows: Tensor, index: BlocksIndex, values: Tensor, *, back: bool) -> Tensor:
         by_row = index.out_dim == int(back)  # whether what is written is a row of blocks as they are kept
         lines, num_lines = (index.rows, index.shape[0]) if by_row else (index.columns, index.shape[1])
-        y = rows.new_empty(len(rows), num_lines)
-        _kernels().gathered[(num_lines // index.size, -(-len(rows) // _TOKENS))](
-            rows,
-            values.to(DTYPE),
-            y,
-            *lines.tensors(),
-            len(rows),
-            rows.shape[1],
-            num_lines,
-            TURNED=by_row,
-            SIZE=index.size,
-            TOKENS=_TOKENS,
-            **_launch(index.size),
-        )
+        y, own, most = rows.new_empty(len(rows), num_lines), values.to(DTYPE), _MOST_PROGRAMS * _TOKENS
+        for part, made in zip(rows.split(most), y.split(most), strict=True):
+            _kernels().gathered[(num_lines // index.size, -(-len(part) // _TOKENS))](
+                part,
+                own,
+                made,
+                *lines.tensors(),
+                len(part),
+                rows.shape[1],
+                num_lines,
+                TURNED=by_row,
+                SIZE=index.size,
+                TOKENS=_TOKENS,
+                **_launch(index.size),
+            )
         return y
 
     def values_grad(self, grad: Tensor, x: Tensor, index: BlocksIndex, values: Tensor) -> Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +17,12 @@ from smupar.plan import Plan
 from smupar.roles import layer_glob
 from smupar.sparse.auto import Measured, timing_of
 from smupar.sparse.backends import AUTO, BACKENDS, DENSE, layer_refusal
+from smupar.sparse.kernels import kernel_of
 from smupar.sparse.linear import SparseLinear, expand
 from smupar.storage import Compressed, compressed, expand_state, is_compressed, shape_of
 from smupar.tensors import parent_path
+
+_ACTIVATIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,8 @@ def sparsify_storage(
               multiply bfloat16 only
 
     Each such weight becomes a parameter of non-zero values under its old name. So call it after ``parameterize`` and before
-    ``param_groups``, a sparsifier, DDP and torch.compile. On bad input the model is left untouched.
+    ``param_groups``, a sparsifier, DDP and torch.compile. On bad input, and where a kernel turns out not to work, the model is
+    left untouched; to be able to, all weights are held both ways until the last is converted.
     """
     _refuse(model, plan)
     if backend not in (AUTO, DENSE, *BACKENDS):
@@ -85,6 +91,7 @@ def sparsify_storage(
     device = model.get_parameter(names[0]).device
     if backend in BACKENDS and (missing := BACKENDS[backend].missing(device)):
         raise ValueError(missing)
+    _refuse_dtype(dtype, {name: model.get_parameter(name).dtype for name in names})
     if dtype is None and torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
     users = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
@@ -96,11 +103,13 @@ def sparsify_storage(
             f"{name!r} cannot be kept by backend {backend!r}, {len(refused)} of {len(names)} masked weights: {why}; "
             "parameterize it with density 1, or use backend='auto', which leaves it as it is"
         )
-    layers, known = [], Measured()
-    for name in names:
-        layers.append(_keep(model, name, backend, refusals[name], tokens, dtype, known))
-    attach(model, plan)
-    return StorageReport(tuple(layers), _num_bytes(model, names), _dense_bytes(model, names))
+    known, tried = Measured(), set[tuple[object, ...]]()
+    layers = [_choice(model, name, backend, refusals[name], tokens, dtype, known) for name in names]
+    with _all_or_nothing([model.get_submodule(parent_path(name)) for name in names]):
+        for layer in layers:
+            _keep(model, layer, tried)
+        attach(model, plan)
+        return StorageReport(tuple(layers), _num_bytes(model, names), _dense_bytes(model, names))
 
 
 def dense_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -127,6 +136,18 @@ def _refuse(model: nn.Module, plan: Plan) -> None:
     check_plan(model, plan)
 
 
+def _refuse_dtype(dtype: torch.dtype | None, weights: dict[str, torch.dtype]) -> None:
+    if dtype is None:
+        return
+    if dtype not in _ACTIVATIONS:
+        raise ValueError(f"dtype is that of activations, one of {', '.join(map(str, _ACTIVATIONS))}, got {dtype!r}")
+    other = next((name for name, own in weights.items() if own != torch.float64), None)
+    if dtype == torch.float64 and other is not None:
+        raise ValueError(
+            f"dtype is torch.float64, but {other!r} is {weights[other]}: convert the model (model.double()), or leave dtype out"
+        )
+
+
 def _refusal(model: nn.Module, name: str, backend: str, users: Counter[int], dtype: torch.dtype | None) -> str | None:
     """Why the layer cannot be kept as asked, or, for "auto", as anything but a matrix."""
     path, _, leaf = name.rpartition(".")
@@ -142,7 +163,7 @@ def _refusal(model: nn.Module, name: str, backend: str, users: Counter[int], dty
     return why
 
 
-def _keep(
+def _choice(
     model: nn.Module,
     name: str,
     backend: str,
@@ -151,20 +172,72 @@ def _keep(
     dtype: torch.dtype | None,
     known: Measured,
 ) -> StoredLayer:
-    layer, mask = model.get_submodule(parent_path(name)), mask_of(model, name)
+    mask = mask_of(model, name)
     assert mask is not None
-    if isinstance(layer, Compressed):
-        assert isinstance(layer, SparseLinear)
-        expand(layer)
     chosen, seconds, note = backend, dict[str, float](), refusal or ""
     if backend == AUTO:
         chosen = DENSE
         if refusal is None:
+            layer = _with_matrix(model.get_submodule(parent_path(name)))
             chosen, seconds, note = _fastest(layer, mask, tokens, dtype, known)
-    if chosen != DENSE:
-        BACKENDS[chosen].compress(layer, mask)
     density = float(torch.count_nonzero(mask)) / mask.numel()
     return StoredLayer(name, tuple(mask.shape), density, chosen, seconds, note)
+
+
+def _with_matrix(layer: nn.Module) -> nn.Module:
+    """The layer, or one like it if it keeps non-zeros."""
+    if not isinstance(layer, SparseLinear):
+        return layer
+    twin = copy.copy(layer)
+    twin.__dict__.update(_insides(layer))  # torch's copy would share them
+    expand(twin)
+    return twin
+
+
+def _keep(model: nn.Module, chosen: StoredLayer, tried: set[tuple[object, ...]]) -> None:
+    layer, mask = model.get_submodule(parent_path(chosen.name)), mask_of(model, chosen.name)
+    assert mask is not None
+    if isinstance(layer, SparseLinear):
+        expand(layer)
+    if chosen.backend == DENSE:
+        return
+    BACKENDS[chosen.backend].compress(layer, mask)
+    assert isinstance(layer, SparseLinear)
+    layer.index()
+    key = chosen.backend, chosen.shape, layer.out_dim, layer.weight.dtype, layer.weight.device
+    if layer.weight.is_cuda and key not in tried:
+        _try(layer)
+        tried.add(key)
+
+
+def _try(layer: SparseLinear) -> None:
+    """A product and its gradients: kernels for GPUs are compiled only then, and what fails should fail here."""
+    kernel = kernel_of(layer.backend, layer.weight.device)
+    sizes = layer.matrix_shape[1 - layer.out_dim], layer.matrix_shape[layer.out_dim]
+    x, grad = (torch.zeros(1, size, dtype=kernel.dtype, device=layer.weight.device) for size in sizes)
+    values, index = layer.weight.detach(), layer.index()
+    kernel.forward(x, index, values, None)
+    kernel.backward(grad, x, index, values, for_input=True, for_values=True)
+    torch.cuda.synchronize(layer.weight.device)  # a launch that fails says so later
+
+
+@contextlib.contextmanager
+def _all_or_nothing(layers: list[nn.Module]) -> Iterator[None]:
+    """Puts the layers back as they were if something fails: the same tensors, which takes no memory that might be missing."""
+    before = [(layer, type(layer), {**layer.__dict__, **_insides(layer)}) for layer in layers]
+    try:
+        yield
+    except BaseException:
+        for layer, kind, own in before:
+            layer.__class__ = kind
+            layer.__dict__.clear()
+            layer.__dict__.update(own)
+        raise
+
+
+def _insides(layer: nn.Module) -> dict[str, Any]:
+    """Copies of what torch keeps the tensors of a module in."""
+    return {name: copy.copy(layer.__dict__[name]) for name in ("_parameters", "_buffers", "_non_persistent_buffers_set")}
 
 
 def _fastest(

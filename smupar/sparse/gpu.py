@@ -35,7 +35,8 @@ def compiled(file: str, name: str, device: torch.device, *, shared: int = 0, **d
 
 @cache
 def _compiled(file: str, name: str, device: torch.device, shared: int, defines: tuple[tuple[str, int], ...]) -> Any:
-    source = "".join(f"#define {key} {value}\n" for key, value in defines) + Path(__file__).with_name(file).read_text()
+    source = "".join(f"#define {key} {value}\n" for key, value in defines)
+    source += "".join(Path(__file__).with_name(one).read_text() for one in ("bf16.cuh", file))
     with torch.cuda.device(device):
         kernel = torch.cuda._compile_kernel(source, name)
         kernel.set_shared_memory_config(shared)

@@ -1,21 +1,12 @@
 // The work around a 2:4 product: tiles of 4 x 4 weights with two in each row and column, whose places are a code of 16 bits, bit
 // 4 r + c for row r and column c. A row of a tile is two values: one 32-bit word in bfloat16. Compiled with F32: whether the
-// values of the parameter are float or bfloat16.
-
-typedef unsigned short u16;
-typedef unsigned int u32;
+// values of the parameter are float or bfloat16, behind bf16.cuh.
 
 #if F32
 typedef float2 Pair;
 #else
 typedef u32 Pair;
 #endif
-
-__device__ __forceinline__ u32 rounded(float x) {
-  const u32 w = __float_as_uint(x);
-  if ((w & 0x7fffffffu) > 0x7f800000u) return 0x7fff;  // not a number: rounding could make it one
-  return (w + 0x7fffu + ((w >> 16) & 1u)) >> 16;
-}
 
 __device__ __forceinline__ u32 word(Pair pair) {
 #if F32

@@ -4,10 +4,14 @@ time, by cuSPARSELt.
 Its packed matrix is the values row by row and then metadata, which depends on the places alone. So metadata is made once, and
 each pass writes values in front of it: those of the matrix, or, for the other direction, of its transpose. The gradient of the
 weights is a dense product, of which the entries at the places are taken.
+
+cuSPARSELt has several algorithms for a product. Sizes that come back are timed once and keep the fastest from then on, so the
+choice may differ between two processes, and between the first products of one and the later ones: their last bits may too.
 """
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +28,9 @@ _SIZES = 64  # multiples of 32 that are none of 64 did not pass the tests (torch
 _TOKENS = 16  # and of the rows
 _SOURCE = "semi.cu"
 _REMEDY = 'parameterize with pattern="2:4-transposable"'
+_SEARCH_AT = 3  # a search takes as long as many products: worth it for sizes that come back, not for every length of a batch
+_MOST_KNOWN = 64
+_choosing = threading.Lock()  # autograd has a thread for each device
 
 
 def missing() -> str | None:
@@ -62,8 +69,8 @@ class SemiStructured(OnGpu):
     name = "2:4"
 
     def __init__(self) -> None:
-        self._algorithms: dict[tuple[object, ...], dict[str, Any]] = {}
-        """The fastest by sizes, rows and device."""
+        self._algorithms: dict[tuple[object, ...], int | dict[str, Any]] = {}
+        """By sizes, rows and device, the last used behind: how often they were seen, then the fastest."""
 
     def refusal(self, mask: Tensor) -> str | None:
         if any(size % _SIZES for size in mask.shape):
@@ -95,11 +102,14 @@ class SemiStructured(OnGpu):
 
     def _algorithm(self, matrix: Tensor, rows: Tensor) -> dict[str, Any]:
         key = (*matrix.shape, *rows.shape, rows.device)
-        if key not in self._algorithms:
-            if torch.cuda.is_current_stream_capturing():  # nothing can be timed now
-                return {}
-            self._algorithms[key] = _fastest(matrix, rows)
-        return self._algorithms[key]
+        with _choosing:
+            known = self._algorithms.pop(key, 0)
+            if isinstance(known, int) and not torch.cuda.is_current_stream_capturing():  # there nothing can be timed
+                known = known + 1 if known + 1 < _SEARCH_AT else _fastest(matrix, rows)
+            self._algorithms[key] = known
+            if len(self._algorithms) > _MOST_KNOWN:
+                del self._algorithms[next(iter(self._algorithms))]
+        return {} if isinstance(known, int) else known
 
 
 def packed(values: Tensor, index: SemiIndex) -> Tensor:

@@ -1,15 +1,7 @@
 // Products with a matrix whose non-zeros lie anywhere. A block of threads holds TOK rows of the activations in shared memory,
 // turned, so that a non-zero meets them side by side; WARPS warps go through the lines of the matrix, which are laid out for them
-// by `slices` in tiles.py. Compiled with TOK and WARPS, and for `pack` with F32: whether values are float or bfloat16.
-
-typedef unsigned short u16;
-typedef unsigned int u32;
-
-__device__ __forceinline__ u16 rounded(float x) {
-  const u32 w = __float_as_uint(x);
-  if ((w & 0x7fffffffu) > 0x7f800000u) return 0x7fff;  // not a number: rounding could make it one
-  return (u16)((w + 0x7fffu + ((w >> 16) & 1u)) >> 16);
-}
+// by `slices` in tiles.py. Compiled with TOK and WARPS, and for `pack` with F32: whether values are float or bfloat16,
+// behind bf16.cuh.
 
 #ifdef F32
 // Entries of the matrix: a value in the upper, its place in the line in the lower half. Padding has source -1.
@@ -102,7 +94,7 @@ multiply(const u16* X, const uint4* entries, const int* starts, const unsigned c
       }
       unsigned char* s = stage + part * 8 * STRIDE + __shfl_sync(all, place, g * LINES + sub) * 2;
 #pragma unroll
-      for (int i = 0; i < 8; i++) *(u16*)(s + i * STRIDE) = rounded(sums[i]);
+      for (int i = 0; i < 8; i++) *(u16*)(s + i * STRIDE) = (u16)rounded(sums[i]);
     }
     at = at_next;
     e = __ldg(entries + __shfl_sync(all, at, 0) + sub);

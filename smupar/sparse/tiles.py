@@ -7,6 +7,7 @@ which the entries at the non-zeros are taken.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,11 +23,28 @@ _SOURCE = "tiles.cu"
 _WARPS = 32
 _TILES = ((2048, 32), (4096, 16), (8192, 8))
 """Up to how many features, and tokens that a tile then has: the fastest of those measured on an H200, with so many warps."""
-_TOKENS_OF_A_LANE = 8
+_TOKENS_OF_A_LANE = 8  # the fewest that a tile can have
+_HOPPER_SHARED = 227 * 1024
 
 
-def tile_tokens(num_features: int) -> int | None:
-    return next((tokens for most, tokens in _TILES if num_features <= most), None)
+def tile_tokens(num_features: int, device: torch.device) -> int | None:
+    """How many tokens a tile has on a device, or None where no tile fits."""
+    tokens = next((tokens for most, tokens in _TILES if num_features <= most), 0)
+    while tokens >= _TOKENS_OF_A_LANE:
+        if shared_bytes(num_features, tokens) <= shared_limit(device):
+            return tokens
+        tokens //= 2
+    return None
+
+
+@cache
+def shared_limit(device: torch.device) -> int:
+    """Bytes of shared memory that a block of threads can have; off a GPU those of a Hopper, for which an index can be made
+    anywhere."""
+    if device.type != "cuda":
+        return _HOPPER_SHARED
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
 
 
 def shared_bytes(num_features: int, tokens: int) -> int:
@@ -47,6 +65,7 @@ class Slices:
     starts: Tensor  # [groups + 1] int32, in fours of entries
     places: Tensor  # [lines] uint8: which line of its block
     num_inputs: int
+    tokens: int  # of the tile that it is laid out for
 
     @property
     def num_outputs(self) -> int:
@@ -75,7 +94,7 @@ def slices(side: Side, num_inputs: int, tokens: int) -> Slices:
     columns = torch.zeros(total, dtype=torch.int16, device=starts.device)
     values = order if side.order is None else side.order.long()[order]
     source[at], columns[at] = values.int(), others[order].to(torch.int16)
-    return Slices(source, columns, begin.int(), (by_count % _BLOCK).to(torch.uint8), num_inputs)
+    return Slices(source, columns, begin.int(), (by_count % _BLOCK).to(torch.uint8), num_inputs, tokens)
 
 
 @dataclass(frozen=True)
@@ -101,26 +120,15 @@ class Tiles(OnGpu):
     name = "tiles"
 
     def refusal(self, mask: Tensor) -> str | None:
-        if any(size % _BLOCK for size in mask.shape):
-            return f"its sizes {tuple(mask.shape)} are no multiples of {_BLOCK}: choose such a width, or leave it dense"
-        most = _TILES[-1][0]
-        if max(mask.shape) > most:
-            return f"its shape {tuple(mask.shape)} is beyond {most} features, of which a tile must fit into shared memory"
-        if mask.is_cuda:
-            properties: Any = torch.cuda.get_device_properties(mask.device)
-            have = properties.shared_memory_per_block_optin
-            need = max(shared_bytes(size, tokens) for size in mask.shape if (tokens := tile_tokens(size)))
-            if need > have:
-                return f"a tile takes {need} bytes of shared memory, this GPU has {have}: leave it dense"
-        return None
+        return _size_refusal(tuple(mask.shape), mask.device)
 
     def index(self, row_starts: Tensor, columns: Tensor, shape: tuple[int, int], out_dim: int) -> TilesIndex:
-        if why := self.refusal(torch.empty(shape, dtype=torch.bool, device=columns.device)):
+        if why := _size_refusal(shape, columns.device):
             raise ValueError(f"backend 'csr' cannot multiply a layer on {columns.device}: {why}")
         sides = Sides.of(row_starts, columns, shape, out_dim)
         made = []
         for side, num_inputs in ((sides.by_output, shape[1 - out_dim]), (sides.by_input, shape[out_dim])):
-            tokens = tile_tokens(num_inputs)
+            tokens = tile_tokens(num_inputs, columns.device)
             assert tokens is not None
             made.append(slices(side, num_inputs, tokens))
         return TilesIndex(made[0], made[1], flat_places(row_starts, columns, shape[1]).int(), out_dim)
@@ -133,6 +141,19 @@ class Tiles(OnGpu):
         return dense_grad(grad, x, index.out_dim).view(-1).index_select(0, index.places).to(values.dtype)
 
 
+def _size_refusal(shape: tuple[int, ...], device: torch.device) -> str | None:
+    """All that there is to refuse: the places do not matter."""
+    if any(size % _BLOCK for size in shape):
+        return f"its sizes {shape} are no multiples of {_BLOCK}: choose such a width, or leave it dense"
+    most = _TILES[-1][0]
+    if max(shape) > most:
+        return f"its shape {shape} is beyond {most} features, of which a tile must fit into shared memory: leave it dense"
+    if any(tile_tokens(size, device) is None for size in shape):
+        need = shared_bytes(max(shape), _TOKENS_OF_A_LANE)
+        return f"a tile takes {need} bytes of shared memory, this GPU has {shared_limit(device)}: leave it dense"
+    return None
+
+
 def pack(values: Tensor, side: Slices) -> Tensor:
     """Entries of the matrix as ``multiply`` reads them: bfloat16 value and place in one word."""
     num = len(side.source)
@@ -143,9 +164,7 @@ def pack(values: Tensor, side: Slices) -> Tensor:
 
 
 def multiply(x: Tensor, side: Slices, entries: Tensor) -> Tensor:
-    tokens = tile_tokens(side.num_inputs)
-    assert tokens is not None
-    shared = shared_bytes(side.num_inputs, tokens)
+    tokens, shared = side.tokens, shared_bytes(side.num_inputs, side.tokens)
     kernel = compiled(_SOURCE, "multiply", x.device, shared=shared, TOK=tokens, WARPS=_WARPS)
     y = x.new_empty(len(x), side.num_outputs)
     arguments = [x, entries, side.starts, side.places, y, len(x), side.num_inputs, side.num_outputs]
