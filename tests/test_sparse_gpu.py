@@ -452,7 +452,7 @@ def test_kernel_that_fails_shows_at_once_and_leaves_the_model_as_it_was(monkeypa
 def test_auto_times_every_backend_that_can_hold_a_layer():
     mask = drawn("block-128", (1024, 1024), Fraction(1, 32))
     layer = nn.Linear(1024, 1024, bias=False).to(GPU)
-    timing = auto.timing_of(layer, mask, ["csr", "block"], tokens=1024, dtype=HALF, known={})
+    timing = auto.timing_of(layer, mask, ["csr", "block"], auto.Work(1024, dtype=HALF), {})
     assert timing.failures == {}
     assert timing.seconds.keys() == {"dense", "csr", "block"}
 

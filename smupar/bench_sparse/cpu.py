@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from smupar.bench_sparse.rows import Machine, Row, Stack, against_dense, stack, state_bytes, step_floor, training_step
+from smupar.bench_sparse.rows import Machine, Row, Stack, against_dense, stack, state_bytes, step_floor
 from smupar.lm.config import ModelConfig, RunConfig
 from smupar.lm.gpt import build
 from smupar.optim import param_groups
+from smupar.sparse.auto import training_step
 from smupar.sparse.convert import sparsify_storage
 from smupar.sparse.linear import SparseLinear
 from smupar.sparse.products import Torch

@@ -29,9 +29,9 @@ from smupar.bench_sparse.rows import (
     stack,
     state_bytes,
     step_floor,
-    training_step,
 )
 from smupar.masks import generator, parse_pattern
+from smupar.sparse.auto import training_step
 from smupar.sparse.backends import BACKENDS
 from smupar.sparse.convert import sparsify_storage
 from smupar.sparse.linear import SparseLinear

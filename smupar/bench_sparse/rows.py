@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -67,22 +66,6 @@ def stack(width: int, depth: int, density: float, *, pattern: str = "random") ->
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # few weights per neuron are what is measured here
         return model, parameterize(model, base=base, density=density, pattern=pattern, reset=False)
-
-
-def training_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, grad: Tensor) -> Callable[[], object]:
-    """Forward, backward and AdamW; under autocast where activations have another dtype than the weights."""
-    x = x.detach().requires_grad_()
-    mixed = next(model.parameters()).dtype != x.dtype
-
-    def step() -> None:
-        with torch.autocast(x.device.type, x.dtype if mixed else torch.bfloat16, enabled=mixed):
-            y = model(x)
-        y.backward(grad)
-        optimizer.step()
-        optimizer.zero_grad()
-        x.grad = None
-
-    return step
 
 
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:

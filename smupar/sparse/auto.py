@@ -34,34 +34,44 @@ class Timing:
 Measured = dict[tuple[object, ...], Timing]
 
 
-def timing_of(
-    layer: nn.Module, mask: Tensor, backends: list[str], *, tokens: int, dtype: torch.dtype, known: Measured
-) -> Timing:
-    """Of a training step with activations of a dtype; ``known`` has those of layers like it and is added to. On several ranks
+@dataclass(frozen=True)
+class Work:
+    """What a layer is given in a training step."""
+
+    tokens: int
+    """Rows of the activations, in a pass."""
+    passes: int = 1
+    """Before the optimizer's step: micro-batches."""
+    dtype: torch.dtype | None = None
+    """Of the activations; None: that of the weights."""
+
+
+def timing_of(layer: nn.Module, mask: Tensor, backends: list[str], work: Work, known: Measured) -> Timing:
+    """Of a training step; ``known`` has those of layers like it and is added to. On several ranks
     all take what the first measured: they must choose alike."""
     weight = layer.weight
     assert isinstance(weight, Tensor)
     density = float(f"{float(mask.sum()) / mask.numel():.2g}")
-    key = (type(layer), tuple(weight.shape), density, weight.dtype, dtype, weight.device, tokens, *backends)
+    key = (type(layer), tuple(weight.shape), density, weight.dtype, weight.device, work, *backends)
     if key not in known:
-        measured = [_measured(layer, mask, backends, tokens, dtype)]
+        measured = [_measured(layer, mask, backends, work)]
         if num_ranks() > 1:
             dist.broadcast_object_list(measured, 0)
         known[key] = measured[0]
     return known[key]
 
 
-def _measured(layer: nn.Module, mask: Tensor, backends: list[str], tokens: int, dtype: torch.dtype) -> Timing:
+def _measured(layer: nn.Module, mask: Tensor, backends: list[str], work: Work) -> Timing:
     out_dim = out_dim_of(layer)
     assert out_dim is not None
     sizes = mask.shape[1 - out_dim], mask.shape[out_dim]
-    steps, failures = {DENSE: training_step(_like(layer, mask), sizes, tokens, dtype)}, {}
+    steps, failures = {DENSE: _step_of(_like(layer, mask), sizes, work)}, {}
     steps[DENSE]()
     for name in backends:
         copy = _like(layer, mask)
         try:
             BACKENDS[name].compress(copy, mask)
-            step = training_step(copy, sizes, tokens, dtype)
+            step = _step_of(copy, sizes, work)
             step()
         except Exception as error:  # whatever a compiler or a library of kernels raises; the layer can stay as it is
             failures[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
@@ -86,23 +96,34 @@ def _like(layer: nn.Module, mask: Tensor) -> nn.Module:
     return made
 
 
-def training_step(layer: nn.Module, sizes: tuple[int, int], tokens: int, dtype: torch.dtype) -> Callable[[], None]:
-    """Forward, backward to input and weights, AdamW; under autocast if the weights have another dtype than the activations.
-    ``sizes`` are those of input and output."""
+def _step_of(layer: nn.Module, sizes: tuple[int, int], work: Work) -> Callable[[], None]:
+    """``sizes`` are those of input and output."""
     like = next(layer.parameters())
-    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.0, fused=like.is_cuda)  # the weights stay as they are
     rng = torch.Generator(like.device).manual_seed(0)
     # Random, since a GPU is faster at multiplying constants.
-    x = torch.randn(tokens, sizes[0], generator=rng, dtype=dtype, device=like.device).requires_grad_()
-    grad = torch.randn(tokens, sizes[1], generator=rng, dtype=dtype, device=like.device)
+    x, grad = (
+        torch.randn(work.tokens, size, generator=rng, dtype=work.dtype or like.dtype, device=like.device) for size in sizes
+    )
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.0, fused=like.is_cuda)  # the weights stay as they are
+    return training_step(layer, optimizer, x, grad, work.passes)
+
+
+def training_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, grad: Tensor, passes: int = 1
+) -> Callable[[], None]:
+    """Forward and backward to input and weights, and the optimizer's step; under autocast where activations have another dtype
+    than the weights."""
+    x = x.detach().requires_grad_()
+    mixed = next(model.parameters()).dtype != x.dtype
 
     def step() -> None:
-        with torch.enable_grad(), torch.autocast(like.device.type, dtype, enabled=dtype != like.dtype):
-            y = layer(x)
-        y.backward(grad)
+        for _ in range(passes):
+            with torch.enable_grad(), torch.autocast(x.device.type, x.dtype if mixed else torch.bfloat16, enabled=mixed):
+                y = model(x)
+            y.backward(grad)
+            x.grad = None
         optimizer.step()
         optimizer.zero_grad()
-        x.grad = None
 
     return step
 

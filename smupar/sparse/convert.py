@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from smupar.apply import attach, check_plan, has_mask, is_parameterized, mask_of, unwrapped
 from smupar.plan import Plan
 from smupar.roles import layer_glob
-from smupar.sparse.auto import Measured, timing_of
+from smupar.sparse.auto import Measured, Work, timing_of
 from smupar.sparse.backends import AUTO, BACKENDS, DENSE, layer_refusal
 from smupar.sparse.kernels import kernel_of
 from smupar.sparse.linear import SparseLinear, expand
@@ -65,7 +65,13 @@ class StorageReport:
 
 
 def sparsify_storage(
-    model: nn.Module, plan: Plan, *, backend: str = AUTO, tokens: int = 2048, dtype: torch.dtype | None = None
+    model: nn.Module,
+    plan: Plan,
+    *,
+    backend: str = AUTO,
+    tokens: int = 2048,
+    passes: int = 1,
+    dtype: torch.dtype | None = None,
 ) -> StorageReport:
     """Makes masked linear layers keep and multiply only their non-zeros, in place. Says what it chose.
 
@@ -73,6 +79,7 @@ def sparsify_storage(
               "block-N", on an NVIDIA GPU; "dense": back to matrices with masks; "auto": for each layer the fastest of those
               that can hold it, dense among them, measured once for each kind of layer in this model
     tokens    rows of the activations that "auto" measures with
+    passes    forward and backward passes before a step of the optimizer, as it measures them: micro-batches
     dtype     of the activations: what autocast will make of them; None: autocast's if it is on here, else the weights'. GPUs
               multiply bfloat16 only
 
@@ -83,8 +90,8 @@ def sparsify_storage(
     _refuse(model, plan)
     if backend not in (AUTO, DENSE, *BACKENDS):
         raise ValueError(f"backend must be one of {', '.join(map(repr, (AUTO, DENSE, *BACKENDS)))}, got {backend!r}")
-    if tokens < 1:
-        raise ValueError(f"tokens must be at least 1, got {tokens}")
+    if tokens < 1 or passes < 1:
+        raise ValueError(f"tokens and passes must be at least 1, got {tokens} and {passes}")
     names = [name for name, _ in model.named_parameters() if name in plan and has_mask(model, name)]
     if not names:
         raise ValueError("no weight of this model has a mask: pass a density below 1 to parameterize")
@@ -104,7 +111,8 @@ def sparsify_storage(
             "parameterize it with density 1, or use backend='auto', which leaves it as it is"
         )
     known, tried = Measured(), set[tuple[object, ...]]()
-    layers = [_choice(model, name, backend, refusals[name], tokens, dtype, known) for name in names]
+    work = Work(tokens, passes, dtype)
+    layers = [_choice(model, name, backend, refusals[name], work, known) for name in names]
     with _all_or_nothing([model.get_submodule(parent_path(name)) for name in names]):
         for layer in layers:
             _keep(model, layer, tried)
@@ -168,8 +176,7 @@ def _choice(
     name: str,
     backend: str,
     refusal: str | None,
-    tokens: int,
-    dtype: torch.dtype | None,
+    work: Work,
     known: Measured,
 ) -> StoredLayer:
     mask = mask_of(model, name)
@@ -179,7 +186,7 @@ def _choice(
         chosen = DENSE
         if refusal is None:
             layer = _with_matrix(model.get_submodule(parent_path(name)))
-            chosen, seconds, note = _fastest(layer, mask, tokens, dtype, known)
+            chosen, seconds, note = _fastest(layer, mask, work, known)
     density = float(torch.count_nonzero(mask)) / mask.numel()
     return StoredLayer(name, tuple(mask.shape), density, chosen, seconds, note)
 
@@ -240,18 +247,16 @@ def _insides(layer: nn.Module) -> dict[str, Any]:
     return {name: copy.copy(layer.__dict__[name]) for name in ("_parameters", "_buffers", "_non_persistent_buffers_set")}
 
 
-def _fastest(
-    layer: nn.Module, mask: Tensor, tokens: int, dtype: torch.dtype | None, known: Measured
-) -> tuple[str, dict[str, float], str]:
+def _fastest(layer: nn.Module, mask: Tensor, work: Work, known: Measured) -> tuple[str, dict[str, float], str]:
     """A backend's name, what was measured, and why others were not among it."""
     weight: Any = layer.weight
-    activations: torch.dtype = dtype or weight.dtype
+    activations: torch.dtype = work.dtype or weight.dtype
     here = [one for one, kind in BACKENDS.items() if not kind.missing(weight.device)]
     unable = {one: why for one in here if (why := BACKENDS[one].refusal(layer, mask, activations))}
     able = [one for one in here if one not in unable]
     chosen, seconds = DENSE, dict[str, float]()
     if able:
-        timing = timing_of(layer, mask, able, tokens=tokens, dtype=activations, known=known)
+        timing = timing_of(layer, mask, able, work, known)
         chosen, seconds, unable = timing.fastest(weight.device), timing.seconds, unable | timing.failures
     return chosen, seconds, "; ".join(f"{one}: {why}" for one, why in unable.items())
 
