@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -103,7 +103,7 @@ def bench_gpt(config: ModelConfig, tokens: int, density: float, repeats: int) ->
     ]
 
 
-def _interleaved(steps: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+def _interleaved(steps: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
     for step in steps.values():
         step()
     times: dict[str, list[float]] = {side: [] for side in steps}
