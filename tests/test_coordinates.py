@@ -432,6 +432,17 @@ def test_a_layer_that_is_applied_twice_is_measured(num_rows):
     assert {one.rms for one in changes} == {0.0}  # nothing was learned: each call is compared with itself
 
 
+@pytest.mark.parametrize(("num_sequences", "length"), [(512, 5), (64, 16), (300, 7)])
+def test_a_large_batch_is_sampled_at_all_positions_alike(num_sequences, length):
+    x = torch.arange(length).float()[None, :, None].expand(num_sequences, length, 6)  # 0 at the first position
+    batch = x, torch.randint(3, (num_sequences, length), generator=torch.Generator().manual_seed(0))
+    report = _check(batches=[batch], lr=0.01)
+    model, plan = _twin(Fork)
+    before = _trained(model, plan, batch, torch.optim.AdamW, 0.01)
+    effect = x @ (model.first.weight - before["first.weight"]).T
+    assert _size(report, "first", DY).rms == pytest.approx(effect.square().mean().sqrt().item(), rel=0.02)
+
+
 def test_two_runs_give_identical_readings():
     first, second = (_check(steps=2, seeds=2, batches=_batches(2, (6,), num_classes=3)) for _ in range(2))
     assert first.readings == second.readings

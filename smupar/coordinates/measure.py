@@ -231,7 +231,18 @@ def _rows(module: nn.Module, values: Tensor, *, output: bool = False) -> Tensor:
     if isinstance(module, nn.modules.conv._ConvNd):
         return values[:MAX_IMAGES].clone() if values.ndim == module.weight.ndim else values.clone()  # one image has no batch
     rows = values.flatten() if is_lookup(module) and not output else values.reshape(-1, values.shape[-1])
-    return rows[:: max(1, len(rows) // MAX_ROWS)][:MAX_ROWS].clone()
+    return rows[_spread(len(rows)).to(rows.device)]
+
+
+def _spread(num_rows: int) -> Tensor:
+    """Up to MAX_ROWS row numbers, evenly apart. Their step has no factor in common with the number of rows: one that divides
+    the length of a sequence would see the same few positions of each, such as the class token of every image."""
+    if num_rows <= MAX_ROWS:
+        return torch.arange(num_rows)
+    step = -(-num_rows // MAX_ROWS)
+    while math.gcd(step, num_rows) > 1:
+        step += 1
+    return torch.arange(MAX_ROWS) * step % num_rows
 
 
 def _first_tensor(value: Any) -> Tensor | None:
