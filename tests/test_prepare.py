@@ -90,7 +90,7 @@ def test_folder_is_walked_in_order_without_hidden_and_empty_files():
     for name in ("d/b.md", "d/a/z.txt", "d/.git/config", "d/.hidden", "d/c.py"):
         _write(name, name + " ")
     _write("d/empty.txt", "")
-    _write("d/a/packed.txt.gz", gzip.compress(b"packed "))
+    _write("d/a/packed.txt.gz", gzip.compress(b"packed ", mtime=0))
     assert prepare(_config("d")).num_documents == 4
     assert _text() == "packed \0d/a/z.txt \0d/b.md \0d/c.py \0"
 
@@ -448,7 +448,7 @@ def test_full_disk_says_how_far_it_came_and_the_same_command_goes_on():
     ("name", "content", "options", "expected"),
     [
         ("empty.txt", "", {}, "empty.txt is empty"),
-        ("empty.txt.gz", gzip.compress(b""), {}, "no text in empty.txt.gz"),
+        ("empty.txt.gz", gzip.compress(b"", mtime=0), {}, "no text in empty.txt.gz"),
         ("bad.txt", b"ab\xff", {}, "not text in utf-8 (invalid start byte at byte 2)"),
         ("cut.txt", b"ab\xc3", {}, "not text in utf-8 (unexpected end of data at byte 2)"),
         ("bom.txt", b"\xef\xbb\xbfa\xff", {}, "at byte 4)"),
@@ -457,7 +457,7 @@ def test_full_disk_says_how_far_it_came_and_the_same_command_goes_on():
         ("a.txt", "a", {"tokenizer": "gpt5"}, "unknown tokenizer 'gpt5'"),
         ("a.txt.zst", "a", {}, "a.txt.zst is compressed in a way that is not read here"),
         ("a.txt.gz", "plain", {}, "a.txt.gz is not gzip, or damaged"),
-        ("a.txt.gz", gzip.compress(b"a" * 999)[:-9], {}, "a.txt.gz is not gzip, or damaged"),
+        ("a.txt.gz", gzip.compress(b"a" * 999, mtime=0)[:-9], {}, "a.txt.gz is not gzip, or damaged"),
         ("a.jsonl", '{"text": "a"}\n{"text": \n', {}, "a.jsonl, line 2: not JSON (Expecting value at column"),
         ("a.jsonl", "[1]\n", {}, "a.jsonl, line 1: a JSON object is expected, found list"),
         ("a.jsonl", '{"body": 1, "id": 2}\n', {}, "line 1: no field 'text', it has 'body', 'id': choose one with --field"),
