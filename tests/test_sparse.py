@@ -420,14 +420,16 @@ def test_deepcopy_is_a_model_of_its_own():
     assert not torch.allclose(twin(tokens), before)
 
 
-def test_model_that_evaluated_first_can_train():
-    _, sparse, plan = pair()
+def test_model_that_evaluated_first_trains_the_same():
+    (_, sparse, plan), (_, other, _) = pair(), pair()
     for module in sparse.modules():
         if isinstance(module, SparseLinear):
             module.forget_index()
     with torch.inference_mode():
         sparse(batch(0)[0])
-    train(sparse, adamw(sparse, plan), 2)
+    for model in (sparse, other):
+        train(model, adamw(model, plan), 2)
+    assert all(torch.equal(own, its) for own, its in zip(sparse.parameters(), other.parameters(), strict=True))
 
 
 def test_conversion_to_double_gives_a_double_model():

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smupar.sparse.gpu import DTYPE, OnGpu
+from smupar.sparse.gpu import DTYPE, GpuIndex, OnGpu
 from smupar.storage import flat_places
 
 _SIZES = (128, 64, 32, 16)
@@ -55,23 +55,14 @@ class Lines:
 
 
 @dataclass(frozen=True)
-class BlocksIndex:
+class BlocksIndex(GpuIndex):
     rows: Lines
     columns: Lines
     row_of: Tensor  # of each kept block, in the order of ``rows``
     size: int
-    shape: tuple[int, int]
-    out_dim: int
-
-    @property
-    def num_outputs(self) -> int:
-        return self.shape[self.out_dim]
 
     def tensors(self) -> tuple[Tensor, ...]:
         return *self.rows.tensors(), *self.columns.tensors(), self.row_of
-
-    def watched(self) -> tuple[Tensor, ...]:
-        return ()
 
 
 def blocks_index(mask: Tensor, size: int, out_dim: int) -> BlocksIndex:
@@ -85,7 +76,7 @@ def blocks_index(mask: Tensor, size: int, out_dim: int) -> BlocksIndex:
     order = torch.argsort(column_of, stable=True)
     by_row = Lines(*(part.int() for part in (starts, column_of, origins, strides)))
     by_column = Lines(*(part.int() for part in (_starts(keep.sum(0)), row_of[order], origins[order], strides[order])))
-    return BlocksIndex(by_row, by_column, row_of.int(), size, (mask.shape[0], mask.shape[1]), out_dim)
+    return BlocksIndex((mask.shape[0], mask.shape[1]), out_dim, by_row, by_column, row_of.int(), size)
 
 
 def _starts(counts: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ and CUDA graphs write to weights without telling torch, so there is no knowing t
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,23 @@ def _compiled(file: str, name: str, device: torch.device, shared: int, defines: 
     return kernel
 
 
+@dataclass(frozen=True)
+class GpuIndex:
+    """What the indices have in common; each adds its own tensors."""
+
+    shape: tuple[int, int]
+    out_dim: int
+
+    @property
+    def num_outputs(self) -> int:
+        return self.shape[self.out_dim]
+
+    def watched(self) -> tuple[Tensor, ...]:
+        return ()  # all tensors are its own
+
+
 class OnGpu:
-    """A kernel is what has these two products, ``refusal`` and ``index``. Its index knows ``num_outputs``."""
+    """A kernel is what has these two products, ``refusal`` and ``index``, which makes a ``GpuIndex``."""
 
     dtype: torch.dtype | None = DTYPE
 

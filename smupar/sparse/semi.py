@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from smupar.sparse.gpu import DTYPE, OnGpu, compiled, dense_grad
+from smupar.sparse.gpu import DTYPE, GpuIndex, OnGpu, compiled, dense_grad
 from smupar.storage import flat_places
 
 _SIZES = 64  # multiples of 32 that are none of 64 did not pass the tests (torch 2.11 on an H200)
@@ -47,22 +47,13 @@ def tile_codes(mask: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class SemiIndex:
+class SemiIndex(GpuIndex):
     metadata: Tensor  # of the matrix as it is kept
     turned_metadata: Tensor  # of its transpose
     codes: Tensor
-    shape: tuple[int, int]
-    out_dim: int
-
-    @property
-    def num_outputs(self) -> int:
-        return self.shape[self.out_dim]
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.metadata, self.turned_metadata, self.codes
-
-    def watched(self) -> tuple[Tensor, ...]:
-        return ()
 
 
 class SemiStructured(OnGpu):
@@ -85,7 +76,7 @@ class SemiStructured(OnGpu):
         mask.view(-1)[flat_places(row_starts, columns, shape[1])] = True
         if why := self.refusal(mask):
             raise ValueError(f"backend '2:4' cannot multiply a layer: {why}, or sparsify_storage with backend='dense'")
-        return SemiIndex(_metadata(mask), _metadata(mask.T.contiguous()), tile_codes(mask), shape, out_dim)
+        return SemiIndex(shape, out_dim, _metadata(mask), _metadata(mask.T.contiguous()), tile_codes(mask))
 
     def product(self, rows: Tensor, index: SemiIndex, values: Tensor, *, back: bool) -> Tensor:
         as_kept = index.out_dim == int(back)

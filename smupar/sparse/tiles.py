@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smupar.sparse.gpu import OnGpu, compiled, dense_grad
+from smupar.sparse.gpu import GpuIndex, OnGpu, compiled, dense_grad
 from smupar.sparse.products import Side, Sides
 from smupar.storage import flat_places
 
@@ -98,22 +98,14 @@ def slices(side: Side, num_inputs: int, tokens: int) -> Slices:
 
 
 @dataclass(frozen=True)
-class TilesIndex:
+class TilesIndex(GpuIndex):
     forward: Slices
     back: Slices
     places: Tensor  # of the non-zeros in the flattened matrix
-    out_dim: int
-
-    @property
-    def num_outputs(self) -> int:
-        return self.forward.num_outputs
 
     def tensors(self) -> tuple[Tensor, ...]:
         own = [(side.source, side.columns, side.starts, side.places) for side in (self.forward, self.back)]
         return *own[0], *own[1], self.places
-
-    def watched(self) -> tuple[Tensor, ...]:
-        return ()
 
 
 class Tiles(OnGpu):
@@ -131,7 +123,7 @@ class Tiles(OnGpu):
             tokens = tile_tokens(num_inputs, columns.device)
             assert tokens is not None
             made.append(slices(side, num_inputs, tokens))
-        return TilesIndex(made[0], made[1], flat_places(row_starts, columns, shape[1]).int(), out_dim)
+        return TilesIndex(shape, out_dim, made[0], made[1], flat_places(row_starts, columns, shape[1]).int())
 
     def product(self, rows: Tensor, index: TilesIndex, values: Tensor, *, back: bool) -> Tensor:
         side = index.back if back else index.forward
