@@ -71,8 +71,7 @@ class Stepper:
             raise ValueError(f"{what}: leave out --storage {how.storage}")
         tokens = (self.rows[1] - self.rows[0]) // self.num_micro * self.config.seq_len
         dtype = torch.bfloat16 if self.config.dtype == "bf16" else torch.float32
-        on, passes = (self.model, self.plan), self.num_micro
-        return sparsify_storage(*on, backend=how.storage, tokens=tokens, passes=passes, dtype=dtype)
+        return sparsify_storage(self.model, self.plan, backend=how.storage, tokens=tokens, passes=self.num_micro, dtype=dtype)
 
     def _updates(self, trace: Trace | None) -> Recorder | Follower | None:
         period = self.config.round_steps if self.config.dynamic == "imp" else None

@@ -156,7 +156,7 @@ _SMALL_INIT, _SMALL_ALPHA_INPUT = 0.0866, 9.17
 # SP's best for the dense model of width 1024 (Figure 6 at scale small); SP's falls as 1 / width. What the paper prints for its
 # pretraining was tuned for wider models and far longer runs, and would make SP look bad here for want of tuning.
 _SMALL_SP_LR, _SMALL_SP_WIDTH = 2**-9, 1024
-_TRAINED_ON = ("pretraining", "iso-pretraining")
+_WITHOUT_SWEEP = ("pretraining", "iso-pretraining")
 _HEAD_DIM = {"cpu": 32, "small": 64, "paper": 64}
 _BASE = {"cpu": 64, "small": 256, "paper": 256}
 _SCHEDULES = {"10x linear": "linear", "constant": "constant", "to zero": "linear-to-zero"}
@@ -211,7 +211,7 @@ class Scale:
         return run
 
     def _lr(self, experiment: str, rule: str, width: int) -> float:
-        if self.name == "small" and rule == "sp" and experiment in _TRAINED_ON:
+        if self.name == "small" and rule == "sp" and experiment in _WITHOUT_SWEEP:
             return _SMALL_SP_LR * _SMALL_SP_WIDTH / width
         return _of(TABLE_4[experiment].lr, rule, TABLE_3["lr"])
 
@@ -259,7 +259,7 @@ def table_4() -> str:
                     scale,
                     str(size.width) + ("" if printed.width else " and wider"),
                     *(str(size.depth), str(head), f"{size.batch_size} x {size.seq_len}", str(size.steps)),
-                    _words(_rates(name, scale), size) if printed.lr or name != "init" else "",
+                    _words(_learning_rates(name, scale), size) if printed.lr or name != "init" else "",
                     _words(printed.init_std, size),
                     f"{printed.schedule}, warm-up {round(printed.warmup / printed.steps * size.steps)}",
                 ]
@@ -268,7 +268,7 @@ def table_4() -> str:
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
-def _rates(experiment: str, scale: str) -> dict[str, float] | None:
+def _learning_rates(experiment: str, scale: str) -> dict[str, float] | None:
     """Of a row of the table, whose width is the experiment's."""
     printed = TABLE_4[experiment].lr
     if printed is None or "sp" not in printed:
