@@ -95,7 +95,7 @@ def test_product_takes_the_tokens_that_its_slices_were_made_for(monkeypatch):
     launched = []
 
     def compiled(file, name, device, **settings):
-        return lambda grid, threads, arguments, shared_mem=0: launched.append((grid[0], settings["TOK"], shared_mem))
+        return lambda grid, threads, arguments: launched.append((grid[0], settings["TOK"], settings["shared"]))
 
     monkeypatch.setattr(tiles, "compiled", compiled)
     tiles.multiply(torch.zeros(100, 2048), index.forward, torch.zeros(1))

@@ -6,6 +6,7 @@ and CUDA graphs write to weights without telling torch, so there is no knowing t
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from dataclasses import dataclass
 from functools import cache
@@ -29,19 +30,39 @@ def missing(device: torch.device) -> str | None:
     return None if major >= 8 else f"a GPU that multiplies bfloat16 (compute capability 8.0), this one has {major}.{minor}"
 
 
-def compiled(file: str, name: str, device: torch.device, *, shared: int = 0, **defines: int) -> Any:
+def compiled(file: str, name: str, device: torch.device, *, shared: int = 0, **defines: int) -> Launch:
     """A function of a CUDA source of this folder; ``shared``: bytes of shared memory that it is launched with."""
     return _compiled(file, name, device, shared, tuple(sorted(defines.items())))
 
 
 @cache
-def _compiled(file: str, name: str, device: torch.device, shared: int, defines: tuple[tuple[str, int], ...]) -> Any:
+def _compiled(file: str, name: str, device: torch.device, shared: int, defines: tuple[tuple[str, int], ...]) -> Launch:
     source = "".join(f"#define {key} {value}\n" for key, value in defines)
     source += "".join(Path(__file__).with_name(one).read_text() for one in ("bf16.cuh", file))
     with torch.cuda.device(device):
         kernel = torch.cuda._compile_kernel(source, name)
         kernel.set_shared_memory_config(shared)
-    return kernel
+    return Launch(kernel, shared)
+
+
+class Launch:
+    """A kernel that torch compiled. Called by itself it looks up the driver's library at each launch, which takes the host
+    longer than the GPU needs for the kernel."""
+
+    def __init__(self, kernel: Any, shared: int) -> None:
+        self.kernel, self.shared = kernel, shared
+        self.driver = ctypes.CDLL("libcuda.so.1")
+
+    def __call__(self, grid: tuple[int, int, int], block: tuple[int, int, int], args: list[Tensor | int]) -> None:
+        """On the current stream. Tensors become pointers to what they hold."""
+        values = [ctypes.c_void_p(arg.data_ptr()) if isinstance(arg, Tensor) else ctypes.c_int(arg) for arg in args]
+        pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        code = self.driver.cuLaunchKernel(self.kernel.func, *grid, *block, self.shared, stream, pointers, None)
+        if code:
+            said = ctypes.c_char_p()
+            self.driver.cuGetErrorString(code, ctypes.byref(said))
+            raise RuntimeError(f"CUDA error {code}: {(said.value or b'unknown').decode()}")
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,14 @@ choice may differ between two processes, and between the first products of one a
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from smupar.sparse.cslt import Plan
 from smupar.sparse.gpu import DTYPE, GpuIndex, OnGpu, compiled, dense_grad
 from smupar.storage import flat_places
 
@@ -60,8 +59,8 @@ class SemiStructured(OnGpu):
     name = "2:4"
 
     def __init__(self) -> None:
-        self._algorithms: dict[tuple[object, ...], int | dict[str, Any]] = {}
-        """By sizes, rows and device, the last used behind: how often they were seen, then the fastest."""
+        self._plans: dict[tuple[object, ...], tuple[Plan, int]] = {}
+        """By sizes and device, the last used behind, and how often each was used until its algorithm was searched for."""
 
     def refusal(self, mask: Tensor) -> str | None:
         if any(size % _SIZES for size in mask.shape):
@@ -88,19 +87,22 @@ class SemiStructured(OnGpu):
     def _multiply(self, matrix: Tensor, rows: Tensor) -> Tensor:
         padding = -len(rows) % _TOKENS
         whole = F.pad(rows, (0, 0, 0, padding)) if padding else rows
-        how = self._algorithm(matrix, whole)
-        return torch._cslt_sparse_mm(matrix, whole.T, transpose_result=True, **how)[: len(rows)]
+        return self._plan(matrix, whole)(matrix, whole)[: len(rows)]
 
-    def _algorithm(self, matrix: Tensor, rows: Tensor) -> dict[str, Any]:
-        key = (*matrix.shape, *rows.shape, rows.device)
+    def _plan(self, matrix: Tensor, rows: Tensor) -> Plan:
+        shape = len(matrix), rows.shape[1]
+        key = shape, len(rows), rows.device
         with _choosing:
-            known = self._algorithms.pop(key, 0)
-            if isinstance(known, int) and not torch.cuda.is_current_stream_capturing():  # there nothing can be timed
-                known = known + 1 if known + 1 < _SEARCH_AT else _fastest(matrix, rows)
-            self._algorithms[key] = known
-            if len(self._algorithms) > _MOST_KNOWN:
-                del self._algorithms[next(iter(self._algorithms))]
-        return {} if isinstance(known, int) else known
+            plan, seen = self._plans.pop(key, (None, 0))
+            plan = plan or Plan(shape, len(rows), rows.device)
+            if seen < _SEARCH_AT and not torch.cuda.is_current_stream_capturing():  # there nothing can be timed
+                seen += 1
+                if seen == _SEARCH_AT:
+                    plan = _faster(plan, matrix, rows)
+            self._plans[key] = plan, seen
+            if len(self._plans) > _MOST_KNOWN:
+                del self._plans[next(iter(self._plans))]
+        return plan
 
 
 def packed(values: Tensor, index: SemiIndex) -> Tensor:
@@ -156,35 +158,15 @@ def _metadata(mask: Tensor) -> Tensor:
     return found[0].view(DTYPE)
 
 
-def _fastest(matrix: Tensor, rows: Tensor) -> dict[str, Any]:
-    """Arguments for the product: torch's default, or what cuSPARSELt's own search finds, if it is faster when timed."""
-
-    def product(how: dict[str, Any]) -> Callable[[], object]:
-        return lambda: torch._cslt_sparse_mm(matrix, rows.T, transpose_result=True, **how)
-
-    seconds, best = _seconds(product({})), dict[str, Any]()
-    for how in _searched(matrix, rows):
-        try:
-            took = _seconds(product(how))
-        except (RuntimeError, TypeError):  # an algorithm that this shape or version does not have
-            continue
-        if took < seconds:
-            seconds, best = took, how
-    return best
-
-
-def _searched(matrix: Tensor, rows: Tensor) -> list[dict[str, Any]]:
+def _faster(plan: Plan, matrix: Tensor, rows: Tensor) -> Plan:
+    """The plan, or what cuSPARSELt's own search makes of it, if that is faster when timed."""
+    searched = Plan(plan.shape, plan.num_rows, rows.device)
     try:
-        search = getattr(getattr(torch._C, "_cusparselt", None), "mm_search", None)
-        if search is not None:
-            algorithm, split_k, mode, *_ = search(matrix, rows.T, None, None, None, True)
-            plain = {"alg_id": int(algorithm)}
-            return [plain] if split_k == 1 else [plain, {**plain, "split_k": int(split_k), "split_k_mode": int(mode)}]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an older torch has no other name for it
-            return [{"alg_id": int(torch._cslt_sparse_mm_search(matrix, rows.T, transpose_result=True))}]
-    except (RuntimeError, TypeError):
-        return []
+        searched.search(matrix, rows)
+        took = _seconds(lambda: searched(matrix, rows))
+    except RuntimeError:  # an algorithm that this shape or version does not have
+        return plan
+    return searched if took < _seconds(lambda: plan(matrix, rows)) else plan
 
 
 def _seconds(call: Callable[[], object], repeats: int = 5) -> float:

@@ -159,6 +159,6 @@ def multiply(x: Tensor, side: Slices, entries: Tensor) -> Tensor:
     tokens, shared = side.tokens, shared_bytes(side.num_inputs, side.tokens)
     kernel = compiled(_SOURCE, "multiply", x.device, shared=shared, TOK=tokens, WARPS=_WARPS)
     y = x.new_empty(len(x), side.num_outputs)
-    arguments = [x, entries, side.starts, side.places, y, len(x), side.num_inputs, side.num_outputs]
-    kernel((-(-len(x) // tokens), 1, 1), (_WARPS * 32, 1, 1), arguments, shared_mem=shared)
+    arguments: list[Tensor | int] = [x, entries, side.starts, side.places, y, len(x), side.num_inputs, side.num_outputs]
+    kernel((-(-len(x) // tokens), 1, 1), (_WARPS * 32, 1, 1), arguments)
     return y
