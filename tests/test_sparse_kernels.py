@@ -151,46 +151,48 @@ def test_tile_codes_pick_and_turn_the_values():
 
 @pytest.fixture
 def searches(monkeypatch):
-    """Rows of every search for an algorithm."""
+    """Sizes of every search for an algorithm. A plan, which needs a GPU, is its name here."""
     found = []
 
-    def fastest(matrix, rows):
-        found.append(len(rows))
-        return {"alg_id": len(rows)}
+    def faster(plan, matrix, rows):
+        found.append((len(matrix), *rows.shape))
+        return f"searched {plan}"
 
-    monkeypatch.setattr(semi, "_fastest", fastest)
+    monkeypatch.setattr(semi, "Plan", lambda shape, num_rows, device: f"{shape} x {num_rows}")
+    monkeypatch.setattr(semi, "_faster", faster)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return found
 
 
 def test_algorithm_is_searched_for_sizes_that_come_back(searches):
     kernel, matrix = SemiStructured(), torch.zeros(64, 36)
-    used = [kernel._algorithm(matrix, torch.zeros(16, 64)) for _ in range(5)]
-    assert used == [{}, {}, *[{"alg_id": 16}] * 3]
-    assert searches == [16]
-    assert kernel._algorithm(torch.zeros(128, 36), torch.zeros(16, 64)) == {}
+    used = [kernel._plan(matrix, torch.zeros(16, 128)) for _ in range(5)]
+    assert used == ["(64, 128) x 16"] * 2 + ["searched (64, 128) x 16"] * 3
+    assert searches == [(64, 16, 128)]
+    assert kernel._plan(torch.zeros(128, 36), torch.zeros(16, 64)) == "(128, 64) x 16"
 
 
 def test_lengths_that_do_not_come_back_cost_no_search_and_no_memory(searches):
     kernel, matrix = SemiStructured(), torch.zeros(64, 36)
     for _ in range(3):
-        kernel._algorithm(matrix, torch.zeros(16, 64))
+        kernel._plan(matrix, torch.zeros(16, 64))
     for rows in range(32, 32 + 16 * 1000, 16):
-        assert kernel._algorithm(matrix, torch.zeros(rows, 64)) == {}
-        assert kernel._algorithm(matrix, torch.zeros(16, 64)) == {"alg_id": 16}  # the one that is used stays
-    assert searches == [16]
-    assert len(kernel._algorithms) == 64
+        assert kernel._plan(matrix, torch.zeros(rows, 64)) == f"(64, 64) x {rows}"
+        assert kernel._plan(matrix, torch.zeros(16, 64)) == "searched (64, 64) x 16"  # the one that is used stays
+    assert len(searches) == 1
+    assert len(kernel._plans) == 64
 
 
 def test_no_algorithm_is_searched_during_capture(searches, monkeypatch):
     kernel, arguments = SemiStructured(), (torch.zeros(64, 36), torch.zeros(16, 64))
+    plain, searched = "(64, 64) x 16", "searched (64, 64) x 16"
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert [kernel._algorithm(*arguments) for _ in range(5)] == [{}] * 5
+    assert [kernel._plan(*arguments) for _ in range(5)] == [plain] * 5
     assert searches == []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert [kernel._algorithm(*arguments) for _ in range(3)] == [{}, {}, {"alg_id": 16}]
+    assert [kernel._plan(*arguments) for _ in range(3)] == [plain, plain, searched]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert kernel._algorithm(*arguments) == {"alg_id": 16}
+    assert kernel._plan(*arguments) == searched
 
 
 # Blocks

@@ -69,7 +69,7 @@ def draw(rows: list[Row], width: int) -> Any:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("the picture needs matplotlib: pip install 'smupar[plot]'") from error
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     on_gpu = any(row.what == "layer" for row in rows)
     what, dense, density = ("layer", gpu.DENSE, 1 / 128) if on_gpu else ("layers", cpu.DENSE, 1 / 32)
@@ -83,13 +83,14 @@ def draw(rows: list[Row], width: int) -> Any:
     for panel, axis, chosen in ((left, "density", at_width), (right, "width", at_density)):
         for side in dict.fromkeys(row.side for row in chosen):
             points = sorted((getattr(row, axis), row.seconds / unit) for row in chosen if row.side == side)
-            label, color = "smupar csr" if side == cpu.OURS else side, colors[side.removesuffix(gpu.CAPTURED)]
+            label, color = "smupar csr" if side == cpu.OURS and not on_gpu else side, colors[side.removesuffix(gpu.CAPTURED)]
             line = ":" if side.endswith(gpu.CAPTURED) else "-"
             panel.plot(*zip(*points, strict=True), marker="o", markersize=4, color=color, linestyle=line, label=label)
         floor = sorted((getattr(row, axis), row.floor_seconds / unit) for row in chosen if row.side == cpu.OURS)
         panel.plot(*zip(*floor, strict=True), color="black", linestyle="--", label="floor of csr")
         panel.set_xscale("log", base=2)
-        panel.set_yscale("log")
+        panel.set_yscale("log", base=2)
+        panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}" if value >= 1 else f"1/{1 / value:g}")
         panel.grid(True, alpha=0.3)
         ticks = [x for x, _ in floor]
         panel.set_xticks(ticks, [f"1/{round(1 / x)}" if axis == "density" else str(x) for x in ticks])
@@ -101,5 +102,5 @@ def draw(rows: list[Row], width: int) -> Any:
     left.set_title(f"width {width}", fontsize=10)
     right.set_title(f"density 1/{round(1 / density)}{', and 2:4' if on_gpu else ''}", fontsize=10)
     if at_density:
-        right.legend(fontsize=8)
+        figure.legend(*right.get_legend_handles_labels(), loc="outside right center", fontsize=8)
     return figure

@@ -12,6 +12,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from smupar.sparse.gpu import current_stream
+
 _BYTES = 16 * 1024  # of each of its structures: the largest of any version has 11024
 _ALIGNMENT = 16  # of matrices, in bytes, and of the structures
 # As its header numbers them
@@ -84,7 +86,7 @@ class Plan:
     def _run(self, name: str, matrix: Tensor, rows: Tensor) -> Tensor:
         made = rows.new_empty(self.num_rows, self.shape[0])
         workspace = rows.new_empty(self.workspace, dtype=torch.uint8) if self.workspace else None
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        stream = current_stream(rows.device)
         into = ctypes.c_void_p(made.data_ptr())
         _call(
             name,

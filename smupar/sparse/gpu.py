@@ -6,8 +6,10 @@ and CUDA graphs write to weights without telling torch, so there is no knowing t
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -42,22 +44,27 @@ def _compiled(file: str, name: str, device: torch.device, shared: int, defines: 
     with torch.cuda.device(device):
         kernel = torch.cuda._compile_kernel(source, name)
         kernel.set_shared_memory_config(shared)
-    return Launch(kernel, shared)
+    return Launch(kernel, shared, device)
+
+
+def current_stream(device: torch.device) -> ctypes.c_void_p:
+    """Without the object that torch.cuda.current_stream makes of it, which takes longer than a launch."""
+    return ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device.index))
 
 
 class Launch:
     """A kernel that torch compiled. Called by itself it looks up the driver's library at each launch, which takes the host
     longer than the GPU needs for the kernel."""
 
-    def __init__(self, kernel: Any, shared: int) -> None:
-        self.kernel, self.shared = kernel, shared
+    def __init__(self, kernel: Any, shared: int, device: torch.device) -> None:
+        self.kernel, self.shared, self.device = kernel, shared, device
         self.driver = ctypes.CDLL("libcuda.so.1")
 
     def __call__(self, grid: tuple[int, int, int], block: tuple[int, int, int], args: list[Tensor | int]) -> None:
-        """On the current stream. Tensors become pointers to what they hold."""
+        """Tensors become pointers to what they hold."""
         values = [ctypes.c_void_p(arg.data_ptr()) if isinstance(arg, Tensor) else ctypes.c_int(arg) for arg in args]
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        stream = current_stream(self.device)
         code = self.driver.cuLaunchKernel(self.kernel.func, *grid, *block, self.shared, stream, pointers, None)
         if code:
             said = ctypes.c_char_p()
@@ -96,8 +103,7 @@ class OnGpu:
     def forward(self, x: Tensor, index: Any, values: Tensor, bias: Tensor | None) -> Tensor:
         if len(x) == 0:
             return x.new_empty(0, index.num_outputs)
-        with torch.cuda.device(x.device):
-            _enter(x.device)
+        with _entered(x.device):
             y = self.product(_aligned(x), index, _aligned(values.contiguous()), back=False)
         return y if bias is None else y.add_(bias)
 
@@ -107,24 +113,25 @@ class OnGpu:
         if len(x) == 0:
             return torch.empty_like(x) if for_input else None, torch.zeros_like(values) if for_values else None
         grad, x, values = _aligned(grad), _aligned(x), _aligned(values.contiguous())
-        with torch.cuda.device(x.device):
-            _enter(x.device)
+        with _entered(x.device):
             return (
                 self.product(grad, index, values, back=True) if for_input else None,
                 self.values_grad(grad, x, index, values) if for_values else None,
             )
 
 
-_entered = threading.local()
+_threads = threading.local()
 
 
-def _enter(device: torch.device) -> None:
+def _entered(device: torch.device) -> AbstractContextManager[object]:
     """Kernels that torch compiled from source are launched by the driver, which knows no device in a thread, such as one of
     autograd's, until something else of torch ran there."""
-    seen = _entered.__dict__.setdefault("devices", set())
+    context = contextlib.nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
+    seen = _threads.__dict__.setdefault("devices", set())
     if device not in seen:
         torch.zeros(1, device=device)
         seen.add(device)
+    return context
 
 
 def dense_grad(grad: Tensor, x: Tensor, out_dim: int) -> Tensor:
