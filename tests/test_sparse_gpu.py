@@ -170,6 +170,14 @@ def test_rows_beyond_a_grid_are_multiplied_right():
         assert relative(y[part], x[part].double() @ matrix.T + offset) < 5e-3
 
 
+def test_products_of_more_lengths_than_plans_are_kept_for_are_right():
+    mask = mask_for("2:4", (64, 128))
+    layer, matrix, offset = layer_for("2:4", mask)
+    for tokens in (16, *range(16, 16 * 80, 16), 16):  # the first comes back when its plan was closed
+        layer.zero_grad()
+        assert_right(layer, matrix, offset, mask, tokens)
+
+
 @pytest.mark.parametrize("size", [16, 32, 64, 128])
 def test_products_with_blocks_of_any_size_are_those_of_the_dense_one(size):
     keep = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [0, 0, 1, 0]], device=GPU).bool()  # with an empty row and columns

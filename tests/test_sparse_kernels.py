@@ -151,14 +151,18 @@ def test_tile_codes_pick_and_turn_the_values():
 
 @pytest.fixture
 def searches(monkeypatch):
-    """Sizes of every search for an algorithm. A plan, which needs a GPU, is its name here."""
+    """Sizes of every search for an algorithm, and plans that were closed. A plan, which needs a GPU, is its name here."""
     found = []
+
+    class Plan(str):
+        def close(self):
+            found.append(self)
 
     def faster(plan, matrix, rows):
         found.append((len(matrix), *rows.shape))
-        return f"searched {plan}"
+        return Plan(f"searched {plan}")
 
-    monkeypatch.setattr(semi, "Plan", lambda shape, num_rows, device: f"{shape} x {num_rows}")
+    monkeypatch.setattr(semi, "Plan", lambda shape, num_rows, device: Plan(f"{shape} x {num_rows}"))
     monkeypatch.setattr(semi, "_faster", faster)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return found
@@ -179,7 +183,7 @@ def test_lengths_that_do_not_come_back_cost_no_search_and_no_memory(searches):
     for rows in range(32, 32 + 16 * 1000, 16):
         assert kernel._plan(matrix, torch.zeros(rows, 64)) == f"(64, 64) x {rows}"
         assert kernel._plan(matrix, torch.zeros(16, 64)) == "searched (64, 64) x 16"  # the one that is used stays
-    assert len(searches) == 1
+    assert searches == [(64, 16, 64), *(f"(64, 64) x {rows}" for rows in range(32, 32 + 16 * (1000 - 63), 16))]
     assert len(kernel._plans) == 64
 
 

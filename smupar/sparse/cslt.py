@@ -52,21 +52,23 @@ def _handle(device: torch.device) -> Struct:
 class Plan:
     """``plan(matrix, rows)`` is rows @ matrix.T, for one size of each, in bfloat16. ``matrix`` is packed."""
 
+    in_graph = False
+
     def __init__(self, shape: tuple[int, int], num_rows: int, device: torch.device) -> None:
         self.shape, self.num_rows, self.handle = shape, num_rows, _handle(device)
         (num_outputs, num_inputs), make = shape, ctypes.c_int64
-        # Kept: a plan may refer to what it was made of.
-        self.parts = matrix, rows, made, product, choice = [Struct() for _ in range(5)]
+        # All are kept: a plan may refer to what it was made of.
+        self.matrices = matrix, rows, made = Struct(), Struct(), Struct()
+        self.product, self.choice, self.plan = Struct(), Struct(), Struct()
         sizes = make(num_outputs), make(num_inputs), make(num_inputs)
         _call("StructuredDescriptorInit", self.handle, matrix, *sizes, _ALIGNMENT, _BF16, _BY_ROW, _HALF_ZERO)
         sizes = make(num_rows), make(num_inputs), make(num_inputs)
         _call("DenseDescriptorInit", self.handle, rows, *sizes, _ALIGNMENT, _BF16, _BY_ROW)
         sizes = make(num_outputs), make(num_rows), make(num_outputs)
         _call("DenseDescriptorInit", self.handle, made, *sizes, _ALIGNMENT, _BF16, _BY_COLUMN)
-        _call("MatmulDescriptorInit", self.handle, product, _AS_IT_IS, _TURNED, matrix, rows, made, made, _IN_F32)
-        _call("MatmulAlgSelectionInit", self.handle, choice, product, _DEFAULT)
-        self.plan = Struct()
-        _call("MatmulPlanInit", self.handle, self.plan, product, choice)
+        _call("MatmulDescriptorInit", self.handle, self.product, _AS_IT_IS, _TURNED, matrix, rows, made, made, _IN_F32)
+        _call("MatmulAlgSelectionInit", self.handle, self.choice, self.product, _DEFAULT)
+        _call("MatmulPlanInit", self.handle, self.plan, self.product, self.choice)
         self.one, self.zero = ctypes.c_float(1), ctypes.c_float(0)
         self._measure_workspace()
 
@@ -77,6 +79,14 @@ class Plan:
 
     def __call__(self, matrix: Tensor, rows: Tensor) -> Tensor:
         return self._run("Matmul", matrix, rows)
+
+    def close(self) -> None:
+        """Gives back what the library keeps for it, unless a CUDA graph may replay its products."""
+        if self.in_graph:
+            return
+        _call("MatmulPlanDestroy", self.plan)
+        for matrix in self.matrices:
+            _call("MatDescriptorDestroy", matrix)
 
     def _measure_workspace(self) -> None:
         size = ctypes.c_size_t()

@@ -95,13 +95,16 @@ class SemiStructured(OnGpu):
         with _choosing:
             plan, seen = self._plans.pop(key, (None, 0))
             plan = plan or Plan(shape, len(rows), rows.device)
-            if seen < _SEARCH_AT and not torch.cuda.is_current_stream_capturing():  # there nothing can be timed
+            if torch.cuda.is_current_stream_capturing():  # there nothing can be timed
+                plan.in_graph = True
+            elif seen < _SEARCH_AT:
                 seen += 1
                 if seen == _SEARCH_AT:
                     plan = _faster(plan, matrix, rows)
             self._plans[key] = plan, seen
             if len(self._plans) > _MOST_KNOWN:
-                del self._plans[next(iter(self._plans))]
+                forgotten, _ = self._plans.pop(next(iter(self._plans)))
+                forgotten.close()
         return plan
 
 
@@ -163,10 +166,12 @@ def _faster(plan: Plan, matrix: Tensor, rows: Tensor) -> Plan:
     searched = Plan(plan.shape, plan.num_rows, rows.device)
     try:
         searched.search(matrix, rows)
-        took = _seconds(lambda: searched(matrix, rows))
+        gains = _seconds(lambda: searched(matrix, rows)) < _seconds(lambda: plan(matrix, rows))
     except RuntimeError:  # an algorithm that this shape or version does not have
-        return plan
-    return searched if took < _seconds(lambda: plan(matrix, rows)) else plan
+        gains = False
+    best, other = (searched, plan) if gains else (plan, searched)
+    other.close()
+    return best
 
 
 def _seconds(call: Callable[[], object], repeats: int = 5) -> float:
