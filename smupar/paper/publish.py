@@ -83,7 +83,7 @@ def _facts(done: Reproduced, scale: Scale) -> dict[str, Any]:
         "scale": scale.name,
         "holds": done.claim.holds,
         "claims": [{"holds": part.holds, "text": part.text} for part in done.claim.parts or (done.claim,)],
-        "minutes": sum(row.summary.seconds for row in done.rows) / 60,
+        "minutes": (sum(row.summary.seconds for row in done.rows) + _made_on(done).get("seconds", 0)) / 60,
         "commits": sorted({row.summary.versions.get("commit", "unknown") for row in done.rows}),
         "devices": sorted({f"{row.summary.device}, torch {row.summary.versions['torch']}" for row in done.rows}),
         "common": {name: configs[0][name] for name in names if name not in varies},
@@ -175,8 +175,15 @@ def _what_was_measured(done: Reproduced, scale: Scale) -> list[str]:
     module = figure(done.name)
     if not hasattr(module, "what"):
         return [f"Nothing is trained for it. Made by commit {versions().get('commit', 'unknown')}."]
-    made = json.loads((done.folder / MADE_ON).read_text())
-    return [f"{module.what(scale)} {made['device']}, torch {made['torch']}. Made by commit {made.get('commit', 'unknown')}."]
+    made = _made_on(done)
+    on = f"{made['device']}, torch {made['torch']}, {made['seconds'] / 60:.1f} minutes"
+    return [f"{module.what(scale)} {on}. Made by commit {made.get('commit', 'unknown')}."]
+
+
+def _made_on(done: Reproduced) -> dict[str, Any]:
+    """What is known of a measurement that is not made of runs."""
+    path = done.folder / MADE_ON
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def _what_was_run(rows: Sequence[Result], facts: dict[str, Any]) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -102,8 +103,10 @@ def reproduce(name: str, scale: Scale, how: EngineConfig, *, out: str, data_dir:
         return _written(name, scale, folder, module.claim())
     if hasattr(module, "measure"):
         folder.mkdir(parents=True, exist_ok=True)
+        start = time.perf_counter()
         measured = module.measure(scale, folder, how.device)
-        write_atomic(folder / MADE_ON, json.dumps({"device": device_name(pick_device(how.device)), **versions()}))
+        made = {"device": device_name(pick_device(how.device)), "seconds": round(time.perf_counter() - start), **versions()}
+        write_atomic(folder / MADE_ON, json.dumps(made))
         return _written(name, scale, folder, module.claim(measured))
     if how.engine != "ray":  # whose machines are others
         _refuse_device(name, scale, module.runs(scale), pick_device(how.device), asked=how.device != "auto")

@@ -76,6 +76,7 @@ def draw_png(panels: Sequence[Panel], path: Path, title: str = "", *, columns: i
     axes = grid.flat[: len(panels)]
     for unused in grid.flat[len(panels) :]:
         unused.set_visible(False)
+    shared = [series.label for series in panels[-1].series]  # one legend for all that have the same series
     for panel, axis in zip(panels, axes, strict=True):
         for series in panel.series:
             colour = colormaps["viridis"](0.9 * series.colour)
@@ -95,9 +96,10 @@ def draw_png(panels: Sequence[Panel], path: Path, title: str = "", *, columns: i
         axis.set_title(panel.title, fontsize=10)
         axis.set_xlabel(panel.x_label)
         axis.grid(True, alpha=0.25)
+        if panel is panels[-1] or [series.label for series in panel.series] != shared:
+            axis.legend(fontsize=8, loc="upper right")
     for row in grid:
         row[0].set_ylabel(panels[0].y_label)
-    axes[-1].legend(fontsize=8, loc="upper right")
     if title:
         figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=150)
