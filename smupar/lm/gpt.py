@@ -121,13 +121,17 @@ class GPT(nn.Module):
             self.unembedding.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor, caches: list[Cache] | None = None) -> Tensor:
+        return self.unembedding(self.features(tokens, caches))
+
+    def features(self, tokens: Tensor, caches: list[Cache] | None = None) -> Tensor:
+        """What the unembedding reads."""
         x = self.embedding(tokens)
         if self.config.positions == "learned":
             start = 0 if caches is None else len(caches[0])
             x = x + self.position(torch.arange(start, start + tokens.shape[1], device=tokens.device))
         for layer, block in enumerate(self.blocks):
             x = block(x) if caches is None else block(x, caches[layer])
-        return self.unembedding(self.norm(x))
+        return self.norm(x)
 
 
 # Positions

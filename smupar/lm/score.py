@@ -34,6 +34,7 @@ from smupar.lm.gpt import GPT
 from smupar.lm.load import EXPORT_FORMAT, load_model, load_run
 from smupar.lm.tokenizer import Tokenizer, first_line
 
+_AT_ONCE = 1024  # places whose probabilities are in memory at a time
 REQUESTS_FORMAT, SCORES_FORMAT = "smupar-requests/1", "smupar-scores/1"
 
 
@@ -68,7 +69,8 @@ Scored = list[tuple[Request, Score]]
 class Subject:
     """A model and its tokenizer, as far as scoring needs them."""
 
-    logits: Callable[[Tensor], Tensor]
+    logits: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """Of tokens, at some places alone, given by rows and positions: all of them would take most of the time and memory."""
     encode: Callable[[str], list[int]]
     encode_plain: Callable[[str], list[int]]
     """Without the token that some tokenizers put before a text."""
@@ -109,9 +111,12 @@ def subject_of(model: GPT, tokenizer: Tokenizer, about: dict[str, Any]) -> Subje
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text).tolist()
 
+    def logits(tokens: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        return model.unembedding(model.features(tokens)[rows, positions])
+
     positions = model.config.context if model.config.positions == "learned" else None
     about = about | {"weights": _fingerprint(model), "tokenizer": tokenizer.sha256[:16]}
-    return Subject(model, encode, encode, tokenizer.eot, model.config.vocab_size, positions, about)
+    return Subject(logits, encode, encode, tokenizer.eot, model.config.vocab_size, positions, about)
 
 
 def _from_transformers(path: Path, device: torch.device) -> Subject:
@@ -144,7 +149,11 @@ def _from_transformers(path: Path, device: torch.device) -> Subject:
     vocabulary = hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
     about = {"folder": str(path), "config_id": None, "step": None, "weights": _fingerprint(model), "tokenizer": vocabulary}
     vocab_size = model.get_input_embeddings().num_embeddings
-    return Subject(lambda tokens: model(tokens).logits, encode, encode_plain, prefix, vocab_size, positions, about)
+
+    def logits(tokens: Tensor, rows: Tensor, at: Tensor) -> Tensor:
+        return model(tokens).logits[rows, at]
+
+    return Subject(logits, encode, encode_plain, prefix, vocab_size, positions, about)
 
 
 def _fingerprint(model: nn.Module) -> str:
@@ -178,20 +187,32 @@ def score(subject: Subject, requests: Iterable[Request], config: ScoringConfig, 
         tokens = torch.zeros(len(batch), len(batch[0]), dtype=torch.long)
         for row, ids in enumerate(batch):
             tokens[row, : len(ids)] = torch.tensor(ids)
-        with torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bf16"):
-            logits = subject.logits(tokens.to(device))
-        answers = []
+        rows: list[int] = []
+        positions: list[int] = []
+        targets: list[int] = []
+        askers: list[tuple[Request, int]] = []
         for row, ids in enumerate(batch):
-            longest = max(len(continuation) for _, continuation in asked[ids])
-            log_shares = logits[row, len(ids) - longest : len(ids)].float().log_softmax(-1)
-            likeliest = log_shares.argmax(-1)
-            for _, continuation in asked[ids]:
-                target = torch.tensor(continuation, device=device)
-                chosen = log_shares[-len(target) :].gather(-1, target[:, None])
-                answers.append(torch.stack([chosen.sum(), (likeliest[-len(target) :] == target).all().float()]))
-        numbers = torch.stack(answers).tolist()  # the GPU is waited for once a batch
-        askers = [request for ids in batch for request, _ in asked[ids]]
-        yield [(request, Score(number, bool(greedy))) for request, (number, greedy) in zip(askers, numbers, strict=True)]
+            for request, continuation in asked[ids]:
+                rows += [row] * len(continuation)
+                positions += range(len(ids) - len(continuation), len(ids))
+                targets += continuation
+                askers.append((request, len(continuation)))
+        places = torch.tensor([rows, positions, targets], device=device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bf16"):
+            logits = subject.logits(tokens.to(device), *places[:2])
+        found = [_judged(some, target) for some, target in zip(logits.split(_AT_ONCE), places[2].split(_AT_ONCE), strict=True)]
+        lengths = [length for _, length in askers]
+        numbers, greedy = (torch.cat(parts).cpu().split(lengths) for parts in zip(*found, strict=True))
+        yield [
+            (request, Score(own.sum().item(), bool(is_greedy.all())))
+            for (request, _), own, is_greedy in zip(askers, numbers, greedy, strict=True)
+        ]
+
+
+def _judged(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The logarithm of each target's probability, and whether it is the likeliest."""
+    log_shares = logits.float().log_softmax(-1)
+    return log_shares.gather(-1, targets[:, None])[:, 0], log_shares.argmax(-1) == targets
 
 
 def encode_pair(subject: Subject, request: Request, length: int) -> tuple[list[int], list[int]]:
