@@ -201,8 +201,8 @@ def score(subject: Subject, requests: Iterable[Request], config: ScoringConfig, 
         with torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bf16"):
             logits = subject.logits(tokens.to(device), *places[:2])
         found = [_judged(some, target) for some, target in zip(logits.split(_AT_ONCE), places[2].split(_AT_ONCE), strict=True)]
-        lengths = [length for _, length in askers]
-        numbers, greedy = (torch.cat(parts).cpu().split(lengths) for parts in zip(*found, strict=True))
+        sizes = [size for _, size in askers]
+        numbers, greedy = (torch.cat(parts).cpu().split(sizes) for parts in zip(*found, strict=True))
         yield [
             (request, Score(own.sum().item(), bool(is_greedy.all())))
             for (request, _), own, is_greedy in zip(askers, numbers, greedy, strict=True)
