@@ -1,5 +1,6 @@
 """Indices of the kernels for GPUs, read on a CPU as the kernels read them; and what GPU backends refuse."""
 
+import sys
 from fractions import Fraction
 
 import pytest
@@ -329,6 +330,8 @@ def test_devices_without_a_kernel_say_what_is_missing(monkeypatch):
         kernel_of("block", torch.device("cpu"))
     monkeypatch.delattr(torch.cuda, "_compile_kernel", raising=False)
     assert "torch.cuda._compile_kernel" in gpu.missing(GPU)
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert gpu.missing(GPU) == "Linux"
 
 
 # Choosing

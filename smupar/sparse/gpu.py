@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import sys
 import threading
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ VALUE_DTYPES = (torch.float32, torch.bfloat16)
 def missing(device: torch.device) -> str | None:
     if torch.version.hip is not None:
         return "an NVIDIA GPU"
+    if sys.platform != "linux":
+        return "Linux"  # libraries are called by the names that they have there
     if not hasattr(torch.cuda, "_compile_kernel"):
         return f"torch.cuda._compile_kernel, which torch {torch.__version__} does not have (2.9 and later do)"
     major, minor = torch.cuda.get_device_capability(device)
