@@ -8,8 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# Calls before the capture: compilation, lazily made optimizer state and library handles must be through by then.
-_WARM_UP = 3
+# Calls before the capture: compilation, lazily made optimizer state and library handles must be through by then, and the search
+# for the fastest 2:4 product (sparse/semi).
+WARM_UP = 3
 # Steps that the host may be ahead of the GPU.
 _AHEAD = 8
 
@@ -61,7 +62,7 @@ class Graphed:
             self.inputs = tuple(torch.empty_like(value, memory_format=torch.contiguous_format) for value in inputs)
         for mine, value in zip(self.inputs, inputs, strict=True):
             mine.copy_(value, non_blocking=True)
-        if self.num_calls <= _WARM_UP:
+        if self.num_calls <= WARM_UP:
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
                 output = self.fn(*self.inputs)

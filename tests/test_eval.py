@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from smupar import cli
 from smupar.integrations.lm_eval import evaluate, load_tasks, read_documents, tabulate, write_requests
 from smupar.integrations.table import Number, with_average
+from smupar.lm import score as scoring
 from smupar.lm.config import EvalConfig, Execution, ExportConfig, ModelConfig, RunConfig, ScoringConfig, TasksConfig
 from smupar.lm.export import export
 from smupar.lm.gpt import GPT
@@ -187,11 +188,14 @@ def test_score_of_our_model_is_the_sum_over_its_log_softmax(run):
     assert found.loglikelihood == pytest.approx(float(sum(shares[i, ids[0, i + 1]] for i in range(7, 12))), abs=1e-5)
 
 
-def test_padding_and_batches_do_not_change_scores(run):
+@pytest.mark.parametrize("at_once", [1024, 5])
+def test_padding_and_batches_do_not_change_scores(run, monkeypatch, at_once):
+    monkeypatch.setattr(scoring, "_AT_ONCE", at_once)
     requests = _asked(("a", "b"), ("The bell", " rang"), (TEXT, "The"), ("The bell ", "rang, and"), ("x", TEXT))
     subject = load_subject(run, CPU)
     alone = [_scores(subject, [request])[0] for request in requests]
     together = _scores(subject, requests, ScoringConfig(device="cpu", batch_size=5))
+    assert [s.is_greedy for s in together] == [s.is_greedy for s in alone]
     np.testing.assert_allclose([s.loglikelihood for s in together], [s.loglikelihood for s in alone], rtol=1e-5)
     rounded = _scores(subject, requests, ScoringConfig(device="cpu", dtype="bf16"))
     np.testing.assert_allclose([s.loglikelihood for s in rounded], [s.loglikelihood for s in alone], rtol=0.02)

@@ -34,7 +34,7 @@ from smupar.paper import (
     tab04,
     thin,
 )
-from smupar.paper.figure import curve, farthest_move
+from smupar.paper.figure import Claim, curve, farthest_move
 from smupar.paper.reproduce import FIGURES, FINDINGS, Reproduced, dry_run, figure, listed, make_scale, reproduce
 from smupar.paper.settings import TABLE_3, TABLE_4, Scale, iso_width, wpn_width
 from smupar.study.config import EngineConfig
@@ -340,6 +340,28 @@ def test_published_numbers_can_be_followed_to_their_runs(path):
 
 def test_list_of_results_is_that_of_the_pages():
     assert (RESULTS / "README.md").read_text() == publish.index(RESULTS)
+
+
+def test_page_of_a_check_says_where_it_was_made_and_holds_its_slopes(tmp_path):
+    made = {"device": "NVIDIA H200", "torch": "2.11", "commit": "abc", "seconds": 90}
+    slope = {
+        "rule": "sp",
+        "place": "up",
+        "kind": "layer",
+        "role": "hidden",
+        "quantity": "Y",
+        "slope": 0.49876,
+        "ci": 0.0,
+        "verdict": "fail",
+    }
+    slopes = [{**slope, "step": step} for step in (0, 1, 2, 10)] + [{**slope, "step": 1, "role": "embedding"}]
+    (tmp_path / "made-on.json").write_text(json.dumps(made))
+    (tmp_path / "check.json").write_text(json.dumps({"slopes": slopes}))
+    page = publish.publish(Reproduced("fig05", Claim(True, "said"), tmp_path), CPU, tmp_path / "pages")
+    assert "NVIDIA H200, torch 2.11, 1.5 minutes in all. Made by commit abc." in page.read_text()
+    facts = json.loads((tmp_path / "pages" / "fig05.json").read_text())
+    assert (facts["minutes"], facts["commits"], facts["devices"]) == (1.5, ["abc"], ["NVIDIA H200, torch 2.11"])
+    assert [(one["step"], one["slope"]) for one in facts["slopes"]] == [(1, 0.4988), (10, 0.4988)]
 
 
 def test_publishing_again_keeps_what_was_written_by_hand(tmp_path):

@@ -1,5 +1,6 @@
 """Indices of the kernels for GPUs, read on a CPU as the kernels read them; and what GPU backends refuse."""
 
+import ctypes
 import sys
 from fractions import Fraction
 
@@ -7,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from smupar import graphs
 from smupar.masks import generator, parse_pattern
-from smupar.sparse import block, gpu, kernels, semi, tiles
+from smupar.sparse import block, cslt, gpu, kernels, semi, tiles
 from smupar.sparse.auto import Timing
 from smupar.sparse.backends import BACKENDS
 from smupar.sparse.block import Blocks, block_size, blocks_index
@@ -152,18 +154,14 @@ def test_tile_codes_pick_and_turn_the_values():
 
 @pytest.fixture
 def searches(monkeypatch):
-    """Sizes of every search for an algorithm, and plans that were closed. A plan, which needs a GPU, is its name here."""
+    """Sizes of every search for an algorithm. A plan, which needs a GPU, is its name here."""
     found = []
-
-    class Plan(str):
-        def close(self):
-            found.append(self)
 
     def faster(plan, matrix, rows):
         found.append((len(matrix), *rows.shape))
-        return Plan(f"searched {plan}")
+        return f"searched {plan}"
 
-    monkeypatch.setattr(semi, "Plan", lambda shape, num_rows, device: Plan(f"{shape} x {num_rows}"))
+    monkeypatch.setattr(semi, "Plan", lambda shape, num_rows, device: f"{shape} x {num_rows}")
     monkeypatch.setattr(semi, "_faster", faster)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return found
@@ -184,7 +182,7 @@ def test_lengths_that_do_not_come_back_cost_no_search_and_no_memory(searches):
     for rows in range(32, 32 + 16 * 1000, 16):
         assert kernel._plan(matrix, torch.zeros(rows, 64)) == f"(64, 64) x {rows}"
         assert kernel._plan(matrix, torch.zeros(16, 64)) == "searched (64, 64) x 16"  # the one that is used stays
-    assert searches == [(64, 16, 64), *(f"(64, 64) x {rows}" for rows in range(32, 32 + 16 * (1000 - 63), 16))]
+    assert searches == [(64, 16, 64)]
     assert len(kernel._plans) == 64
 
 
@@ -198,6 +196,61 @@ def test_no_algorithm_is_searched_during_capture(searches, monkeypatch):
     assert [kernel._plan(*arguments) for _ in range(3)] == [plain, plain, searched]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert kernel._plan(*arguments) == searched
+    assert kernel._captured == {plain, searched}  # graphs may replay both
+
+
+def test_warm_up_of_a_graph_is_long_enough_for_the_search():
+    assert graphs.WARM_UP >= semi.SEARCH_AT
+
+
+def test_cusparselt_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: False)
+    assert "torch was built without" in cslt.missing().replace(f"torch {torch.__version__}", "torch")
+    monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "_cslt_compress", None, raising=False)
+    monkeypatch.setattr(torch.backends.cusparselt, "version", lambda: 400)
+    assert "version 500 or later" in cslt.missing()
+    monkeypatch.setattr(torch.backends.cusparselt, "version", lambda: 800)
+    cslt._library.cache_clear()
+    monkeypatch.setattr(ctypes, "PyDLL", lambda name: (_ for _ in ()).throw(OSError(f"{name}: cannot open")))
+    assert "libcusparseLt.so.0: cannot open" in cslt.missing()
+
+
+class Library:
+    """Stands for cuSPARSELt: notes what is called with which structures."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        def call(*args):
+            places = [arg._as_parameter_.value for arg in args if isinstance(arg, cslt.Struct)]
+            self.calls.append((name.removeprefix("cusparseLt"), places))
+            return 3 if name == "cusparseLtMatmulSearch" else 0
+
+        return call
+
+
+def test_plan_gives_back_what_it_took_and_says_which_call_failed(monkeypatch):
+    library = Library()
+    monkeypatch.setattr(cslt, "_library", lambda: library)
+    monkeypatch.setattr(cslt, "_handle", lambda device: cslt.Struct())
+    monkeypatch.setattr(cslt, "current_stream", lambda device: ctypes.c_void_p(0))
+    plan = cslt.Plan((64, 128), 16, CPU)
+    assert all(place % 16 == 0 for _, places in library.calls for place in places)
+    made = {name: places[1] for name, places in library.calls if name.endswith("Init")}
+    with pytest.raises(RuntimeError, match="cusparseLtMatmulSearch failed with code 3"):
+        plan.search(torch.zeros(64, 72), torch.zeros(16, 128))
+    assert plan(torch.zeros(64, 72), torch.zeros(16, 128)).shape == (16, 64)
+    library.calls.clear()
+    del plan
+    gone = [(name, *places) for name, places in library.calls]
+    assert gone[:2] == [
+        ("MatmulPlanDestroy", made["MatmulPlanInit"]),
+        ("MatmulAlgSelectionDestroy", made["MatmulAlgSelectionInit"]),
+    ]
+    assert [name for name, _ in gone[2:]] == ["MatDescriptorDestroy"] * 3
+    assert {made["StructuredDescriptorInit"], made["DenseDescriptorInit"]} < {place for _, place in gone[2:]}
 
 
 # Blocks

@@ -13,12 +13,14 @@ import torch
 
 from smupar.lm.config import ModelConfig, RunConfig
 from smupar.lm.files import locked
-from smupar.study.config import TransferConfig
-from smupar.study.engines import execute, groups, largest_stack
+from smupar.lm.folder import Summary
+from smupar.study.config import EngineConfig, TransferConfig
+from smupar.study.curves import Panel, Point, Series, draw_png
+from smupar.study.engines import execute, groups, largest_stack, settle
 from smupar.study.report import write_report
 from smupar.study.space import grid, parse_axis
 from smupar.study.store import Study
-from smupar.study.transfer import Curve, Verdict, analyse, axis_values, moved, proposals, sentence
+from smupar.study.transfer import Curve, Verdict, analyse, axis_values, more_seeds, moved, proposals, sentence
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["smupar.study.engines"])
@@ -258,6 +260,55 @@ def test_proposals_share_the_dense_runs_of_mup_and_smupar():
 def test_other_axes_are_swept_around_the_tuned_value():
     assert axis_values(TransferConfig(run=TINY, axis="alpha_output"))[3] == TINY.alpha_output
     assert len(axis_values(TransferConfig(run=TINY, axis="init_std"))) == 7
+
+
+def test_further_seeds_follow_an_optimum_that_they_move(tmp_path):
+    curve = [replace(TINY, lr=2.0**power) for power in range(-6, -1)]
+    luck = {
+        0: (5.0, 4.0, 4.5, 4.1, 4.6),
+        1: (5.0, 4.4, 4.5, 4.1, 4.6),
+        2: (5.0, 4.4, 4.5, 4.1, 4.6),
+    }  # by seed, over the values
+
+    def number(config):
+        return curve.index(replace(config, seed=0))
+
+    with Study.open(tmp_path / "study", {"kind": "x"}, "") as study:
+        asked = []
+        while missing := study.missing(more_seeds(study, curve, "lr", 3) if asked else curve):
+            asked.append({number(config) for config in missing})
+            for config in missing:
+                study.add(config, summary(config, luck[config.seed][number(config)]))
+        # The first seed's best is value 1; with three seeds it is value 3, which then gets its own, and its other neighbour.
+        assert asked == [{0, 1, 2, 3, 4}, {0, 1, 2}, {3, 4}]
+        seeds = more_seeds(study, curve, "lr", 3)
+        assert {(number(config), config.seed) for config in seeds} == {(value, seed) for value in range(5) for seed in (1, 2)}
+        assert settle(study, lambda study: seeds, EngineConfig(device="cpu")) == seeds  # nothing is missing: nothing is run
+
+
+def summary(config, loss):
+    return Summary(
+        id=config.id, status="finished", folder="", steps=config.steps, num_tokens=config.num_tokens, num_parameters=1,
+        sparsity=config.sparsity, train_loss=loss, valid_loss=loss, best_valid_loss=None, best_step=None, seconds=1.0,
+        tokens_per_second=1.0, device="cpu", num_ranks=1, num_threads=1, versions={},
+    )  # fmt: skip
+
+
+def test_panels_share_a_legend_only_if_their_series_do(tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *args, **kwargs: drawn.append(self))
+
+    def panel(*labels):
+        return Panel("", "x", "y", tuple(Series(label, (Point(1, 1), Point(2, 2)), 0.5) for label in labels))
+
+    draw_png([panel("0", "0.5"), panel("0", "0.9"), panel("0", "0.9")], tmp_path / "x.png", "")
+    legends = [axis.get_legend() for axis in drawn[0].axes]
+    assert [legend and [text.get_text() for text in legend.get_texts()] for legend in legends] == [
+        ["0", "0.5"],
+        None,
+        ["0", "0.9"],
+    ]
 
 
 def test_transfer_study_runs_from_end_to_end(tmp_path):

@@ -1,7 +1,7 @@
 """A layer, its product and hidden layers on a GPU: dense bf16, our backends, cuSPARSE. Timed by the GPU's own clock.
 
-Each side is timed as torch runs it, and captured in a CUDA graph: what the host does for a pass, from a third to half of a
-millisecond for a layer of ours, keeps a GPU waiting that is fast enough.
+Each side is timed as torch runs it, and captured in a CUDA graph: what the host does for a layer of ours, about a
+millisecond, keeps a GPU waiting that is fast enough.
 """
 
 from __future__ import annotations

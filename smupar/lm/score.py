@@ -70,7 +70,7 @@ class Subject:
     """A model and its tokenizer, as far as scoring needs them."""
 
     logits: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """Of tokens, at some places alone, given by rows and positions: all of them would take most of the time and memory."""
+    """Of tokens, at rows and positions: our own models compute no others, which would take most of the time and memory."""
     encode: Callable[[str], list[int]]
     encode_plain: Callable[[str], list[int]]
     """Without the token that some tokenizers put before a text."""

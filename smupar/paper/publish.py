@@ -72,7 +72,8 @@ def index(folder: Path) -> str:
 
 
 def _facts(done: Reproduced, scale: Scale) -> dict[str, Any]:
-    configs = [_flat(row.config) for row in done.rows]
+    configs, made = [_flat(row.config) for row in done.rows], _made_on(done)
+    origins = [(row.summary.device, row.summary.versions) for row in done.rows] or ([(made["device"], made)] if made else [])
     names = list(configs[0]) if configs else []
     varies = [name for name in names if any(config[name] != configs[0][name] for config in configs)]
     rows = [
@@ -83,13 +84,31 @@ def _facts(done: Reproduced, scale: Scale) -> dict[str, Any]:
         "scale": scale.name,
         "holds": done.claim.holds,
         "claims": [{"holds": part.holds, "text": part.text} for part in done.claim.parts or (done.claim,)],
-        "minutes": (sum(row.summary.seconds for row in done.rows) + _made_on(done).get("seconds", 0)) / 60,
-        "commits": sorted({row.summary.versions.get("commit", "unknown") for row in done.rows}),
-        "devices": sorted({f"{row.summary.device}, torch {row.summary.versions['torch']}" for row in done.rows}),
+        "minutes": (sum(row.summary.seconds for row in done.rows) + made.get("seconds", 0)) / 60,
+        "commits": sorted({made_by.get("commit", "unknown") for _, made_by in origins}),
+        "devices": sorted({f"{device}, torch {made_by['torch']}" for device, made_by in origins}),
         "common": {name: configs[0][name] for name in names if name not in varies},
         "varies": varies,
+        **_slopes(done),
         "rows": rows,
     }
+
+
+def _slopes(done: Reproduced) -> dict[str, Any]:
+    """Of a coordinate check: how the sizes of hidden layers grow with density, at the first step and the last."""
+    path = done.folder / "check.json"
+    if not path.exists():
+        return {}
+    slopes = json.loads(path.read_text())["slopes"]
+    steps = {one["step"] for one in slopes} - {0}
+    shown = {min(steps), max(steps)}
+    names = ("rule", "place", "quantity", "step", "slope", "ci", "verdict")
+    chosen = [one for one in slopes if one["kind"] == "layer" and one["role"] == "hidden" and one["step"] in shown]
+    return {"slopes": [{name: _rounded(one[name]) for name in names} for one in chosen]}
+
+
+def _rounded(value: Any) -> Any:
+    return round(value, 4) if isinstance(value, float) else value
 
 
 def _flat(config: RunConfig) -> dict[str, Any]:
@@ -112,9 +131,12 @@ def _ending(row: Result) -> dict[str, Any]:
 
 def _compact(facts: dict[str, Any]) -> str:
     """JSON with a line for each row."""
-    rows = ",\n".join(f"  {json.dumps(row)}" for row in facts["rows"])
-    head = json.dumps({name: value for name, value in facts.items() if name != "rows"}, indent=1)
-    return head.removesuffix("\n}") + f',\n "rows": [\n{rows}\n ]\n}}\n'
+    long = {name: facts[name] for name in ("slopes", "rows") if name in facts}
+    text = json.dumps({name: value for name, value in facts.items() if name not in long}, indent=1).removesuffix("\n}")
+    for name, rows in long.items():
+        lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+        text += f',\n "{name}": [\n{lines}\n ]'
+    return text + "\n}\n"
 
 
 def _picture_name(name: str, picture: Path) -> str:
@@ -176,7 +198,7 @@ def _what_was_measured(done: Reproduced, scale: Scale) -> list[str]:
     if not hasattr(module, "what"):
         return [f"Nothing is trained for it. Made by commit {versions().get('commit', 'unknown')}."]
     made = _made_on(done)
-    on = f"{made['device']}, torch {made['torch']}, {made['seconds'] / 60:.1f} minutes"
+    on = f"{made['device']}, torch {made['torch']}, {made.get('seconds', 0) / 60:.1f} minutes in all"
     return [f"{module.what(scale)} {on}. Made by commit {made.get('commit', 'unknown')}."]
 
 

@@ -10,7 +10,7 @@ import csv
 import io
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -32,8 +32,8 @@ from smupar.paper.figure import Claim
 from smupar.paper.settings import Scale, ScaleName
 from smupar.study.config import EngineConfig
 from smupar.study.curves import draw_png
-from smupar.study.engines import execute
-from smupar.study.store import Result, Study, row_of
+from smupar.study.engines import settle
+from smupar.study.store import Result, Stage, Study, row_of
 from smupar.study.transfer import more_seeds
 
 MADE_ON = "made-on.json"  # the device and versions of what is measured without runs
@@ -115,7 +115,7 @@ def reproduce(name: str, scale: Scale, how: EngineConfig, *, out: str, data_dir:
         study.keeps_weights = getattr(module, "KEEPS_WEIGHTS", False)
         wanted: list[RunConfig] = []
         for propose in _stages(module, scale):
-            wanted += _executed(study, propose(study), how)
+            wanted += settle(study, propose, how)
         rows = study.results(wanted)
     folder.mkdir(parents=True, exist_ok=True)
     _write_rows(folder, rows)
@@ -126,9 +126,6 @@ def reproduce(name: str, scale: Scale, how: EngineConfig, *, out: str, data_dir:
         return _written(name, scale, folder, module.claim(results), rows)
     draw_png(module.draw(rows), folder / "picture.png", module.TITLE, columns=getattr(module, "COLUMNS", None))
     return _written(name, scale, folder, module.claim(rows), rows)
-
-
-Stage = Callable[[Study], Sequence[RunConfig]]
 
 
 def _stages(module: ModuleType, scale: Scale) -> list[Stage]:
@@ -143,7 +140,7 @@ def _stages(module: ModuleType, scale: Scale) -> list[Stage]:
 
 def _more_seeds(first: Stage, swept: tuple[str, str], scale: Scale, study: Study) -> Sequence[RunConfig]:
     experiment, axis = swept
-    return more_seeds(study.results(first(study)), axis, scale.size(experiment).seeds)
+    return more_seeds(study, first(study), axis, scale.size(experiment).seeds)
 
 
 def _refuse_device(name: str, scale: Scale, configs: Sequence[RunConfig], device: torch.device, *, asked: bool) -> None:
@@ -158,16 +155,6 @@ def _refuse_device(name: str, scale: Scale, configs: Sequence[RunConfig], device
             f"{name} at scale {scale.name} needs {needed / _GIB:.0f} GiB for its largest model, this GPU has "
             f"{memory / _GIB:.0f}: try a smaller --scale"
         )
-
-
-def _executed(study: Study, configs: Sequence[RunConfig], how: EngineConfig) -> Sequence[RunConfig]:
-    if not configs:
-        return []
-    missing = len(study.missing(configs))
-    print(f"{len(configs)} runs, {len(configs) - missing} of them done, in {study.folder}", flush=True)
-    if missing:
-        execute(study, configs, engine=how.engine, device=how.device, address=how.address)
-    return configs
 
 
 def _write_rows(folder: Path, rows: Sequence[Result]) -> None:

@@ -148,7 +148,7 @@ _SIZES: dict[str, dict[str, Size]] = {
     "dynamic": {
         "paper": Size(1024, 2, 128, 2048, 1169, _PAPER_SPARSITIES[:-1], tuple(map(float, range(-13, -2))), 3),
         "small": Size(1024, 2, 32, 256, 500, (0.0, 0.75, 0.9375, 0.984375), _RATES[1:], 3),
-        "cpu": Size(128, 2, 8, 64, 60, (0.0, 0.75, 0.9375), (-9.0, -8.0, -7.0, -6.0, -5.0)),
+        "cpu": Size(128, 2, 8, 64, 60, (0.0, 0.9375), (-9.0, -8.0, -7.0, -6.0, -5.0)),
     },
 }
 # Scale small shares its runs with the studies of docs/measured-updates.md, whose init and alpha are rounded.

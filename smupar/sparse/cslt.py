@@ -1,12 +1,13 @@
 """cuSPARSELt's product with a 2:4 matrix, planned once for a size. torch's own call makes its plan anew each time, which takes
 the host about as long as a GPU multiplies at width 4096.
 
-Called through ctypes: torch brings the library along, but not its header. What is here holds for versions 0.5 and later.
+Called through ctypes: torch brings the library along, but not its header.
 """
 
 from __future__ import annotations
 
 import ctypes
+import weakref
 from functools import cache
 
 import torch
@@ -14,19 +15,28 @@ from torch import Tensor
 
 from smupar.sparse.gpu import current_stream
 
+_OLDEST = 500  # version 0.5.0: from then on the numbers below are these
 _BYTES = 16 * 1024  # of each of its structures: the largest of any version has 11024
-_ALIGNMENT = 16  # of matrices, in bytes, and of the structures
-# As its header numbers them
-_BF16, _BY_COLUMN, _BY_ROW, _AS_IT_IS, _TURNED, _HALF_ZERO, _IN_F32, _DEFAULT = 14, 1, 2, 0, 1, 0, 2, 0
+_ALIGNMENT = 16  # of matrices and of the structures, in bytes
+_CUDA_R_16BF = 14
+_CUSPARSE_ORDER_COL, _CUSPARSE_ORDER_ROW = 1, 2
+_CUSPARSE_OPERATION_NON_TRANSPOSE, _CUSPARSE_OPERATION_TRANSPOSE = 0, 1
+_CUSPARSELT_SPARSITY_50_PERCENT = 0
+_CUSPARSE_COMPUTE_32F = 2
+_CUSPARSELT_MATMUL_ALG_DEFAULT = 0
 
 
-class Struct:
-    """One of the library's structures, which it lays out as it likes."""
-
-    def __init__(self) -> None:
-        self.room = ctypes.create_string_buffer(_BYTES + _ALIGNMENT)
-        start = ctypes.addressof(self.room)
-        self._as_parameter_ = ctypes.c_void_p(start + -start % _ALIGNMENT)
+def missing() -> str | None:
+    version = torch.backends.cusparselt.version() if torch.backends.cusparselt.is_available() else None
+    if version is None or not hasattr(torch, "_cslt_compress"):
+        return f"cuSPARSELt, which torch {torch.__version__} was built without"
+    if version < _OLDEST:
+        return f"cuSPARSELt of version {_OLDEST} or later, torch {torch.__version__} has {version}"
+    try:
+        _library()
+    except OSError as error:
+        return f"the library of cuSPARSELt ({error})"
+    return None
 
 
 @cache
@@ -41,6 +51,15 @@ def _call(name: str, *args: object) -> None:
         raise RuntimeError(f"cusparseLt{name} failed with code {code}")
 
 
+class Struct:
+    """One of the library's structures, which it lays out as it likes."""
+
+    def __init__(self) -> None:
+        self.room = ctypes.create_string_buffer(_BYTES + _ALIGNMENT)
+        start = ctypes.addressof(self.room)
+        self._as_parameter_ = ctypes.c_void_p(start + -start % _ALIGNMENT)
+
+
 @cache
 def _handle(device: torch.device) -> Struct:
     handle = Struct()
@@ -52,23 +71,27 @@ def _handle(device: torch.device) -> Struct:
 class Plan:
     """``plan(matrix, rows)`` is rows @ matrix.T, for one size of each, in bfloat16. ``matrix`` is packed."""
 
-    in_graph = False
-
     def __init__(self, shape: tuple[int, int], num_rows: int, device: torch.device) -> None:
         self.shape, self.num_rows, self.handle = shape, num_rows, _handle(device)
-        (num_outputs, num_inputs), make = shape, ctypes.c_int64
-        # All are kept: a plan may refer to what it was made of.
-        self.matrices = matrix, rows, made = Struct(), Struct(), Struct()
-        self.product, self.choice, self.plan = Struct(), Struct(), Struct()
-        sizes = make(num_outputs), make(num_inputs), make(num_inputs)
-        _call("StructuredDescriptorInit", self.handle, matrix, *sizes, _ALIGNMENT, _BF16, _BY_ROW, _HALF_ZERO)
-        sizes = make(num_rows), make(num_inputs), make(num_inputs)
-        _call("DenseDescriptorInit", self.handle, rows, *sizes, _ALIGNMENT, _BF16, _BY_ROW)
-        sizes = make(num_outputs), make(num_rows), make(num_outputs)
-        _call("DenseDescriptorInit", self.handle, made, *sizes, _ALIGNMENT, _BF16, _BY_COLUMN)
-        _call("MatmulDescriptorInit", self.handle, self.product, _AS_IT_IS, _TURNED, matrix, rows, made, made, _IN_F32)
-        _call("MatmulAlgSelectionInit", self.handle, self.choice, self.product, _DEFAULT)
-        _call("MatmulPlanInit", self.handle, self.plan, self.product, self.choice)
+        num_outputs, num_inputs = shape
+        matrix, rows, result, product, self.choice, self.plan = parts = [Struct() for _ in range(6)]
+        kind = ctypes.c_uint32(_ALIGNMENT), _CUDA_R_16BF
+        sizes = _sizes(num_outputs, num_inputs, num_inputs)
+        _call(
+            "StructuredDescriptorInit",
+            *(self.handle, matrix, *sizes, *kind, _CUSPARSE_ORDER_ROW, _CUSPARSELT_SPARSITY_50_PERCENT),
+        )
+        sizes = _sizes(num_rows, num_inputs, num_inputs)
+        _call("DenseDescriptorInit", self.handle, rows, *sizes, *kind, _CUSPARSE_ORDER_ROW)
+        sizes = _sizes(num_outputs, num_rows, num_outputs)
+        _call("DenseDescriptorInit", self.handle, result, *sizes, *kind, _CUSPARSE_ORDER_COL)
+        operations = _CUSPARSE_OPERATION_NON_TRANSPOSE, _CUSPARSE_OPERATION_TRANSPOSE
+        matrices = matrix, rows, result, result
+        _call("MatmulDescriptorInit", self.handle, product, *operations, *matrices, _CUSPARSE_COMPUTE_32F)
+        _call("MatmulAlgSelectionInit", self.handle, self.choice, product, _CUSPARSELT_MATMUL_ALG_DEFAULT)
+        _call("MatmulPlanInit", self.handle, self.plan, product, self.choice)
+        # At the interpreter's end the library may be gone, and its memory goes with the process.
+        weakref.finalize(self, _destroy, *parts).atexit = False
         self.one, self.zero = ctypes.c_float(1), ctypes.c_float(0)
         self._measure_workspace()
 
@@ -79,14 +102,6 @@ class Plan:
 
     def __call__(self, matrix: Tensor, rows: Tensor) -> Tensor:
         return self._run("Matmul", matrix, rows)
-
-    def close(self) -> None:
-        """Gives back what the library keeps for it, unless a CUDA graph may replay its products."""
-        if self.in_graph:
-            return
-        _call("MatmulPlanDestroy", self.plan)
-        for matrix in self.matrices:
-            _call("MatDescriptorDestroy", matrix)
 
     def _measure_workspace(self) -> None:
         size = ctypes.c_size_t()
@@ -113,3 +128,18 @@ class Plan:
             1,
         )
         return made
+
+
+def _sizes(num_rows: int, num_columns: int, leading: int) -> tuple[ctypes.c_int64, ...]:
+    return ctypes.c_int64(num_rows), ctypes.c_int64(num_columns), ctypes.c_int64(leading)
+
+
+def _destroy(matrix: Struct, rows: Struct, result: Struct, product: Struct, choice: Struct, plan: Struct) -> None:
+    """Gives back what the library keeps for a plan. A product's descriptor is all in its structure; of a choice the library
+    keeps something from 0.8 on."""
+    library = _library()
+    library.cusparseLtMatmulPlanDestroy(plan)
+    if hasattr(library, "cusparseLtMatmulAlgSelectionDestroy"):
+        library.cusparseLtMatmulAlgSelectionDestroy(choice)
+    for one in (matrix, rows, result):
+        library.cusparseLtMatDescriptorDestroy(one)

@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from smupar.sparse import block, gpu, semi
+from smupar.sparse import block, cslt, gpu
 from smupar.sparse.block import Blocks
 from smupar.sparse.products import Best, Kernel
 from smupar.sparse.semi import SemiStructured
@@ -33,7 +33,7 @@ def kernel_of(backend: str, device: torch.device) -> Kernel:
 def _missing_on_gpu(backend: str, device: torch.device) -> str | None:
     why = gpu.missing(device)
     if why is None and backend == "2:4":
-        why = semi.missing()
+        why = cslt.missing()
     if why is None and backend == "block":
         why = block.missing()
     return why and f"backend {backend!r} on a GPU needs {why}: use 'dense', or 'csr' on a CPU"

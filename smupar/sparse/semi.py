@@ -27,15 +27,9 @@ _SIZES = 64  # multiples of 32 that are none of 64 did not pass the tests (torch
 _TOKENS = 16  # and of the rows
 _SOURCE = "semi.cu"
 _REMEDY = 'parameterize with pattern="2:4-transposable"'
-_SEARCH_AT = 3  # a search takes as long as many products: worth it for sizes that come back, not for every length of a batch
+SEARCH_AT = 3  # a search takes as long as many products: worth it for sizes that come back, not for every length of a batch
 _MOST_KNOWN = 64
 _choosing = threading.Lock()  # autograd has a thread for each device
-
-
-def missing() -> str | None:
-    if not torch.backends.cusparselt.is_available() or not hasattr(torch, "_cslt_compress"):
-        return f"cuSPARSELt, which torch {torch.__version__} was built without"
-    return None
 
 
 def tile_codes(mask: Tensor) -> Tensor:
@@ -61,6 +55,7 @@ class SemiStructured(OnGpu):
     def __init__(self) -> None:
         self._plans: dict[tuple[object, ...], tuple[Plan, int]] = {}
         """By sizes and device, the last used behind, and how often each was used until its algorithm was searched for."""
+        self._captured: set[Plan] = set()  # which CUDA graphs may replay, so they stay
 
     def refusal(self, mask: Tensor) -> str | None:
         if any(size % _SIZES for size in mask.shape):
@@ -96,15 +91,14 @@ class SemiStructured(OnGpu):
             plan, seen = self._plans.pop(key, (None, 0))
             plan = plan or Plan(shape, len(rows), rows.device)
             if torch.cuda.is_current_stream_capturing():  # there nothing can be timed
-                plan.in_graph = True
-            elif seen < _SEARCH_AT:
+                self._captured.add(plan)
+            elif seen < SEARCH_AT:
                 seen += 1
-                if seen == _SEARCH_AT:
+                if seen == SEARCH_AT:
                     plan = _faster(plan, matrix, rows)
             self._plans[key] = plan, seen
             if len(self._plans) > _MOST_KNOWN:
-                forgotten, _ = self._plans.pop(next(iter(self._plans)))
-                forgotten.close()
+                del self._plans[next(iter(self._plans))]
         return plan
 
 
@@ -168,10 +162,8 @@ def _faster(plan: Plan, matrix: Tensor, rows: Tensor) -> Plan:
         searched.search(matrix, rows)
         gains = _seconds(lambda: searched(matrix, rows)) < _seconds(lambda: plan(matrix, rows))
     except RuntimeError:  # an algorithm that this shape or version does not have
-        gains = False
-    best, other = (searched, plan) if gains else (plan, searched)
-    other.close()
-    return best
+        return plan
+    return searched if gains else plan
 
 
 def _seconds(call: Callable[[], object], repeats: int = 5) -> float:

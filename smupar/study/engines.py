@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -30,7 +30,7 @@ from smupar.lm.stack import GPTStack, stack_key
 from smupar.lm.train import train
 from smupar.study.config import EngineConfig
 from smupar.study.report import write_report
-from smupar.study.store import Study
+from smupar.study.store import Stage, Study
 
 EngineName = Literal["auto", "serial", "stacked", "ray"]
 
@@ -77,20 +77,28 @@ def run_study(
     folder: str,
     definition: dict[str, Any],
     command: str,
-    stages: Iterable[Callable[[Study], Sequence[RunConfig]]],
+    stages: Iterable[Stage],
     how: EngineConfig,
 ) -> str:
     """Runs what is missing of a study and writes its page; returns what it found, and where. A stage proposes runs that may
     stand on the results of those before."""
     with Study.open(folder, definition, command) as study:
         for propose in stages:
-            configs = propose(study)
-            if configs:
-                num_done = len(configs) - len(study.missing(configs))
-                print(f"{len(configs)} runs, {num_done} of them done, in {folder}", flush=True)
-                execute(study, configs, engine=how.engine, device=how.device, address=how.address)
+            settle(study, propose, how)
         found = write_report(study)
     return f"{found}\n{folder}/report.html, picture.png, table.csv"
+
+
+def settle(study: Study, propose: Stage, how: EngineConfig) -> Sequence[RunConfig]:
+    """Runs what a stage proposes, and then what it proposes with those results, until nothing is missing; returns all of it."""
+    while True:
+        configs = propose(study)
+        missing = study.missing(configs)
+        if configs:
+            print(f"{len(configs)} runs, {len(configs) - len(missing)} of them done, in {study.folder}", flush=True)
+        if not missing:
+            return configs
+        execute(study, missing, engine=how.engine, device=how.device, address=how.address)
 
 
 def execute(

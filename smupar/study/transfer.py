@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from smupar.rules import get_rule
 from smupar.study.config import TransferConfig
 from smupar.study.curves import Panel, Point, Series
 from smupar.study.space import with_fields
-from smupar.study.store import Result, Study
+from smupar.study.store import Result, Stage, Study
 
 MEASURED, MOMENT = "measured", "moment"
 _OURS = {MEASURED: "measured updates", MOMENT: "SmuPar, density of the moment"}
@@ -86,27 +86,32 @@ def moved(proxy: Curve, curve: Curve) -> float:
     return 2 ** abs(math.log2(curve.best / proxy.best))
 
 
-def stages(config: TransferConfig) -> list[Callable[[Study], Sequence[RunConfig]]]:
+def stages(config: TransferConfig) -> list[Stage]:
     """The runs of a study, each stage standing on the results of those before."""
     return [
         lambda study: proposals(config),
-        lambda study: more_seeds(study.results(proposals(config)), config.axis, config.seeds),
+        lambda study: more_seeds(study, proposals(config), config.axis, config.seeds),
         lambda study: measured_proposals(config, study),
-        lambda study: more_seeds(study.results(measured_proposals(config, study)), config.axis, config.seeds),
+        lambda study: more_seeds(study, measured_proposals(config, study), config.axis, config.seeds),
     ]
 
 
-def more_seeds(results: Iterable[Result], axis: str, seeds: int) -> list[RunConfig]:
-    """Further seeds where they count: at the best value of every curve and its two neighbours."""
-    curves: dict[str, list[Result]] = {}
-    for result in results:
-        curves.setdefault(with_fields(result.config, {axis: 1.0}).id, []).append(result)
+def more_seeds(study: Study, first: Sequence[RunConfig], axis: str, seeds: int) -> list[RunConfig]:
+    """Further seeds where they count: at the best value of every curve and its two neighbours. Which is best their own results
+    may change, so a study asks again until none is missing."""
+    curves: dict[str, list[RunConfig]] = {}
+    for config in first:
+        curves.setdefault(with_fields(config, {axis: 1.0}).id, []).append(config)
     runs = []
     for curve in curves.values():
-        curve.sort(key=lambda result: getattr(result.config, axis))
-        best = min(range(len(curve)), key=lambda index: curve[index].loss)
-        for result in curve[max(0, best - 1) : best + 2]:
-            runs += [replace(result.config, seed=result.config.seed + number) for number in range(1, seeds)]
+        curve.sort(key=lambda config: getattr(config, axis))
+        own = [[replace(config, seed=config.seed + number) for number in range(seeds)] for config in curve]
+        known = [study.results(same) for same in own]
+        means = [sum(result.loss for result in some) / len(some) if some else math.inf for some in known]
+        best = min(range(len(curve)), key=lambda index: means[index])
+        for index, same in enumerate(own):
+            there = {result.config.id for result in known[index]}
+            runs += [config for config in same[1:] if abs(index - best) <= 1 or config.id in there]
     return runs
 
 
