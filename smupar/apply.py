@@ -10,6 +10,7 @@ What is added to a model, all of it keyed by name and put back by ``attach`` fro
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -301,6 +302,7 @@ def _mask_leaf(name: str) -> str:
 
 def _attach(model: nn.Module, plan: Plan, masks: Mapping[str, Tensor]) -> None:
     """Everything of ``attach``, with the masks that are not in the model yet."""
+    _let_compilers_see_hooks()
     parameters = dict(model.named_parameters())
     masked = []
     silent = []  # buffers that DDP need not broadcast at every forward: the same on all ranks by construction
@@ -326,6 +328,18 @@ def _attach(model: nn.Module, plan: Plan, masks: Mapping[str, Tensor]) -> None:
         model.register_load_state_dict_pre_hook(_before_load)
         model.register_load_state_dict_post_hook(_after_load)
     setattr(model, _MARK, _Attached(tuple(masked)))
+
+
+def _let_compilers_see_hooks() -> None:
+    """By default torch.compile does not ask whether a module has hooks: a model like one that ran compiled before, but with
+    hooks, would run that one's code, without them."""
+    may_have_compiled = "torch._dynamo" in sys.modules
+    import torch._dynamo  # which every optimizer imports as well
+
+    if torch._dynamo.config.skip_nnmodule_hook_guards:
+        torch._dynamo.config.skip_nnmodule_hook_guards = False
+        if may_have_compiled:  # code of before would still not ask
+            torch._dynamo.reset()
 
 
 def _watch(parameter: nn.Parameter, module: nn.Module, mask_leaf: str) -> None:

@@ -6,6 +6,7 @@ rates on the optimizer's groups.
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from collections import Counter
@@ -14,7 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smupar.apply import FACTOR, mask_of, masks_gradient, masks_move, masks_updates, optimizers, scales_output, unwrapped
+from smupar.apply import (
+    FACTOR,
+    has_mask,
+    mask_of,
+    masks_gradient,
+    masks_move,
+    masks_updates,
+    optimizers,
+    scales_output,
+    unwrapped,
+)
 from smupar.optim import guard, num_steps, ratio_problem, wrong_groups
 from smupar.plan import Plan, PlanRow
 from smupar.planner import PlanWarning
@@ -99,7 +110,7 @@ def differences(
     for row in rows:
         for path, factor in row.forward:
             findings += _forward_factor(model.get_submodule(path), path, factor, row, parameters[row.name].dtype)
-    return findings + _optimizers(plan, parameters, optimizers(optimizer), lr)
+    return findings + _optimizers(model, plan, parameters, optimizers(optimizer), lr)
 
 
 # The weights
@@ -113,7 +124,7 @@ def _weights(model: nn.Module, parameter: nn.Parameter, row: PlanRow, *, check_s
         return [Finding(text, "another model", row.name)]
     mask = mask_of(model, row.name)
     findings = []
-    if row.masked:
+    if row.masked or mask is not None:  # by the plan, or added for masks that move
         if mask is None:
             return [Finding(f"{row.name!r} has no mask: call smupar.attach(model, plan)", "mask missing", row.name)]
         findings += _mask(weight, whole(mask), row, check_density=not masks_move(model))
@@ -238,7 +249,11 @@ def _measured_factor(module: nn.Module) -> float | None:
 
 
 def _optimizers(
-    plan: Plan, parameters: dict[str, nn.Parameter], all_: list[torch.optim.Optimizer], lr: float | None
+    model: nn.Module,
+    plan: Plan,
+    parameters: dict[str, nn.Parameter],
+    all_: list[torch.optim.Optimizer],
+    lr: float | None,
 ) -> list[Finding]:
     if not all_:
         return []
@@ -257,7 +272,9 @@ def _optimizers(
                 continue
             family = labels.pop()  # an optimizer of the user's own, whose family they named in param_groups
         findings += _group_lrs(plan, optimizer, family, names, lr)
-        masked = any(plan[names[id(p)]].masked for g in groups for p in g["params"] if id(p) in names and names[id(p)] in plan)
+        findings += _unused_decay(optimizer)
+        owned = [names[id(p)] for group in groups for p in group["params"] if id(p) in names]
+        masked = any(has_mask(model, name) for name in owned)
         if family == "muon" and any(group.get("adjust_lr_fn") == "match_rms_adamw" for group in groups):
             text = "Muon with adjust_lr_fn='match_rms_adamw' sizes its update in another way than the rule: use the default"
             findings.append(Finding(text, "LR"))
@@ -278,6 +295,23 @@ def _optimizers(
             )
             findings.append(Finding(text, "optimizer", name))
     return findings
+
+
+def _unused_decay(optimizer: torch.optim.Optimizer) -> list[Finding]:
+    """Groups have a decay of their own, so one that is given to the optimizer does nothing."""
+    kind, given = type(optimizer), optimizer.defaults.get("weight_decay")
+    default = inspect.signature(kind).parameters.get("weight_decay")
+    ours = [group for group in optimizer.param_groups if "lr_factor" in group]
+    if given is None or default is None or given == default.default or not ours:
+        return []
+    used = [decay for group in ours for decay in (group["weight_decay"], group["weight_decay"] * group["lr_factor"])]
+    if any(math.isclose(given, decay, rel_tol=1e-6) for decay in used):
+        return []
+    text = (
+        f"weight_decay={given:g} was given to {kind.__name__}, where it does nothing, since every group has its own: "
+        "pass it to param_groups(..., weight_decay=...)"
+    )
+    return [Finding(text, "optimizer")]
 
 
 def _group_lrs(

@@ -18,6 +18,7 @@ from smupar.apply import attach, is_parameterized, optimizers, unwrapped
 from smupar.globs import match_globs
 from smupar.plan import Plan, PlanRow
 from smupar.rules import family_of
+from smupar.storage import is_replaced
 
 NoDecay = Iterable[str] | Callable[[str, nn.Parameter], bool]
 _WITH_EPS = {"adamw", "adam", "adamax", "nadam", "radam", "rmsprop", "adagrad"}
@@ -94,6 +95,7 @@ def param_groups(
         key = (factor, wd, row.eps_factor if eps == "width" else 1.0)
         if key not in groups:
             groups[key] = {"params": [], "lr": lr * factor, "weight_decay": wd, "lr_factor": factor, "family": family}
+            groups[key]["decay"] = decay
             if eps == "width" or eps_value is not None:
                 groups[key]["eps"] = (1e-8 if eps_value is None else eps_value) * key[2]
             groups[key]["rows"] = []
@@ -174,7 +176,8 @@ def _distinct(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def guard(optimizer: Any) -> None:
-    """Watches the ratios between groups: warns at the first step whose learning rates the plan did not mean.
+    """Watches the ratios between groups: warns at the first step whose learning rates the plan did not mean. An optimizer whose
+    weights ``sparsify_storage`` has replaced is refused.
 
     Schedulers that set absolute values (OneCycleLR with one max_lr, CosineAnnealingLR with eta_min) erase the factors.
     ``audit`` calls it; it costs a comparison of a few numbers at each step. Groups not made by ``param_groups`` are ignored.
@@ -197,6 +200,11 @@ class _Guard:
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.num_steps += 1
+        if any(is_replaced(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+            raise ValueError(
+                "this optimizer holds weights that sparsify_storage has replaced, and would train nothing: make "
+                "param_groups and the optimizer again, after it"
+            )
         if not self.spoken:
             problem = ratio_problem(optimizer)
             if problem:

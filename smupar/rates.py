@@ -1,6 +1,7 @@
 """Learning rates of single hidden weights that change from step to step, beside whatever scheduler there is.
 
-The factor is put in when the optimizer steps and taken out behind it, so a scheduler never sees it. That needs a group for each
+The factor is put in when the optimizer steps and taken out behind it, so a scheduler never sees it. Weight decay that is
+independent of the learning rate stays so. That needs a group for each
 hidden weight: the groups of ``param_groups`` are split, which must happen before a scheduler is made.
 """
 
@@ -34,12 +35,17 @@ class LayerRates:
             if _WEIGHT in group:
                 group["scheduled_lr"] = scheduled = group.pop("scheduled_lr", group["lr"])  # still there if a step failed
                 planned = group["lr_factor"]
-                group["lr"] = group["applied_lr"] = scheduled * (self.factor(group[_WEIGHT], planned) / planned)
+                change = self.factor(group[_WEIGHT], planned) / planned
+                group["lr"] = group["applied_lr"] = scheduled * change
+                if group.get("decay") == "independent":
+                    group["planned_decay"] = decay = group.pop("planned_decay", group["weight_decay"])
+                    group["weight_decay"] = group["applied_decay"] = decay / change
 
     def take_out(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for group in optimizer.param_groups:
             if _WEIGHT in group:
                 group["lr"] = group.pop("scheduled_lr")
+                group["weight_decay"] = group.pop("planned_decay", group["weight_decay"])
 
 
 def layer_rates(model: nn.Module, plan: Plan, optimizer: Any) -> LayerRates:
@@ -67,6 +73,11 @@ def group_of_weight(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any
 def applied_lr(group: dict[str, Any]) -> Any:
     """The learning rate of the step that is being made, whichever hooks have run."""
     return group.get("applied_lr", group["lr"])
+
+
+def applied_decay(group: dict[str, Any]) -> Any:
+    """The weight decay of that step."""
+    return group.get("applied_decay", group["weight_decay"])
 
 
 def _rates_of(optimizer: torch.optim.Optimizer) -> LayerRates | None:

@@ -147,11 +147,17 @@ class Stack:
         for name, param in t["params"].items():
             lr, decay, eps = (_wide(values, param) for values in t["constants"][name])
             lr = lr * _wide(share * t["rates"][name] if name in t["rates"] else share, param)
+            decay = decay * _wide(self.decay_change(name), param) if name in t["rates"] else decay
             new = self._updated(name, param, grads[name], lr, decay, eps, _wide(number, param))
             if name in t["masks"] and self.kind == "muon":  # its update mixes entries
                 new = new.masked_fill(~t["masks"][name], 0)
             param.copy_(torch.where(_wide(t["alive"], param), new, param))
         return losses
+
+    def decay_change(self, name: str) -> Tensor:
+        """What further factors on the learning rate leave of a weight decay that is independent of it."""
+        rates = self.tensors["rates"][name]
+        return torch.where(self.tensors["independent"], 1 / rates, torch.ones_like(rates))
 
     def _updated(
         self, name: str, param: Tensor, grad: Tensor, lr: Tensor, decay: Tensor, eps: Tensor, number: Tensor
@@ -209,6 +215,7 @@ class Stack:
             "constants": _constants(models, plans, hyperparameters, self.kind),
             "state": {name: self._new_state(name, param) for name, param in params.items()},
             "rates": {name: torch.ones(len(models), device=device) for name in self.hidden},  # further factors on the LR
+            "independent": torch.tensor([h.decay == "independent" for h in hyperparameters], device=device),
             "alive": torch.ones(len(models), dtype=torch.bool, device=device),
             "number": torch.zeros(len(models), device=device),
         }

@@ -27,6 +27,18 @@ class Moved:
     grown: Tensor  # where the parameter is new
 
 
+_REPLACED = "_smupar_replaced"
+
+
+def mark_replaced(parameter: nn.Parameter) -> None:
+    """Says of a parameter that its model has another one in its place now, so that training it is in vain."""
+    setattr(parameter, _REPLACED, True)
+
+
+def is_replaced(parameter: Tensor) -> bool:
+    return hasattr(parameter, _REPLACED)
+
+
 class Compressed(nn.Module):
     """A linear layer that keeps only its non-zeros; ``weight`` holds their values.
 

@@ -552,6 +552,15 @@ def test_compiled_gpt_trains_as_eager():
     check_compiled(model, plan, torch.compile(model, fullgraph=True, backend="aot_eager"))
 
 
+def test_compiled_model_keeps_its_factors_beside_a_plain_twin_that_was_compiled_before():
+    torch._dynamo.reset()
+    tokens = batch()[0]
+    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=True):  # torch's default
+        torch.compile(Net(), backend="eager")(tokens)
+        model, _ = make()
+        assert_close(torch.compile(model, backend="eager")(tokens), model(tokens))
+
+
 def test_attach_and_param_groups_take_a_compiled_model():
     torch._dynamo.reset()
     model, plan = make()

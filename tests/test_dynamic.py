@@ -387,7 +387,8 @@ def test_grown_weights_start_at_zero_whatever_was_left_off_the_mask():
             parameter = model.get_parameter(name)
             parameter[~mask] = 7.0
             optimizer.state[parameter]["exp_avg"][~mask] = 7.0
-    sparsifier.step()
+    with pytest.warns(smupar.PlanWarning, match="off its mask are not 0: another optimizer"):
+        sparsifier.step()
     for name, mask in masks_of(model).items():
         grown, parameter = mask & ~before[name], model.get_parameter(name)
         assert grown.any()
@@ -1221,6 +1222,62 @@ def test_model_must_be_parameterized(kind, settings):
     other = Net()
     with pytest.raises(ValueError, match=r"this model is not parameterized: call smupar\.parameterize before masks move"):
         getattr(smupar, kind)(other, plan, torch.optim.AdamW(other.parameters()), stop=10, **settings)
+
+
+@pytest.mark.parametrize("kind", ["RigL", "SET"])
+def test_masks_that_would_never_move_are_refused(kind):
+    with pytest.raises(ValueError, match="masks would never move: no multiple of every=100 lies between 0 and stop=75"):
+        build(kind, stop=75)
+
+
+@pytest.mark.parametrize(("kind", "settings"), [("RigL", {}), ("GMP", {"density": 0.1})])
+def test_optimizer_of_another_model_is_refused(kind, settings):
+    other, other_plan = make()
+    with pytest.raises(ValueError, match=r"'mix\.weight' is in none of the optimizers"):
+        build(kind, optimizer=lambda model, plan: make_adamw(other, other_plan), stop=100, **settings)
+
+
+@pytest.mark.parametrize(("decay", "share"), [("independent", 1), ("coupled", 8)])
+@pytest.mark.parametrize("correction", ["moment", "fixed"])
+def test_decay_that_is_independent_of_the_learning_rate_stays_so_while_masks_are_pruned(decay, share, correction):
+    model, plan = make(1.0)
+    groups = smupar.param_groups(model, plan, lr=0.01, weight_decay=0.1, decay=decay)
+    optimizer = torch.optim.AdamW(groups)
+    sparsifier = smupar.GMP(model, plan, optimizer, density=1 / 8, every=1, stop=2, correction=correction)
+    train(model, optimizer, sparsifier, range(1, 4))
+    planned = {name: (group["lr"], group["weight_decay"]) for name, group in group_of_weight(optimizer).items()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+        optimizer.state[parameter]["exp_avg"].zero_()
+    before = weights_of(model)
+    optimizer.step()
+    for name, weight in weights_of(model).items():
+        lr, weight_decay = planned[name]
+        kept = before[name] != 0
+        lost = 1 - weight[kept].double() / before[name][kept].double()
+        torch.testing.assert_close(lost.mean().item(), share * lr * weight_decay, rtol=1e-3, atol=0)
+    assert {name: (group["lr"], group["weight_decay"]) for name, group in group_of_weight(optimizer).items()} == planned
+
+
+def test_muon_is_pruned_without_further_ado():
+    model, plan = make(1.0)
+    muon = torch.optim.Muon(smupar.param_groups(model, plan, lr=0.02, only="hidden", optimizer="muon"))
+    both = [muon, torch.optim.AdamW(smupar.param_groups(model, plan, lr=0.01, only="rest"))]
+    train(model, both, smupar.GMP(model, plan, both, density=1 / 8, every=2, stop=4), range(1, 7))
+    assert {name: torch.count_nonzero(weight).item() for name, weight in weights_of(model).items()} == {
+        name: size // 8 for name, size in SIZES.items()
+    }
+
+
+def test_audit_sees_hooks_that_a_pruned_model_has_lost():
+    model, plan = make(1.0)
+    optimizer = make_adamw(model, plan)
+    train(model, optimizer, smupar.GMP(model, plan, optimizer, density=1 / 8, every=2, stop=4), range(1, 7))
+    assert smupar.audit(model, plan, optimizer) == []
+    with pytest.raises(smupar.AuditError) as error:
+        smupar.audit(copy.deepcopy(model), plan, trained=True)
+    assert [finding.name for finding in error.value.findings] == list(SIZES)
+    assert all("its gradient is not masked, the hook is lost" in finding for finding in error.value.findings)
 
 
 @pytest.mark.parametrize("kind", ["RigL", "SET"])

@@ -1054,3 +1054,17 @@ def test_masks_of_the_benchmark_have_their_density_in_every_line(monkeypatch):
     random = bench_gpu._mask("random", 512, 1 / 8)
     assert torch.equal(random, bench_gpu._mask("random", 512, 1 / 8))
     assert random.float().mean().item() == pytest.approx(1 / 8, rel=0.05)
+
+
+@pytest.mark.parametrize("backend", ["csr", "dense"])
+def test_optimizer_of_replaced_weights_is_refused(backend):
+    model, plan = parameterized()
+    if backend == "dense":
+        smupar.sparsify_storage(model, plan, backend="csr")
+    optimizer = adamw(model, plan)
+    smupar.audit(model, plan, optimizer)
+    train(model, optimizer, 1)
+    smupar.sparsify_storage(model, plan, backend=backend)
+    with pytest.raises(ValueError, match="sparsify_storage has replaced, and would train nothing: make param_groups"):
+        train(model, optimizer, 1)
+    train(model, adamw(model, plan), 1)

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from lion_pytorch import Lion
 from torch import nn
-from torch._dynamo import config as dynamo_config
 from torch.utils.checkpoint import checkpoint
 
 import smupar
@@ -426,8 +425,7 @@ def trace_of(way, steps=3):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it loads its compiler
 @pytest.mark.parametrize("way", ["checkpointed", "eager", "aot_eager"])
 def test_trace_is_the_same_with_checkpointed_and_compiled_layers(way):
-    with dynamo_config.patch(skip_nnmodule_hook_guards=False):
-        ours, plain = trace_of(way), trace_of("plain")
+    ours, plain = trace_of(way), trace_of("plain")
     for name, effects in plain.effects.items():
         assert ours.effects[name] == pytest.approx(effects, rel=1e-4)
 
@@ -448,8 +446,7 @@ def test_compiled_convolutions_are_measured():
         recorder = smupar.record_updates(model, plan, optimizer)
         called = torch.compile(model, backend="aot_eager") if compiles else model
         for number in range(2):
-            with dynamo_config.patch(skip_nnmodule_hook_guards=False):
-                step(called, optimizer, batch(number, 9, (3, 6, 6)))
+            step(called, optimizer, batch(number, 9, (3, 6, 6)))
         traces.append(recorder.trace.effects["mix.weight"])
     assert traces[0] == pytest.approx(traces[1], rel=1e-4)
 
@@ -796,6 +793,7 @@ def test_moments_of_runs_of_other_lengths(lengths):
     assert moments[:2] == pytest.approx([0, 1], rel=4e-3)
     assert moments[-1] == pytest.approx(other)
     assert moments == sorted(moments)
+    assert [same_moment(step, own, other) for step in (own + 1, 100 * own)] == pytest.approx([other, other])
     assert [same_moment(round(there), other, own) for there in (1, other)] == pytest.approx([1, own], rel=4e-3)  # and back
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any, ClassVar
@@ -41,9 +42,10 @@ from smupar.dynamic.moves import (
 )
 from smupar.masks import Allocation, allocate
 from smupar.plan import Plan, PlanRow
+from smupar.planner import PlanWarning
 from smupar.rates import applied_lr, layer_rates
 from smupar.storage import Compressed, Moved, compressed
-from smupar.values import is_sharded, like, num_ranks, whole, zero_off_mask
+from smupar.values import is_sharded, like, local, num_ranks, whole, zero_off_mask
 
 _MOVABLE = ("random", "bernoulli", "given", None)
 
@@ -76,10 +78,22 @@ class Sparsifier:
         structured = sorted({str(row.pattern) for row in plan if row.role == "hidden" and row.pattern not in _MOVABLE})
         if structured:
             raise ValueError(f"masks that move are unstructured, pattern {structured[0]!r} would be lost: use pattern='random'")
-        attach(self.model, plan)
+        mixing = [one for one in self.optimizers if any(group.get("family") == "muon" for group in one.param_groups)]
+        attach(self.model, plan, mixing)
+        self._refuse_strangers()
         let_masks_move(self.model)
         self.num_steps = 0
         self.restart = _Restart(self) if restart_bias_correction else None
+
+    def _refuse_strangers(self) -> None:
+        held = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
+        hidden = {row.name for row in self.plan if row.role == "hidden"}
+        for name, parameter in self.model.named_parameters():
+            if name in hidden and parameter.requires_grad and id(parameter) not in held:
+                raise ValueError(
+                    f"{name!r} is in none of the optimizers: pass the one that trains this model (or several, as a list), "
+                    "made of its param_groups"
+                )
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -149,6 +163,13 @@ class Sparsifier:
             dist.broadcast(sent := new.to(torch.uint8), 0)  # equal by construction; a rounding apart they would stay apart
             new = sent.bool()
         before, layer = parameter.shape, compressed(self.model, name)
+        if layer is None and bool(local(parameter)[~local(self._mask(name))].count_nonzero()):
+            warnings.warn(
+                f"weights of {name!r} off its mask are not 0: another optimizer than the one that was given here trains it, or "
+                "something wrote to it. Make a sparsifier for the optimizer that is used",
+                PlanWarning,
+                stacklevel=4,
+            )
         if layer is None:
             moved = self._mask_anew(self._mask(name), parameter, like(new, parameter))
         elif num_ranks() > 1 and int(new.sum()) != len(parameter):
@@ -204,6 +225,8 @@ class _Moving(Sparsifier):
         super().__init__(model, plan, optimizer, stop=stop, restart_bias_correction=restart_bias_correction, steps=steps)
         if not self.parameters:
             raise ValueError("no hidden weight is sparse, so no mask can move: pass a density below 1 to parameterize")
+        if not any(self.due(step) for step in range(start, stop + 1)):
+            raise ValueError(f"masks would never move: no multiple of every={every} lies between {start} and stop={stop}")
         self._listen(self.due(1))
 
     def due(self, step: int) -> bool:

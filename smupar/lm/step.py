@@ -102,8 +102,6 @@ class Stepper:
         return 1 - kept / sum(sizes.values())
 
     def _compile(self, *, flex: bool) -> None:
-        # Else a model without hooks that ran before in this process would lend this one its compiled code.
-        torch._dynamo.config.skip_nnmodule_hook_guards = False
         if flex:
             use_flex_attention(self.model, self.config.seq_len)
         if self.world.sharded:  # a block at a time, so that its weights are gathered and freed around it

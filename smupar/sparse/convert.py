@@ -19,7 +19,7 @@ from smupar.sparse.auto import Measured, Work, timing_of
 from smupar.sparse.backends import AUTO, BACKENDS, DENSE, layer_refusal
 from smupar.sparse.kernels import kernel_of
 from smupar.sparse.linear import SparseLinear, expand
-from smupar.storage import Compressed, compressed, expand_state, is_compressed, shape_of
+from smupar.storage import Compressed, compressed, expand_state, is_compressed, mark_replaced, shape_of
 from smupar.tensors import parent_path
 
 _ACTIVATIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -113,11 +113,16 @@ def sparsify_storage(
     known, tried = Measured(), set[tuple[object, ...]]()
     work = Work(tokens, passes, dtype)
     layers = [_choice(model, name, backend, refusals[name], work, known) for name in names]
+    old = {name: model.get_parameter(name) for name in names}
     with _all_or_nothing([model.get_submodule(parent_path(name)) for name in names]):
         for layer in layers:
             _keep(model, layer, tried)
         attach(model, plan)
-        return StorageReport(tuple(layers), _num_bytes(model, names), _dense_bytes(model, names))
+        report = StorageReport(tuple(layers), _num_bytes(model, names), _dense_bytes(model, names))
+    for name, weight in old.items():
+        if model.get_parameter(name) is not weight:
+            mark_replaced(weight)
+    return report
 
 
 def dense_state_dict(model: nn.Module) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from smupar.apply import is_parameterized, optimizers, unwrapped
 from smupar.plan import Plan
-from smupar.rates import LayerRates, group_of_weight, layer_rates
+from smupar.rates import LayerRates, applied_decay, group_of_weight, layer_rates
 from smupar.storage import Compressed
 from smupar.tensors import parent_path
 from smupar.updates.trace import Guide, Trace, due
@@ -195,7 +195,7 @@ class _Meter:
                 if probe is None or probe.before is None:
                     continue
                 lr, base = float(group["applied_lr"]), float(group.get("scheduled_lr", group["lr"])) / group["lr_factor"]
-                left = 1 - lr * group["weight_decay"] if _is_decoupled(optimizer, group) else 1.0
+                left = 1 - lr * applied_decay(group) if _is_decoupled(optimizer, group) else 1.0
                 change = probe.outputs() - left * probe.before
                 probe.before = None
                 found[name] = (torch.stack([change.square().sum(), change.new_tensor(float(change.numel()))]), lr, lr / base)
@@ -208,10 +208,7 @@ class _Meter:
             self.gains[name] = math.sqrt(total / count) / lr if math.isfinite(total) else math.nan
             self.factors[name] = factor
             if total == 0 and self.probes[name].missed():
-                raise ValueError(
-                    f"no input of {name!r} was seen. Call record_updates and follow_updates before torch.compile; where "
-                    "another model of the class ran compiled, set torch._dynamo.config.skip_nnmodule_hook_guards = False."
-                )
+                raise ValueError(f"no input of {name!r} was seen: call record_updates and follow_updates before torch.compile")
 
     def took_measure(self) -> None:
         """Behind a measured step of all optimizers."""

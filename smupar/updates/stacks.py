@@ -65,7 +65,7 @@ class StackedUpdates:
             lr, decay, _ = self.stack.tensors["constants"][name]
             rate = self.stack.tensors["rates"][name]
             used = lr * share * rate
-            left = 1 - used * decay if self.decoupled else torch.ones_like(used)
+            left = 1 - used * decay * self.stack.decay_change(name) if self.decoupled else torch.ones_like(used)
             with exact():
                 change = self._outputs(name) - left.view(-1, 1, 1) * self.outputs[name]
             gain = change.square().mean((1, 2)).sqrt() / used

@@ -127,6 +127,7 @@ def same_moment(step: int, num_steps: int, other_num_steps: int) -> float:
     Updates do most in the first steps, and for as many steps however long the run will be; what they do at the end belongs to
     the end. So first steps correspond by their number and the last step to the last, with one curve between them.
     """
+    step = min(step, num_steps)  # behind its end a run stays at the end
     return step / (1 + step * (1 / other_num_steps - 1 / num_steps))
 
 
