@@ -235,9 +235,9 @@ def commands(name: str, start: RunConfig) -> dict[str, Callable[..., None]]:
             out: Folder of the study. Started again, only what is missing is run.
         """
         from smupar.study.engines import run_study
-        from smupar.study.space import grid, parse_axis
+        from smupar.study.space import grid, parse_axes
 
-        parsed = dict(parse_axis(axis) for axis in axes)
+        parsed = parse_axes(axes)
         base = checked(config)
         definition = {"kind": "sweep", "axes": parsed, "run": dataclasses.asdict(base)}
         print(run_study(out, definition, _command(), [lambda study: list(grid(base, parsed))], checked(how)))

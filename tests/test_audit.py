@@ -635,3 +635,14 @@ def test_decay_given_to_the_optimizer_alone_is_found():
     assert "pass it to param_groups(..., weight_decay=...)" in text
     groups = smupar.param_groups(model, plan, lr=0.01, weight_decay=0.2)
     assert smupar.audit(model, plan, torch.optim.AdamW(groups, weight_decay=0.2)) == []
+
+
+def test_large_embedding_passes():
+    def make(width):
+        return nn.Sequential(nn.Embedding(50257, width), nn.Linear(width, width), nn.Linear(width, 4))
+
+    model = make(768)  # 38.6 million weights, whose squares drift if they are summed up in single precision
+    with torch.device("meta"):
+        base = make(64)
+    plan = smupar.parameterize(model, base=base, density=1 / 8)
+    assert smupar.audit(model, plan, adamw(model, plan)) == []

@@ -18,7 +18,7 @@ from smupar.study.config import EngineConfig, TransferConfig
 from smupar.study.curves import Panel, Point, Series, draw_png
 from smupar.study.engines import execute, groups, largest_stack, settle
 from smupar.study.report import write_report
-from smupar.study.space import grid, parse_axis
+from smupar.study.space import grid, parse_axes, parse_axis
 from smupar.study.store import Study
 from smupar.study.transfer import Curve, Verdict, analyse, axis_values, more_seeds, moved, proposals, sentence
 
@@ -260,6 +260,12 @@ def test_proposals_share_the_dense_runs_of_mup_and_smupar():
 def test_other_axes_are_swept_around_the_tuned_value():
     assert axis_values(TransferConfig(run=TINY, axis="alpha_output"))[3] == TINY.alpha_output
     assert len(axis_values(TransferConfig(run=TINY, axis="init_std"))) == 7
+
+
+def test_axes_are_given_once():
+    assert parse_axes(["lr=2^-3,0.5", "rule=sp"]) == {"lr": [0.125, 0.5], "rule": ["sp"]}
+    with pytest.raises(ValueError, match="the axis lr is given twice: write lr=first,second"):
+        parse_axes(["lr=0.01", "lr=0.02"])
 
 
 def test_further_seeds_follow_an_optimum_that_they_move(tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args, get_type_hints
 
 from smupar.lm.config import ModelConfig, RunConfig
@@ -29,6 +29,15 @@ def grid(config: RunConfig, axes: Mapping[str, Sequence[Any]]) -> Iterator[RunCo
             raise ValueError(f"the axis {name} has no values")
     for combination in itertools.product(*axes.values()):
         yield with_fields(config, dict(zip(axes, combination, strict=True)))
+
+
+def parse_axes(texts: Iterable[str]) -> dict[str, list[Any]]:
+    parsed: dict[str, list[Any]] = {}
+    for name, values in map(parse_axis, texts):
+        if name in parsed:
+            raise ValueError(f"the axis {name} is given twice: write {name}=first,second,...")
+        parsed[name] = values
+    return parsed
 
 
 def parse_axis(text: str) -> tuple[str, list[Any]]:
