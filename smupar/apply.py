@@ -11,6 +11,7 @@ What is added to a model, all of it keyed by name and put back by ``attach`` fro
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -332,13 +333,14 @@ def _attach(model: nn.Module, plan: Plan, masks: Mapping[str, Tensor]) -> None:
 
 def _let_compilers_see_hooks() -> None:
     """By default torch.compile does not ask whether a module has hooks: a model like one that ran compiled before, but with
-    hooks, would run that one's code, without them."""
+    hooks, would run that one's code, without them. Settings of torch's compiler belong to a thread."""
     may_have_compiled = "torch._dynamo" in sys.modules
     import torch._dynamo  # which every optimizer imports as well
 
     if torch._dynamo.config.skip_nnmodule_hook_guards:
         torch._dynamo.config.skip_nnmodule_hook_guards = False
-        if may_have_compiled:  # code of before would still not ask
+        # Code of before would still not ask. Threads that make models side by side must not reset the compiler together.
+        if may_have_compiled and threading.current_thread() is threading.main_thread():
             torch._dynamo.reset()
 
 

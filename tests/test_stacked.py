@@ -1,5 +1,7 @@
 """Many models as one: the same numbers as one by one, for a mixed bag of rules, densities, rates and seeds."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -150,6 +152,21 @@ def test_users_models_are_trained_in_place():
     assert losses[-1].isfinite().all()
     mask = models[1].get_buffer("2.weight_mask")
     assert models[1].get_parameter("2.weight")[~mask].count_nonzero() == 0
+
+
+def test_models_are_made_in_threads_that_leave_torchs_compiler_alone():
+    """Threads that reset it at the same time can bring the process down."""
+    code = """
+import threading, torch, torch._dynamo
+torch._dynamo.reset = lambda: print(threading.current_thread() is threading.main_thread())
+from smupar.lm import data
+from smupar.lm.config import ModelConfig, RunConfig
+from smupar.lm.stack import GPTStack
+config = RunConfig(model=ModelConfig(width=64, depth=1), steps=1, batch_size=4, seq_len=32)
+GPTStack([config] * 8, data.open_text(config), torch.device("cpu"))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True"]
 
 
 def test_models_of_other_shapes_are_refused():
