@@ -119,7 +119,7 @@ def report(folder: tyro.conf.Positional[str], parquet: bool = False) -> None:
     found = write_report(study)
     if parquet:
         study.write_parquet()
-    print(f"{found}\n{folder}/report.html, picture.png, table.csv{', table.parquet' if parquet else ''}")
+    print(f"{found}{', table.parquet' if parquet else ''}")
 
 
 def check(config: Check) -> None:
@@ -322,7 +322,7 @@ def commands(name: str, start: RunConfig) -> dict[str, Callable[..., None]]:
         from smupar.study.tune import tune as search
 
         print(search(checked(config), checked(how), out=out, command=_command()).explain())
-        print(f"{write_report(Study(out))}\n{out}/report.html, picture.png, table.csv")
+        print(write_report(Study(out)))
 
     return {
         "rules": rules,
@@ -510,8 +510,28 @@ def _with_steps(command: Callable[..., None], steps: dict[str, Callable[..., Non
     return tyro.conf.configure(tyro.conf.OmitSubcommandPrefixes)(nested)
 
 
+# Flags of a run that `transfer` sets itself.
+_OF_TRANSFER = {
+    "--width": "name the targets' with --widths, the proxy's with --base-width",
+    "--sparsity": "name the targets' with --sparsities",
+    "--rule": "name those to compare with --rules",
+    "--correction": "compare --rules smupar (as in the paper) and moment",
+    "--follow": "a trace of the proxy is recorded and followed by --rules measured",
+    "--record": "a trace of the proxy is recorded and followed by --rules measured",
+}
+
+
+def _refuse_what_transfer_sets(argv: list[str]) -> None:
+    swept = "--" + (_flag(argv, "--axis") or "lr").replace("_", "-")
+    for flag, remedy in {**_OF_TRANSFER, swept: "it is what is swept, name its values with --values"}.items():
+        if any(word == flag or word.startswith(flag + "=") for word in argv):
+            raise ValueError(f"transfer has no use for {flag}: {remedy}")
+
+
 def _start(argv: list[str]) -> tuple[str, RunConfig]:
     """Where the flags of a run begin: its recipe, which depends on the rule, with a vocabulary that fits its data."""
+    if argv[0] == "transfer":
+        _refuse_what_transfer_sets(argv)
     name = argv[1] if argv[0] in ("train", "plan") and len(argv) > 1 and not argv[1].startswith("-") else "demo"
     width = _flag(argv, "--width") or ""
     start = recipe(name, _flag(argv, "--rule") or "smupar", int(width) if width.isdigit() else None)
@@ -520,6 +540,9 @@ def _start(argv: list[str]) -> tuple[str, RunConfig]:
         from smupar.study.tune import read_hps
 
         start = with_fields(start, read_hps(tuned))
+    base = _flag(argv, "--base-width") or ""
+    if argv[0] == "tune" and base.isdigit():  # the proxy's width, unless --width says another
+        start = replace(start, base_width=int(base))
     text = _flag(argv, "--data")
     if text is None or text == STANDARD_LIBRARY:
         return name, start

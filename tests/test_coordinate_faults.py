@@ -285,6 +285,19 @@ def test_output_factor_that_was_waived_but_not_applied_shows_in_the_slopes():
     assert "grad X" in report.explain()
 
 
+class Uncalled(GPT):
+    """Has a readout, and uses its weight alone."""
+
+    def forward(self, tokens, caches=None):
+        return F.linear(self.features(tokens, caches), self.unembedding.weight)
+
+
+def test_readout_that_is_never_called_is_noted():
+    report = check(make=lambda width: Uncalled(ModelConfig(width=width, depth=2, head_dim=32)))
+    assert named(report, "uncalled") == ("unembedding",)
+    assert "the forward pass never calls these layers" in report.explain()
+
+
 def test_wrong_layer_of_a_failing_slope_comes_with_its_direction():
     def weaker_when_wider(model, plan):
         # Not in any weight: a layer norm whose gain falls with the width, which no audit compares.

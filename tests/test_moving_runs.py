@@ -417,6 +417,7 @@ def test_id_of_a_run_does_not_depend_on_the_folder_of_its_trace(config):
         ({"drop_fraction": 0.0}, r"drop_fraction must lie in \(0, 1\)"),
         ({"mask_stop": 1.5}, r"mask_stop must lie in \(0, 1\]"),
         ({"mask_every": 0}, "mask_every from 1 on"),
+        ({"mask_every": 1000, "dynamic": "set"}, "masks would never move: every 1000 steps, not after step"),
         ({"dynamic": "rigl", "mask_stop": 0.01}, "would stop moving before its first"),
         ({"dynamic": "prune"}, "dynamic must be one of none, rigl, set, gmp"),
         ({"correction": "none"}, "correction must be one of moment, fixed"),
@@ -610,7 +611,7 @@ TINY = RunConfig(
     model=ModelConfig(width=32, depth=1, head_dim=16), base_width=32, steps=20, batch_size=2, seq_len=16, valid_batches=1
 )
 FLAGS = (
-    "--width 32 --depth 1 --head-dim 16 --base-width 32 --steps 20 --batch-size 2 --seq-len 16 --widths 64 --device cpu "
+    "--depth 1 --head-dim 16 --base-width 32 --steps 20 --batch-size 2 --seq-len 16 --widths 64 --device cpu "
     "--values 0.002 0.008 0.03 "
 )
 MEASURED = FLAGS + "--rules smupar measured --sparsities 0 0.75 "
@@ -673,7 +674,7 @@ def test_moved_study_is_reported_and_goes_on(study, tmp_path):
     folder, found = study
     moved = tmp_path / "elsewhere"
     shutil.copytree(folder, moved)
-    assert write_report(Study(moved)) == found
+    assert write_report(Study(moved)).splitlines()[0] == found
     before = stamps(moved)
     assert run_transfer(moved) == found
     assert stamps(moved) == before

@@ -331,7 +331,19 @@ def test_finished_preparation_returns_at_once(capsys):
     before = {path.name: path.stat().st_mtime_ns for path in Path("out").iterdir()}
     assert prepare(_config("a.txt")) == index
     assert {path.name: path.stat().st_mtime_ns for path in Path("out").iterdir()} == before
-    assert "out is already prepared: nothing to do" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "out is already prepared: nothing to do" in said
+    assert "written after" not in said
+
+
+def test_source_of_the_same_size_that_was_written_later_is_named(capsys):
+    _write("a.txt", "text")
+    prepare(_config("a.txt"))
+    _write("a.txt", "tixt")
+    later = Path("out/index.json").stat().st_mtime + 10
+    os.utime("a.txt", (later, later))
+    prepare(_config("a.txt"))
+    assert "a.txt was written after out was made: if the text changed, delete out" in capsys.readouterr().err
 
 
 def _interrupted():

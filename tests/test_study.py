@@ -6,21 +6,24 @@ import json
 import math
 import multiprocessing
 import random
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 
-from smupar.lm.config import ModelConfig, RunConfig
+from smupar.cli import main
+from smupar.lm.config import ModelConfig, PrepareConfig, RunConfig
 from smupar.lm.files import locked
 from smupar.lm.folder import Summary
+from smupar.lm.prepare import prepare
 from smupar.study.config import EngineConfig, TransferConfig
 from smupar.study.curves import Panel, Point, Series, draw_png
 from smupar.study.engines import execute, groups, largest_stack, settle
 from smupar.study.report import write_report
 from smupar.study.space import grid, parse_axes, parse_axis
 from smupar.study.store import Study
-from smupar.study.transfer import Curve, Verdict, analyse, axis_values, more_seeds, moved, proposals, sentence
+from smupar.study.transfer import Curve, Verdict, analyse, axis_values, more_seeds, moved, panels, proposals, sentence
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["smupar.study.engines"])
@@ -57,6 +60,10 @@ def test_grid_is_every_combination():
         ("width=64,128", "width", [64, 128]),
         ("head-dim=16", "head_dim", [16]),
         ("biases=true,false", "biases", [True, False]),
+        ("width=2^5..2^7", "width", [32, 64, 128]),
+        ("seed=2^0,2^1", "seed", [1, 2]),
+        ("lr=2^-6.5", "lr", [2**-6.5]),
+        ("betas=0.9:0.95,0.9:0.99", "betas", [(0.9, 0.95), (0.9, 0.99)]),
     ],
 )
 def test_axis_is_read_with_the_type_of_its_field(text, name, values):
@@ -71,6 +78,11 @@ def test_axis_is_read_with_the_type_of_its_field(text, name, values):
         ("lr=fast", "lr takes numbers, got 'fast'"),
         ("lr=1..2", "a range is written 2\\^-8..2\\^-4"),
         ("biases=maybe", "biases is true or false"),
+        ("width=2^-1", "width cannot be 2\\^-1"),
+        ("width=0.5", "width takes whole numbers, got '0.5'"),
+        ("rule=2^3", "rule cannot be 2\\^3"),
+        ("lr=2^-7.5..2^-4", "from one whole power to another"),
+        ("betas=0.9", "betas takes two numbers such as 0.9:0.95, got '0.9'"),
     ],
 )
 def test_bad_axis_raises_with_the_remedy(text, message):
@@ -202,11 +214,59 @@ def test_sweep_page_says_the_best_and_holds_every_run(serial):
     found = write_report(serial)
     page = (serial.folder / "report.html").read_text()
     assert "Of 16 runs, 0 diverged" in found
+    best = min(serial.results(), key=lambda result: result.loss).config
+    values = f"rule {best.rule}, sparsity {best.sparsity:g}, lr {best.lr:.5g}, seed {best.seed}"
+    assert f": {values}, run {best.id}.\n{serial.folder}/report.html, picture.png, table.csv" in found
     assert all(result.config.id in page for result in serial.results())
     assert "smupar sweep" in page
     assert page.count("<circle") == 16
     assert "http" not in page.replace("http-equiv", "")  # self-contained
     assert (serial.folder / "picture.png").stat().st_size > 10_000
+
+
+def prepared(folder, letters):
+    source = folder / "text.txt"
+    source.write_text(letters * 2000)
+    prepare(PrepareConfig((str(source),), out=str(folder / "tokens")))
+    return str(folder / "tokens")
+
+
+def test_study_refuses_a_text_that_has_changed_under_its_name(tmp_path, capsys):
+    data = prepared(tmp_path, "some text ")
+    sweep = ["sweep", "lr=0.01,0.02", "--width", "32", "--depth", "1", "--head-dim", "16", "--base-width", "32"]
+    sweep += ["--steps", "2", "--seq-len", "16", "--data", data, "--device", "cpu", "--out", str(tmp_path / "study")]
+    main(sweep)
+    main(sweep)
+    shutil.rmtree(data)
+    prepared(tmp_path, "other text")
+    with pytest.raises(SystemExit):
+        main(sweep)
+    assert "is not the one that" in capsys.readouterr().err
+
+
+def test_mistaken_command_leaves_no_folder_behind(tmp_path, capsys):
+    sweep = ["sweep", "--device", "cpu", "--steps", "2", "--out", str(tmp_path / "study")]
+    for mistake, message in ((["width=64,100"], "multiple of head_dim"), (["lr=0.1,0.2", "--data", "nowhere"], "nowhere")):
+        with pytest.raises(SystemExit):
+            main([*sweep, *mistake])
+        assert message in capsys.readouterr().err
+        assert not (tmp_path / "study").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--width 64", "no use for --width: name the targets' with --widths"),
+        ("--rule=sp", "no use for --rule: name those to compare with --rules"),
+        ("--lr 0.1", "no use for --lr: it is what is swept, name its values with --values"),
+        ("--axis init_std --init-std 0.1", "no use for --init-std: it is what is swept"),
+        ("--follow x.json", "recorded and followed by --rules measured"),
+    ],
+)
+def test_flags_that_transfer_sets_itself_are_refused(flags, message, capsys):
+    with pytest.raises(SystemExit):
+        main(["transfer", *flags.split()])
+    assert message in capsys.readouterr().err
 
 
 # Transfer
@@ -245,8 +305,29 @@ def test_sentence_says_how_far_optima_moved_and_what_it_costs():
     assert moved(verdicts[0].proxy, verdicts[0].targets[1]) == pytest.approx(16)
     text = sentence(config, verdicts)
     assert "SP's 16x, SmuPar's 2x" in text
-    assert "at 0.9375 sparsity and width 256 the proxy's best learning rate costs SP 53.3%, SmuPar 3.3%" in text
+    assert "at 0.9375 sparsity and width 256 the proxy's best swept learning rate costs SP 53.3%, SmuPar 3.3%" in text
     assert "edge" not in text
+
+
+def test_value_that_is_best_costs_nothing_wherever_between_the_swept_ones_the_optimum_lies():
+    off = curve(-7.4)
+    assert off.best_value == 2**-7
+    assert off.excess(off.best_value) == 0
+
+
+def test_target_of_which_every_run_diverged_counts_against_its_rule():
+    config = TransferConfig(run=TINY, rules=("sp", "smupar"))
+    lost = replace(curve(-6, 0.9375), losses=(math.inf,) * 8)
+    verdicts = [
+        Verdict("sp", curve(-10, is_proxy=True), (curve(-10), lost)),
+        Verdict("smupar", curve(-7, is_proxy=True), (curve(-7, rule="smupar"), curve(-6, 0.9375, "smupar"))),
+    ]
+    text = sentence(config, verdicts)
+    assert "SP's out of reach, SmuPar's 2x" in text
+    assert "at 0.9375 sparsity and width 256 the proxy's best swept learning rate costs SP a diverged run, SmuPar 3.3%" in text
+    assert "No run ended, so there is no best learning rate: SP at sparsity 0.9375, width 256." in text
+    assert "edge" not in text
+    assert panels(config, verdicts)[0].series[-1].best is None
 
 
 def test_proposals_share_the_dense_runs_of_mup_and_smupar():
@@ -324,7 +405,7 @@ def test_transfer_study_runs_from_end_to_end(tmp_path):
     with Study.open(tmp_path / "study", {"kind": "transfer", **asdict(config)}, "smupar transfer") as study:
         execute(study, proposals(config), engine="stacked", device="cpu")
         found = write_report(study)
-    assert found == sentence(config, analyse(config, study.results()))
+    assert found.splitlines()[0] == sentence(config, analyse(config, study.results()))
     assert "SmuPar" in found
 
 
@@ -333,7 +414,7 @@ def test_all_runs_diverged_is_said_with_the_remedy(tmp_path):
     config = TransferConfig(run=wild, rules=("sp",), widths=(64,), sparsities=(0.5,), values=(1e11, 1e12, 1e13))
     with Study.open(tmp_path / "study", {"kind": "x"}, "") as study:
         execute(study, proposals(config), engine="stacked", device="cpu")
-        with pytest.raises(ValueError, match="all runs of sp diverged: sweep smaller values"):
+        with pytest.raises(ValueError, match="all runs of sp on the proxy diverged: sweep smaller values"):
             analyse(config, study.results())
 
 

@@ -120,6 +120,7 @@ def test_search_resumes_longer_and_repeats_nothing(tmp_path):
     assert len(list((tmp_path / "search").glob("runs/*"))) == 8
     assert tune(TINY, STACKED, out=out).path.read_text() == best
     assert all(path.stat().st_mtime_ns == at for path, at in before.items())
+    assert tune(replace(TINY, num_samples=1), STACKED, out=out).path.read_text() == best
 
     hps = read_hps(tuned.path)
     assert hps == read_hps(out) == {**tuned.hps, "base_width": 32}

@@ -221,6 +221,9 @@ class _Run:
         if unmeasured:
             text = "seen only through the block that holds them, if at all; their updates are not measured"
             self.faults += [Finding(text, "unmeasured", name) for name in unmeasured]
+        self.faults += [
+            Finding(f"{path!r} has a factor and was never called", "uncalled", path) for path in self.recorder.uncalled()
+        ]
         self.faults += [finding for finding in after if (finding.cause, finding.name) not in known and finding.cause != "LR"]
 
     def _probe(self, batch: Any) -> None:

@@ -41,12 +41,14 @@ REMEDIES = {
     "diverged": "training diverged: lower the learning rate",
     "no updates": "nothing was trained: give coord_check a learning rate and an optimizer that hold the model's parameters",
     "unmeasured": "not measured by themselves: weights of modules that are no Linear, Embedding or convolution",
+    "uncalled": "factor not applied: the forward pass never calls these layers; call them, or multiply what their weights give "
+    "by the plan's factor yourself",
     "elsewhere": "not in what smupar sets (init, rates, factors and masks are as planned): look at the forward and backward "
     "pass of these places",
     "rule": "the rule itself does not correct for this axis: use rule='smupar'",
 }
 # Worth saying, but no reason to fail a check whose sizes are flat.
-CAUTIONS = ("decay", "thin", "unmeasured")
+CAUTIONS = ("decay", "thin", "unmeasured", "uncalled")
 
 
 @dataclass(frozen=True)

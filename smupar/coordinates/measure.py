@@ -65,6 +65,7 @@ class Recorder:
         self._inputs: dict[str, Tensor] = {}
         self._output_grads: dict[str, Tensor] = {}
         self._first_outputs: dict[str, Tensor] = {}
+        self._called: set[str] = set()
         self._seen: set[str] = set()
         self._differentiated: set[str] = set()
         self._probing = False
@@ -81,6 +82,7 @@ class Recorder:
 
     def _after_forward(self, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            self._called.add(path)
             y = _first_tensor(output)
             x = _first_tensor((*args, *kwargs.values()))
             if y is None or not y.is_floating_point():
@@ -172,6 +174,11 @@ class Recorder:
         seen = {(path, quantity) for _, path, quantity, *_ in self.sizes}
         measured = {name for path, (name, _) in self.layers.items() if (path, Y) in seen and (path, DY) in seen}
         return [row.name for row in self.plan if row.role == "hidden" and row.name not in measured]
+
+    def uncalled(self) -> list[str]:
+        """Layers with a forward factor whose weight the model uses, if at all, without calling them: nothing applies it."""
+        uses = [(path, factor) for row in self.plan for path, factor in row.forward if path in self.layers]
+        return [path for path, factor in uses if factor != 1 and path not in self._called]
 
     def moved(self) -> bool:
         """Whether any update changed any layer's output."""

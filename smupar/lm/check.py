@@ -13,6 +13,7 @@ from smupar.coordinates.report import Report
 from smupar.lm import data
 from smupar.lm.config import CheckConfig, ModelConfig, RunConfig
 from smupar.lm.distributed import pick_device
+from smupar.lm.files import locked
 from smupar.lm.gpt import GPT, set_attention_scale
 from smupar.lm.step import next_token_loss
 
@@ -20,7 +21,9 @@ from smupar.lm.step import next_token_loss
 def check_gpt(config: CheckConfig) -> Report:
     """Runs ``coord_check`` on GPTs with the tuned defaults of ``RunConfig``; writes check.png, .html and .json."""
 
-    device = pick_device(config.device)
+    device, folder = pick_device(config.device), Path(config.out)
+    with locked(folder):  # which says before the work if it cannot be written to
+        pass
 
     def make_model(width: int) -> GPT:
         model = GPT(ModelConfig(width=width, depth=config.depth, head_dim=config.head_dim))
@@ -54,12 +57,12 @@ def check_gpt(config: CheckConfig) -> Report:
         alpha_input=tuned.alpha_input,
         alpha_output=tuned.alpha_output,
     )
-    folder = Path(config.out)
-    folder.mkdir(parents=True, exist_ok=True)
     report.to_json(folder / "check.json")
     try:
         report.plot(folder / "check.png")
         report.to_html(folder / "check.html")
     except ModuleNotFoundError as error:  # the verdict does not need matplotlib
         print(f"smupar: only {folder / 'check.json'} was written, {error}", file=sys.stderr)
+    else:
+        print(f"{folder}/check.html, check.png, check.json", file=sys.stderr)
     return report

@@ -201,6 +201,11 @@ class RunConfig:
             )
         if self.dynamic != "none" and self.mask_stop * self.steps < 1:
             raise ValueError(f"the masks of a run of {self.steps} steps would stop moving before its first: raise --mask-stop")
+        last = int(self.mask_stop * self.steps)
+        if self.dynamic in ("rigl", "set") and self.density != 1 and self.mask_every > last:
+            raise ValueError(
+                f"masks would never move: every {self.mask_every} steps, not after step {last}: choose a smaller --mask-every"
+            )
         if self.allocation != "uniform" and ":" in self.pattern:
             raise ValueError(f"the pattern {self.pattern} fixes the density of every layer: leave --allocation uniform")
         if self.model.positions == "learned" and self.seq_len > self.model.context:
@@ -347,7 +352,11 @@ class CheckConfig:
     device: str = "auto"
     """auto: a GPU if there is one."""
     out: str = "runs/check"
-    """Folder for check.png, check.html and check.json."""
+    """Folder for check.png, check.html and check.json, which take the place of those of an earlier check."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "steps", "seeds", "depth", "batch_size", "seq_len", "base_width")
+        _not_negative(self, "lr")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import errno
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,7 @@ def prepare(config: PrepareConfig) -> Index:
         check_sizes(folder, index)
         (folder / PROGRESS).unlink(missing_ok=True)
         print(f"{folder} is already prepared: nothing to do", file=sys.stderr)
+        _say_if_newer(units, folder / INDEX)
         return index
     is_new = not folder.exists()
     if folder.is_file():
@@ -99,7 +100,10 @@ def prepare(config: PrepareConfig) -> Index:
 def _prepare(
     folder: Path, tokenizer: Tokenizer, units: list[Unit], config: PrepareConfig, wanted: Progress, *, is_new: bool
 ) -> Index:
-    progress = _earlier_progress(folder, wanted) or wanted
+    earlier = _earlier_progress(folder, wanted)
+    if earlier is not None:
+        _say_if_newer(units, folder / PROGRESS)
+    progress = earlier or wanted
     writer = ShardWriter(
         folder,
         vocab_size=tokenizer.vocab_size,
@@ -242,6 +246,18 @@ def _earlier_progress(folder: Path, wanted: Progress) -> Progress | None:
     check_sizes(folder, Index(progress.tokenizer, progress.largest_token, progress.shards, progress.source))
     # With other --errors the shards are the same, as no error was met in them.
     return replace(progress, source=wanted.source, failed=False)
+
+
+def _say_if_newer(units: Sequence[Unit], made: Path) -> None:
+    """A file of the same size may hold another text. Its time is no proof of that, so this is no error."""
+    newer = [unit.name for unit in units if unit.size is not None and Path(unit.name).stat().st_mtime > made.stat().st_mtime]
+    if newer:
+        more = f" and {len(newer) - 1} more were" if len(newer) > 1 else " was"
+        print(
+            f"{newer[0]}{more} written after {made.parent} was made: if the text changed, delete {made.parent} and prepare it "
+            "again",
+            file=sys.stderr,
+        )
 
 
 def _read_progress(path: Path) -> Progress:

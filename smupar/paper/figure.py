@@ -12,7 +12,7 @@ from smupar.rules import get_rule
 from smupar.study.curves import Panel, Point, Series
 from smupar.study.space import with_fields
 from smupar.study.store import Result
-from smupar.study.transfer import Curve, moved
+from smupar.study.transfer import Curve, moved, times
 
 Rows = Sequence[Result]
 LOSS = "loss (mean of the last 5 % of steps)"
@@ -121,7 +121,7 @@ def panel(curves: Sequence[Curve], heading: str, x_label: str = "learning rate")
         )
         for number, one in enumerate(curves)
     )
-    return Panel(f"{heading}: best moves {farthest_move(curves):.2g}x", x_label, LOSS, series, curves[0].best)
+    return Panel(f"{heading}: best moves {times(farthest_move(curves))}", x_label, LOSS, series, curves[0].best)
 
 
 def over_sparsity(lines: dict[str, dict[float, float]], heading: str, y_label: str, x_label: str = "density") -> Panel:
@@ -138,12 +138,12 @@ def over_sparsity(lines: dict[str, dict[float, float]], heading: str, y_label: s
 
 def stable(curves: Sequence[Curve], name: str, what: str = "learning rate") -> Claim:
     move = farthest_move(curves)
-    return Claim(move <= STABLE, f"{name}'s best {what} moves {move:.2g}x{_edge(curves)}, at most {STABLE:g}x asked")
+    return Claim(move <= STABLE, f"{name}'s best {what} moves {times(move)}{_edge(curves)}, at most {STABLE:g}x asked")
 
 
 def moves_more(curves: Sequence[Curve], than: Sequence[Curve], name: str, other: str) -> Claim:
     mine, theirs = farthest_move(curves), farthest_move(than)
-    return Claim(mine > theirs, f"{name}'s moves {mine:.2g}x{_edge(curves)}, more than {other}'s {theirs:.2g}x")
+    return Claim(mine > theirs, f"{name}'s moves {times(mine)}{_edge(curves)}, more than {other}'s {times(theirs)}")
 
 
 def _edge(curves: Sequence[Curve]) -> str:

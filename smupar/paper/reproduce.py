@@ -201,8 +201,15 @@ def dry_run(name: str, scale: Scale) -> str:
             f"  FLOPs       {sum(cost.usual_flops for cost in each):.3g} (6 N tokens)",
             f"  time        {hours:,.1f} GPU-hours of an H200 at 45% of 990 TFLOP/s",
             f"  memory      {_bytes(largest) / _GIB:.1f} GiB for the largest, with one sequence at a time",
-            f"  command     smupar reproduce {name} --scale {scale.name} --data {scale.data} --engine ray --address auto",
+            f"  command     {_command(name, scale)}",
         ]
+    )
+
+
+def _command(name: str, scale: Scale) -> str:
+    data = "" if scale.data == STANDARD_LIBRARY else f" --data {scale.data}"
+    return (
+        f"smupar reproduce {name} --scale {scale.name}{data}{' --engine ray --address auto' if scale.name == 'paper' else ''}"
     )
 
 

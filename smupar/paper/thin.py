@@ -34,7 +34,7 @@ def draw(rows: Rows) -> list[Panel]:
 
 def claim(rows: Rows) -> Claim:
     dense, *sparse = _curves(rows)
-    found = {round(one.width * (1 - one.sparsity)): (moved(dense, one), one.excess(dense.best)) for one in sparse}
+    found = {round(one.width * (1 - one.sparsity)): (moved(dense, one), one.excess(dense.best_value)) for one in sparse}
     words = ", ".join(f"{num}: {move:.2g}x, {cost:+.1%}" for num, (move, cost) in sorted(found.items(), reverse=True))
     holds = all(move <= STABLE for num, (move, _) in found.items() if num >= ENOUGH)
     return Claim(

@@ -85,8 +85,7 @@ def run_study(
     with Study.open(folder, definition, command) as study:
         for propose in stages:
             settle(study, propose, how)
-        found = write_report(study)
-    return f"{found}\n{folder}/report.html, picture.png, table.csv"
+        return write_report(study)
 
 
 def settle(study: Study, propose: Stage, how: EngineConfig) -> Sequence[RunConfig]:
@@ -94,11 +93,25 @@ def settle(study: Study, propose: Stage, how: EngineConfig) -> Sequence[RunConfi
     while True:
         configs = propose(study)
         missing = study.missing(configs)
+        _refuse_other_text(study, configs)
         if configs:
             print(f"{len(configs)} runs, {len(configs) - len(missing)} of them done, in {study.folder}", flush=True)
         if not missing:
             return configs
-        execute(study, missing, engine=how.engine, device=how.device, address=how.address)
+        try:
+            execute(study, missing, engine=how.engine, device=how.device, address=how.address)
+        except KeyboardInterrupt:
+            done = len(configs) - len(study.missing(configs))
+            print(f"\n{done} of {len(configs)} runs are done and kept: the same command goes on", file=sys.stderr)
+            raise
+        if left := study.missing(missing):
+            raise ValueError(f"{len(left)} runs of {study.folder} have not ended: the same command goes on")
+
+
+def _refuse_other_text(study: Study, configs: Iterable[RunConfig]) -> None:
+    """Raises if runs of the study were made with another text of the same name."""
+    for config in {(config.data, config.valid_data): config for config in configs}.values():
+        study.remember_text(data.open_text(config).facts)
 
 
 def execute(

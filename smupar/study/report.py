@@ -14,9 +14,13 @@ from smupar.study.curves import Panel, Point, Series, draw_png, draw_svg, legend
 from smupar.study.store import Result, Study, row_of
 from smupar.study.transfer import analyse, panels, sentence
 
+# Columns that are not of the configuration.
+_OF_RESULTS = ("id", "status", "steps_done", "train_loss", "valid_loss", "num_parameters", "hidden_sparsity")
+
 
 def write_report(study: Study) -> str:
-    """Writes report.html, picture.png, table.csv and table.json into the study's folder; returns what the study found."""
+    """Writes report.html, picture.png, table.csv and table.json into the study's folder; returns what the study found, and a
+    line that says where it is."""
     described = study.describe()
     results = study.results()
     if not results:
@@ -35,7 +39,7 @@ def write_report(study: Study) -> str:
     write_atomic(study.folder / "report.html", page)
     if drawn:
         draw_png(drawn, study.folder / "picture.png")
-    return found
+    return f"{found}\n{study.folder}/report.html, {'picture.png, ' if drawn else ''}table.csv"
 
 
 def transfer_from(definition: dict[str, object]) -> TransferConfig:
@@ -48,7 +52,12 @@ def transfer_from(definition: dict[str, object]) -> TransferConfig:
 def best_of(results: Sequence[Result]) -> str:
     best = min(results, key=lambda result: result.loss)
     diverged = sum(result.summary.status == "diverged" for result in results)
-    return f"Of {len(results)} runs, {diverged} diverged; the best ends at a loss of {best.loss:.4f}: {best.config.id}."
+    row = row_of(best)
+    where = ", ".join(f"{name} {_cell(row[name])}" for name in _varied([row_of(one) for one in results], _OF_RESULTS))
+    return (
+        f"Of {len(results)} runs, {diverged} diverged; the best ends at a loss of {best.loss:.4f}: "
+        f"{where + ', ' if where else ''}run {best.config.id}."
+    )
 
 
 def tune_panels(results: Sequence[Result]) -> list[Panel]:
@@ -128,11 +137,15 @@ def _table(results: Sequence[Result]) -> str:
     """The columns in which runs differ, and how they ended."""
     rows = [row_of(result) for result in results]
     ends = ("train_loss", "valid_loss", "status")
-    fields = [name for name in rows[0] if name == "id" or (len({str(row[name]) for row in rows}) > 1 and name not in ends)]
-    columns = [*fields, *ends]
+    columns = ["id", *_varied(rows, ("id", *ends)), *ends]
     head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
     body = "".join("<tr>" + "".join(f"<td>{html.escape(_cell(row[name]))}</td>" for name in columns) + "</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _varied(rows: Sequence[dict[str, object]], but: Sequence[str]) -> list[str]:
+    """Columns in which rows differ."""
+    return [name for name in rows[0] if name not in but and len({str(row[name]) for row in rows}) > 1]
 
 
 def _cell(value: object) -> str:

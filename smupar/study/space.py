@@ -58,34 +58,52 @@ def _values(name: str, word: str) -> list[Any]:
     first, dots, last = word.partition("..")
     if dots:
         low, high = _exponent(name, first), _exponent(name, last)
-        return [2.0**exponent for exponent in range(low, high + 1)]
-    if word.startswith("2^"):
-        return [2.0 ** float(word[2:])]
-    return [_typed(name, word)]
+        if not (low.is_integer() and high.is_integer()):
+            raise ValueError(f"{name}: a range goes from one whole power to another, as in 2^-8..2^-4, got {word!r}")
+        return [_power(name, exponent) for exponent in range(int(low), int(high) + 1)]
+    return [_power(name, _exponent(name, word))] if word.startswith("2^") else [_typed(name, word)]
 
 
-def _exponent(name: str, word: str) -> int:
+def _power(name: str, exponent: float) -> float:
+    kinds, value = _kinds(name), 2.0**exponent
+    if float in kinds:
+        return value
+    if int in kinds and value.is_integer():
+        return int(value)
+    raise ValueError(f"{name} cannot be 2^{exponent:g}")
+
+
+def _exponent(name: str, word: str) -> float:
     try:
         if not word.startswith("2^"):
             raise ValueError
-        return int(word[2:])
+        return float(word[2:])
     except ValueError as error:
         raise ValueError(f"{name}: a range is written 2^-8..2^-4, got {word!r}") from error
 
 
 def _typed(name: str, word: str) -> Any:
-    hint = get_type_hints(ModelConfig if name in _MODEL else RunConfig)[name]
-    kinds = [kind for kind in (get_args(hint) or (hint,)) if isinstance(kind, type)]
+    kinds = _kinds(name)
     if bool in kinds:
         if word.lower() not in ("true", "false"):
             raise ValueError(f"{name} is true or false, got {word!r}")
         return word.lower() == "true"
     if type(None) in kinds and word.lower() == "none":
         return None
-    for kind in (int, float):
-        if kind in kinds:
-            try:
+    try:
+        if name == "betas":
+            first, second = map(float, word.split(":"))
+            return first, second
+        for kind in (int, float):
+            if kind in kinds:
                 return kind(word)
-            except ValueError as error:
-                raise ValueError(f"{name} takes numbers, got {word!r}") from error
+    except ValueError as error:
+        wanted = "two numbers such as 0.9:0.95" if name == "betas" else "whole numbers" if int in kinds else "numbers"
+        raise ValueError(f"{name} takes {wanted}, got {word!r}") from error
     return word
+
+
+def _kinds(name: str) -> list[type[Any]]:
+    """The types of a field's values."""
+    hint = get_type_hints(ModelConfig if name in _MODEL else RunConfig)[name]
+    return [kind for kind in (get_args(hint) or (hint,)) if isinstance(kind, type)]

@@ -1,6 +1,7 @@
 """A study on disk: a folder with one folder per run, named by the run's id. A run whose summary is there is finished.
 
 study.json       what the study is, and the command that made it
+data.json        fingerprints of its texts
 runs/<id>/       config.json, metrics.jsonl, and, last, summary.json
 table.csv        one row per run, made from them; also table.json, and table.parquet for those who ask
 """
@@ -11,6 +12,7 @@ import contextlib
 import csv
 import io
 import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import Any
 
 from smupar import __version__
 from smupar.lm.config import RunConfig
+from smupar.lm.data import TextFacts
 from smupar.lm.files import locked, write_atomic
 from smupar.lm.folder import TRACE_FILE, Summary, read_config, read_summary
 from smupar.lm.tokenizer import optional
@@ -57,7 +60,8 @@ class Study:
         study = cls(folder)
         if study.folder.exists() and not (study.folder / "study.json").exists() and any(study.folder.iterdir()):
             raise ValueError(f"{folder} holds other files and no study: choose another --out")
-        with locked(study.folder):
+        is_new = not study.folder.exists()
+        with locked(study.folder), study._undone_if_empty(is_new):
             described = {"format": FORMAT, "version": __version__, "definition": _plain(definition), "command": command}
             if (study.folder / "study.json").exists():
                 _refuse_another(study, described)
@@ -65,6 +69,27 @@ class Study:
                 write_atomic(study.folder / "study.json", json.dumps(described, indent=1))
             study.runs.mkdir(exist_ok=True)
             yield study
+
+    @contextlib.contextmanager
+    def _undone_if_empty(self, is_new: bool) -> Iterator[None]:
+        """A command that fails before its first run has a mistake: it must not keep the right one out of the folder."""
+        try:
+            yield
+        except BaseException:
+            if is_new and not any(self.runs.glob("*")):
+                shutil.rmtree(self.folder, ignore_errors=True)
+            raise
+
+    def remember_text(self, facts: TextFacts) -> None:
+        """Raises if it is not the text that runs of the study read under that name."""
+        path = self.folder / "data.json"
+        known = json.loads(path.read_text()) if path.exists() else {}
+        if known.setdefault(facts.name, facts.sha256) != facts.sha256:
+            raise ValueError(
+                f"the text {facts.name!r} is not the one that {self.folder} was started with: bring that back, or choose "
+                "another --out"
+            )
+        write_atomic(path, json.dumps(known, indent=1))
 
     def describe(self) -> dict[str, Any]:
         """study.json."""

@@ -49,18 +49,28 @@ class Curve:
         """The smooth minimum: of a parabola through the best value and its neighbours, over the logarithm."""
         index = self.best_index
         if self.on_edge or not all(math.isfinite(self.losses[index + side]) for side in (-1, 1)):
-            return self.values[index]
+            return self.best_value
         xs = [math.log2(self.values[index + side]) for side in (-1, 0, 1)]
         ys = [self.losses[index + side] for side in (-1, 0, 1)]
         return 2 ** _vertex(xs, ys)
 
     @property
+    def best_value(self) -> float:
+        """Of those that were swept."""
+        return self.values[self.best_index]
+
+    @property
     def best_loss(self) -> float:
         return self.losses[self.best_index]
 
+    @property
+    def diverged(self) -> bool:
+        """Whether no value has a loss."""
+        return math.isinf(self.best_loss)
+
     def excess(self, value: float) -> float:
         """What a value costs, relative to the best loss: between the swept values on a straight line over the logarithm."""
-        return _interpolated(self.values, self.losses, value) / self.best_loss - 1
+        return math.inf if self.diverged else _interpolated(self.values, self.losses, value) / self.best_loss - 1
 
 
 @dataclass(frozen=True)
@@ -73,7 +83,7 @@ class Verdict:
 
     @property
     def moved(self) -> float:
-        """The largest factor between the proxy's optimum and a target's."""
+        """The largest factor between the proxy's optimum and a target's; infinite if a target has none."""
         return max(moved(self.proxy, curve) for curve in self.targets)
 
     @property
@@ -83,7 +93,7 @@ class Verdict:
 
 
 def moved(proxy: Curve, curve: Curve) -> float:
-    return 2 ** abs(math.log2(curve.best / proxy.best))
+    return math.inf if curve.diverged else 2 ** abs(math.log2(curve.best / proxy.best))
 
 
 def stages(config: TransferConfig) -> list[Stage]:
@@ -126,9 +136,9 @@ def measured_proposals(config: TransferConfig, study: Study) -> list[RunConfig]:
         return []
     wanted = _Wanted(MEASURED, config.run.base_width, 0.0, is_proxy=True)
     proxy = _curve(config, {result.config.id: result for result in study.results()}, wanted)
-    if not math.isfinite(proxy.best_loss):
+    if proxy.diverged:
         raise ValueError(f"all runs of the proxy diverged: sweep smaller values of {config.axis} (--values)")
-    trace = write_trace(study, _run(config, wanted, proxy.values[proxy.best_index]))
+    trace = write_trace(study, _run(config, wanted, proxy.best_value))
     targets = [wanted for wanted in _curves_wanted(config) if wanted.rule == MEASURED and not wanted.is_proxy]
     return _proposed(config, targets, str(trace))
 
@@ -162,30 +172,34 @@ def analyse(config: TransferConfig, results: Iterable[Result]) -> list[Verdict]:
     trace = next((one.config.follow for one in by_id.values() if one.config.follow), None)
     verdicts = []
     for rule in config.rules:
-        curves = [_curve(config, by_id, wanted, trace) for wanted in _curves_wanted(config) if wanted.rule == rule]
-        proxy, targets = curves[0], tuple(curve for curve in curves[1:] if math.isfinite(curve.best_loss))
-        if not math.isfinite(proxy.best_loss) or not targets:
-            raise ValueError(f"all runs of {rule} diverged: sweep smaller values of {config.axis} (--values)")
-        verdicts.append(Verdict(rule, proxy, targets))
+        proxy, *targets = (_curve(config, by_id, wanted, trace) for wanted in _curves_wanted(config) if wanted.rule == rule)
+        if proxy.diverged:
+            raise ValueError(f"all runs of {rule} on the proxy diverged: sweep smaller values of {config.axis} (--values)")
+        verdicts.append(Verdict(rule, proxy, tuple(targets)))
     return verdicts
 
 
 def sentence(config: TransferConfig, verdicts: Sequence[Verdict]) -> str:
     """The study in one sentence, with the numbers it measured, and what to doubt about them."""
     name = _NAMES[config.axis]
-    moves = ", ".join(f"{_whose(_title(one.rule))} {_times(one.moved)}" for one in verdicts)
+    moves = ", ".join(f"{_whose(_title(one.rule))} {times(one.moved)}" for one in verdicts)
     first = f"From the dense proxy of width {config.run.base_width} the best {name} moved: {moves}"
     far = verdicts[0].farthest
-    costs = ", ".join(f"{_title(one.rule)} {_percent(one.farthest.excess(one.proxy.best))}" for one in verdicts)
-    second = f"at {far.sparsity:.4g} sparsity and width {far.width} the proxy's best {name} costs {costs}"
-    edges = [
-        f"{_title(one.rule)} at sparsity {curve.sparsity:g}"
-        for one in verdicts
-        for curve in (one.proxy, *one.targets)
-        if curve.on_edge
-    ]
-    doubt = f" On the edge of the grid, so further away than said: {', '.join(edges)}." if edges else ""
-    return f"{first}; {second}.{doubt}"
+    costs = ", ".join(f"{_title(one.rule)} {_percent(one.farthest.excess(one.proxy.best_value))}" for one in verdicts)
+    second = f"at {far.sparsity:.4g} sparsity and width {far.width} the proxy's best swept {name} costs {costs}"
+    curves = [curve for one in verdicts for curve in (one.proxy, *one.targets)]
+    lost = _named(curve for curve in curves if curve.diverged)
+    edges = _named(curve for curve in curves if curve.on_edge and not curve.diverged)
+    doubts = [f"No run ended, so there is no best {name}: {lost}."] if lost else []
+    doubts += [f"On the edge of the grid, so further away than said: {edges}."] if edges else []
+    return " ".join([f"{first}; {second}.", *doubts])
+
+
+def _named(curves: Iterable[Curve]) -> str:
+    return ", ".join(
+        f"{_title(curve.rule)} {'on the proxy' if curve.is_proxy else f'at sparsity {curve.sparsity:g}, width {curve.width}'}"
+        for curve in curves
+    )
 
 
 def panels(config: TransferConfig, verdicts: Sequence[Verdict]) -> list[Panel]:
@@ -197,7 +211,7 @@ def panels(config: TransferConfig, verdicts: Sequence[Verdict]) -> list[Panel]:
         for number, curve in enumerate(curves):
             label = f"sparsity {curve.sparsity:.4g}" + (f", width {curve.width}" if len(config.widths) > 1 else "")
             series.append(_series(curve, label, number / max(1, len(curves) - 1)))
-        title = f"{_title(verdict.rule)}: best moves {_times(verdict.moved)}"
+        title = f"{_title(verdict.rule)}: best moves {times(verdict.moved)}"
         marked = f"best on the proxy: {verdict.proxy.best:.4g}"
         made.append(Panel(title, name, "loss (mean of the last 5 % of steps)", tuple(series), verdict.proxy.best, marked))
     return made
@@ -205,7 +219,7 @@ def panels(config: TransferConfig, verdicts: Sequence[Verdict]) -> list[Panel]:
 
 def _series(curve: Curve, label: str, colour: float) -> Series:
     points = tuple(Point(x, y) for x, y in zip(curve.values, curve.losses, strict=True))
-    return Series(label, points, colour, dashed=curve.is_proxy, best=curve.values[curve.best_index])
+    return Series(label, points, colour, dashed=curve.is_proxy, best=None if curve.diverged else curve.best_value)
 
 
 class _Wanted(NamedTuple):
@@ -287,7 +301,9 @@ def _whose(title: str) -> str:
     return f"{title}'" if title.endswith("s") else f"{title}'s"
 
 
-def _times(factor: float) -> str:
+def times(factor: float) -> str:
+    if math.isinf(factor):
+        return "out of reach"
     return f"{factor:.2g}x" if factor < 10 else f"{factor:.0f}x"
 
 

@@ -17,7 +17,7 @@ from smupar import __version__
 from smupar.lm.config import RunConfig
 from smupar.lm.files import write_atomic
 from smupar.study.config import EngineConfig, TuneConfig
-from smupar.study.engines import execute
+from smupar.study.engines import settle
 from smupar.study.space import with_fields
 from smupar.study.store import Result, Study
 
@@ -48,6 +48,8 @@ class Tuned:
 
     config: TuneConfig
     best: Result
+    num_samples: int
+    """All that its folder holds: a search may have been longer before."""
     num_diverged: int
     sensitivities: dict[str, Sensitivity]
     path: Path
@@ -70,7 +72,7 @@ class Tuned:
             "run": run.id,
             "loss": self.best.loss,
             "method": search.method,
-            "num_samples": search.num_samples,
+            "num_samples": self.num_samples,
             "num_diverged": self.num_diverged,
             "version": __version__,
         }
@@ -81,7 +83,7 @@ class Tuned:
     def explain(self) -> str:
         run = self.best.config
         lines = [
-            f"loss {self.best.loss:.4f} nats per token, the best of {self.config.num_samples} samples "
+            f"loss {self.best.loss:.4f} nats per token, the best of {self.num_samples} samples "
             f"({self.num_diverged} diverged), rule {run.rule}, width {run.model.width}, depth {run.model.depth}",
             f"{'':<14}{'best':>9}   {'within 1 % of it':<20}  matters",
         ]
@@ -99,17 +101,9 @@ def tune(config: TuneConfig, how: EngineConfig | None = None, *, out: str = "run
     """Runs the search, as far as it is not there yet, and writes best.json into its folder."""
     how = how or EngineConfig()
     with Study.open(out, _definition(config), command) as study:
-        while True:
-            losses = {result.config.id: result.loss for result in study.results()}
-            samples = propose(config, losses)
-            todo = study.missing(samples)
-            if not todo and len(samples) == config.num_samples:
-                break
-            execute(study, todo, engine=how.engine, device=how.device, address=how.address)
-            if left := study.missing(todo):
-                raise ValueError(f"{len(left)} runs of {out} have not ended: the same command goes on")
+        settle(study, lambda study: propose(config, {result.config.id: result.loss for result in study.results()}), how)
         study.write_table()
-        tuned = judge(config, study.results(samples), study.folder / "best.json")
+        tuned = judge(config, study.results(), study.folder / "best.json")
         write_atomic(tuned.path, tuned.to_json())
     return tuned
 
@@ -178,7 +172,7 @@ def judge(config: TuneConfig, results: Sequence[Result], path: Path) -> Tuned:
     best = min(results, key=lambda result: result.loss)
     values = {name: [float(getattr(result.config, name)) for result in results] for name in NAMES}
     found = {name: sensitivity(column, losses) for name, column in values.items()}
-    return Tuned(config, best, sum(map(math.isinf, losses)), found, path)
+    return Tuned(config, best, len(results), sum(map(math.isinf, losses)), found, path)
 
 
 def sensitivity(values: Sequence[float], losses: Sequence[float]) -> Sensitivity:
