@@ -131,6 +131,12 @@ def _weights(model: nn.Module, parameter: nn.Parameter, row: PlanRow, *, check_s
         if parameter.requires_grad and layer is None and not masks_gradient(parameter):
             text = f"{row.name!r}: its gradient is not masked, the hook is lost; call smupar.attach(model, plan)"
             findings.append(Finding(text, "off-mask weights", row.name))
+        path, made, _ = row.name.partition(".parametrizations.")
+        if made and layer is None:
+            used = whole(getattr(model.get_submodule(path), row.name.split(".")[-2]).detach())
+            if used.shape == mask.shape and used.masked_fill(whole(mask), 0).count_nonzero():
+                text = f"{row.name!r} is masked, but what its parametrization makes of it is not: remove that, or keep it dense"
+                findings.append(Finding(text, "off-mask weights", row.name))
     if not bool(torch.isfinite(weight).all()):
         text = f"{row.name!r} holds values that are not finite: initialise it (after to_empty: parameterize(reset=True))"
         findings.append(Finding(text, "init", row.name))

@@ -133,8 +133,13 @@ class _Planner:
     def plan(self) -> Plan:
         rows = tuple(self._row(role) for role in self.roles)
         self._warn_thin(rows)
-        for note in dict.fromkeys(f"{role.name!r} is {role.note}" for role in self.roles if role.note):
-            self._caution(note)
+        noted: dict[str, list[str]] = {}
+        for role in self.roles:
+            if role.note:
+                noted.setdefault(role.note, []).append(repr(role.name))
+        for note, names in noted.items():
+            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+            self._caution(f"{', '.join(names[:4])}{more} {'is' if len(names) == 1 else 'are'} {note}")
         if not self.rule.has_alphas and any(alpha != 1 for alpha in self.alphas.values()):
             self.notes.append(f"{self.rule.title} has no alpha_input and alpha_output: they are not used")
         output_factor = self._forward("unembedding", self._output_width())
@@ -230,11 +235,28 @@ class _Planner:
         exact = as_density(density)
         if exact == 1:
             return {}
+        self._refuse_flattened()
         assert isinstance(self.pattern, Neuron)
         period = math.gcd(*(role.shape[dim] for role in self.roles for dim in role.scaling))
         self.live_neurons = (self.pattern.num_live(period, exact), period)
         live = Fraction(*self.live_neurons)
         return {role.name: live ** len(role.scaling) for role in self.roles if role.scaling}
+
+    def _refuse_flattened(self) -> None:
+        modules = dict(self.model.named_modules(remove_duplicate=False))
+        owners = [(role, modules.get(role.name.rpartition(".")[0])) for role in self.roles if role.scaling and role.in_dims]
+        channels = {role.shape[0] for role, owner in owners if isinstance(owner, nn.modules.conv._ConvNd)}
+        written = {role.shape[0] for role, owner in owners if isinstance(owner, nn.Linear)}
+        for role, owner in owners:
+            read = role.shape[1]
+            if isinstance(owner, nn.Linear) and role.in_dims[0] in role.scaling and read not in written | channels:
+                flat = next((size for size in channels if read % size == 0), None)
+                if flat is not None:
+                    raise ValueError(
+                        f"{role.name!r} reads {read} values, {read // flat} of each of {flat} channels if an image was "
+                        "flattened: pattern 'neuron' cannot tell which of them are alive. Average over the image first, or "
+                        "choose another pattern"
+                    )
 
     # Init
 
@@ -325,7 +347,7 @@ class _Planner:
             for role in self.roles:
                 if role.role == wanted:
                     return (role.width_in if wanted == "unembedding" else role.width_out) * live
-        return Fraction(1)
+        return max((role.width_out for role in self.roles), default=Fraction(1)) * live
 
     # What the user should know
 

@@ -17,7 +17,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from smupar.globs import match_globs
 from smupar.rules import ROLES
-from smupar.tensors import ModelTensor, Shape, is_lookup, read_tensors
+from smupar.tensors import ModelTensor, Shape, is_layer, is_lookup, read_tensors
 
 RoleSetting = str | tuple[str, int]
 
@@ -106,7 +106,10 @@ class _Inference:
         if tensor.kind == "raw":
             return self._raw(tensor)
         role = self._matrix(tensor) if tensor.kind == "matrix" else "vector" if tensor.scaling else "fixed"
-        return None if role is None else _param_role(tensor, role)
+        # What is frozen may hold values on purpose: sines, pretrained weights.
+        anew = "frozen and initialised anew all the same: give it the role 'fixed' if it is to keep its values"
+        overwritten = tensor.frozen and role in ("embedding", "hidden", "unembedding")
+        return None if role is None else _param_role(tensor, role, note=anew if overwritten else "")
 
     def _matrix(self, tensor: ModelTensor) -> str | None:
         if self._is_output(tensor):
@@ -141,6 +144,9 @@ class _Inference:
             )
         elif self.equal_widths:
             self._ask(tensor, f"belongs to a {owner}, which does not tell its inputs", ("hidden", 1) if square else "vector")
+        elif len(tensor.scaling) == 1 and tensor.name.endswith(".weight") and not _is_torchs(tensor.module):
+            some = "embedding" if tensor is self.tensors[0] else "unembedding"
+            self._ask(tensor, f"belongs to a {owner}, which does not tell whether it reads or writes what scales", some)
         elif len(tensor.scaling) < 2:
             return _param_role(tensor, "vector" if tensor.scaling else "fixed")
         elif square:
@@ -150,8 +156,14 @@ class _Inference:
         return None
 
     def _is_side_table(self, tensor: ModelTensor) -> bool:
-        read = [table for table in self.matrices if table.is_lookup and table.written_size in self.read_sizes]
-        return bool(read) and tensor.written_size not in self.read_sizes and not tensor.makes_logits
+        tables = [table for table in self.matrices if table.is_lookup]
+        if not any(table.written_size in self.read_sizes for table in tables) or tensor.makes_logits:
+            return False
+        sums = {tensor.written_size}  # side by side, it and others may be read together
+        for other in tables:
+            if other is not tensor and len(sums) < 1000:
+                sums |= {size + other.written_size for size in sums}
+        return not sums & self.read_sizes
 
     def _is_output(self, tensor: ModelTensor) -> bool:
         """The user's model says that this weight makes its logits."""
@@ -222,7 +234,7 @@ class _Inference:
         if writes and last:
             self._ask(tensor, "is the last layer, and may write outputs or features", "unembedding")
         fused = any(tensor.written_size % size == 0 for size in read)  # qkv, gate and up, the gates of an LSTM
-        writes = writes or isinstance(tensor.module, nn.RNNBase) or (fused and not last)
+        writes = writes or isinstance(tensor.module, (nn.RNNBase, nn.RNNCellBase)) or (fused and not last)
         return replace(tensor, scaling=tuple(sorted((ins if reads else ()) + (outs if writes else ()))))
 
     def _vector_scaling(self, tensor: ModelTensor, known: dict[int, ModelTensor]) -> ModelTensor:
@@ -270,6 +282,10 @@ class _Inference:
         )
 
 
+def _is_torchs(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.")
+
+
 def _related(size: int, other: int) -> bool:
     return size % other == 0 or other % size == 0
 
@@ -306,12 +322,13 @@ def _param_role(
         width_in, width_out = tensor.ratio(in_dims), tensor.ratio((out_dim,))
     elif role == "unembedding":
         width_in = tensor.ratio(in_dims)
-        uses = ((tensor.path, role), *((path, role) for path, _ in tensor.tied))
+        uses = ((tensor.path, role), *((path, role) for path, module in tensor.tied if is_layer(module)))
     elif role == "embedding":
         width_out = tensor.ratio((out_dim,))
         if tensor.is_lookup:
             base_fan_in = tensor.base_shape[out_dim] if tensor.makes_logits else 1
-        tied = ((path, role if is_lookup(module) else "unembedding") for path, module in tensor.tied)
+        backwards = "unembedding" if tensor.is_lookup else role  # a table that a layer reads
+        tied = [(path, role if is_lookup(module) else backwards) for path, module in tensor.tied if is_layer(module)]
         uses = ((tensor.path, role), *tied)
     elif role == "vector":
         width_out = tensor.ratio(tensor.scaling)

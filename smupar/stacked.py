@@ -270,6 +270,8 @@ def _refuse(
         raise ValueError(
             f"{len(models)} models, {len(plans)} plans, {len(hyperparameters)} hyperparameters: one of each needed"
         )
+    for what in filter(None, map(_unstackable, models)):
+        raise ValueError(f"{what}: train these models one after the other")
     shapes = [{name: tuple(p.shape) for name, p in model.named_parameters()} for model in models]
     for index, other in enumerate(shapes):
         if other != shapes[0]:
@@ -282,6 +284,19 @@ def _refuse(
         raise ValueError(
             "betas, momentum and whether there is a rest_lr must be the same for all models: make a stack for each"
         )
+
+
+def _unstackable(model: nn.Module) -> str | None:
+    """What a step that is a function of weights and batch cannot do."""
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            return f"{name!r} is frozen, and a stack trains every weight"
+    for path, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.training and module.track_running_stats:
+            return f"{path!r} keeps running statistics, which a stack would lose"
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
+            return f"{path!r} draws random numbers in the forward pass, which a stack cannot"
+    return None
 
 
 def _stacked(many: list[dict[str, Any]]) -> dict[str, Tensor]:

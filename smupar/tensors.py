@@ -20,7 +20,7 @@ class ModelTensor:
     name: str
     path: str  # of the module that uses it
     module: nn.Module
-    tied: tuple[tuple[str, nn.Module], ...]  # the other modules that hold it
+    tied: tuple[tuple[str, nn.Module], ...]  # the other modules that hold it, each once
     shape: Shape
     base_shape: Shape
     scaling: tuple[int, ...]  # dimensions whose size follows the width
@@ -28,6 +28,7 @@ class ModelTensor:
     in_dims: tuple[int, ...] = ()  # dimensions one output reads, input channel first
     out_dim: int = -1
     groups: int = 1
+    frozen: bool = False
 
     @property
     def is_lookup(self) -> bool:
@@ -37,7 +38,8 @@ class ModelTensor:
     def is_recurrent(self) -> bool:
         """A weight of an RNN that reads the RNN's own state, or the layer below it."""
         leaf = self.name.rpartition(".")[2]
-        return isinstance(self.module, nn.RNNBase) and not leaf.startswith("weight_ih_l0")
+        cell = isinstance(self.module, nn.RNNCellBase) and leaf == "weight_hh"
+        return cell or (isinstance(self.module, nn.RNNBase) and not leaf.startswith("weight_ih_l0"))
 
     @property
     def makes_logits(self) -> bool:
@@ -63,6 +65,8 @@ class ModelTensor:
         """Channels of the layer's output."""
         if isinstance(self.module, nn.RNNBase):
             return (self.module.proj_size or self.module.hidden_size) * (1 + self.module.bidirectional)
+        if isinstance(self.module, nn.RNNCellBase):
+            return self.module.hidden_size
         grouped = self.groups if getattr(self.module, "transposed", False) else 1
         return self.shape[self.out_dim] * grouped
 
@@ -79,24 +83,39 @@ def is_lookup(module: nn.Module) -> bool:
     return isinstance(module, (nn.Embedding, nn.EmbeddingBag))
 
 
+def is_layer(module: nn.Module) -> bool:
+    """Whether its output is linear in its ``weight``, so that a factor on what it reads or gives is one on the weight."""
+    is_conv1d = type(module).__name__ == "Conv1D" and hasattr(module, "nf")  # Hugging Face's Linear with a transposed weight
+    return is_lookup(module) or is_conv1d or isinstance(module, (nn.Linear, nn.modules.conv._ConvNd))
+
+
 def read_tensors(model: nn.Module, base: nn.Module, delta: nn.Module | None) -> list[ModelTensor]:
     """Every parameter of ``model``, in its order, after checking that the models are one network at several widths."""
     names = _names(model)
     own = _shapes(model, "the model")
     base_shapes = _shapes_like(model, own, names, base, "base")
     other_shapes = [base_shapes] if delta is None else [base_shapes, _shapes_like(model, own, names, delta, "delta")]
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules, parameters = dict(model.named_modules(remove_duplicate=False)), dict(model.named_parameters())
     tensors = []
     for name, shape in own.items():
-        # A tied weight may be registered under its head's name first; its table is what it is.
-        holders = sorted((_holder(modules, held) for held in (name, *names[name])), key=lambda held: not is_lookup(held[1]))
-        (path, module, leaf), *others = holders
+        # A tied weight may be registered under its head's name first; its table is what it is. A module may have several names.
+        holders: dict[int, tuple[str, nn.Module, str]] = {}
+        for held in (_holder(modules, one) for one in (name, *names[name])):
+            holders.setdefault(id(held[1]), held)
+        (path, module, leaf), *others = sorted(holders.values(), key=lambda held: _how_unclear(held[1]))
         tied = tuple((other_path, other) for other_path, other, _ in others)
         scaling = tuple(dim for dim in range(len(shape)) if any(other[name][dim] != shape[dim] for other in other_shapes))
         kind, in_dims, out_dim = _layout(module, leaf, shape, scaling)
         groups = int(getattr(module, "groups", 1)) if kind == "matrix" else 1
-        tensors.append(ModelTensor(name, path, module, tied, shape, base_shapes[name], scaling, kind, in_dims, out_dim, groups))
+        frozen = not parameters[name].requires_grad
+        tensors.append(
+            ModelTensor(name, path, module, tied, shape, base_shapes[name], scaling, kind, in_dims, out_dim, groups, frozen)
+        )
     return tensors
+
+
+def _how_unclear(module: nn.Module) -> int:
+    return 0 if is_lookup(module) else 1 if is_layer(module) else 2
 
 
 def _holder(modules: dict[str, nn.Module], name: str) -> tuple[str, nn.Module, str]:
@@ -161,7 +180,7 @@ def _layout(module: nn.Module, leaf: str, shape: Shape, scaling: tuple[int, ...]
     vector, raw = ("vector", (), -1), ("raw", (), -1)
     if len(shape) < 2:
         return vector
-    if isinstance(module, nn.RNNBase):
+    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
         return "matrix", (1,), 0
     if isinstance(module, nn.MultiheadAttention):
         return ("matrix", (1,), 0) if leaf.endswith("_weight") else vector
@@ -178,6 +197,6 @@ def _layout(module: nn.Module, leaf: str, shape: Shape, scaling: tuple[int, ...]
         if module.groups == module.in_channels > 1 or (module.groups > 1 and scaling == (0,)):
             return vector  # depthwise, or groups of fixed size: each output reads a fixed number of inputs at every width
         return ("matrix", (0, *kernel), 1) if module.transposed else ("matrix", (1, *kernel), 0)
-    if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):  # Hugging Face's Linear with a transposed weight
+    if is_layer(module):  # Conv1D
         return "matrix", (0,), 1
     return raw if sum(size > 1 for size in shape) > 1 else vector

@@ -1228,7 +1228,7 @@ def test_command_exits_with_the_verdict_and_writes_three_files(tmp_path, rules, 
     ("args", "message"),
     [
         (("--sparsities", "0"), "nothing to compare"),
-        (("--steps", "0"), "steps and seeds must be at least 1"),
+        (("--steps", "0"), "steps must be a positive whole number"),
         (("--rules", "super"), "unknown rule 'super'"),
     ],
 )

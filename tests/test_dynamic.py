@@ -3,6 +3,7 @@
 import copy
 import io
 import math
+from contextlib import nullcontext
 from fractions import Fraction
 
 import pytest
@@ -1348,3 +1349,31 @@ def test_rigl_without_a_gradient_says_so():
         ValueError, match=r"'mix.weight' got no gradient that RigL could look at: call sparsifier\.step\(\) after"
     ):
         rigl.step()
+
+
+class Routed(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.read = nn.Linear(8, width)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x, expert):
+        return self.head(self.experts[expert](self.read(x)).relu())
+
+
+def test_rigl_leaves_layers_alone_that_had_no_part_in_the_step():
+    model = Routed(64)
+    plan = smupar.parameterize(model, base=Routed(16), density=0.25)
+    optimizer = make_adamw(model, plan)
+    rigl = smupar.RigL(model, plan, optimizer, every=2, stop=8)
+    before = [expert.weight_mask.clone() for expert in model.experts]
+    for step in range(2):
+        model(torch.randn(16, 8), 1).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.warns(smupar.PlanWarning, match="their masks stay: experts.0.weight") if step else nullcontext():
+            rigl.step()
+    assert torch.equal(before[0], model.experts[0].weight_mask)
+    assert not torch.equal(before[1], model.experts[1].weight_mask)
+    assert model.experts[1].weight_mask.sum() == before[1].sum()

@@ -250,7 +250,8 @@ def test_encoder_decoder_sharing_one_table_scale_each_use_once(share):
     model, base = EncoderDecoder(16, share=share), EncoderDecoder(4, share=share)
     plan, scaled, plain = both_logits(model, base, TOKENS, alpha_input=3, alpha_output=2)
     assert roles(plan) == {"encoder.embed.weight": "embedding", "encoder.fc.weight": "hidden", "decoder.fc.weight": "hidden"}
-    assert plan["encoder.embed.weight"].forward == (("encoder.embed", 3.0), ("decoder.embed", 3.0), ("head", 0.5))
+    second = [("decoder.embed", 3.0)] if share == "weight" else []  # else it is the same module
+    assert plan["encoder.embed.weight"].forward == (("encoder.embed", 3.0), *second, ("head", 0.5))
     torch.testing.assert_close(scaled, plain * 3 * 0.5, rtol=1e-5, atol=1e-5)  # the model is linear
 
 
@@ -997,3 +998,104 @@ def test_old_weight_norm_asks():
 
     with pytest.raises(ValueError, match=r"2\.weight_v"):
         smupar.make_plan(model(64), base=model(24))
+
+
+# Weights with several holders
+
+
+class Siamese(nn.Module):
+    """Two input layers that share a weight."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.left, self.right = nn.Linear(8, width), nn.Linear(8, width)
+        self.right.weight = self.left.weight
+        self.mix, self.head = nn.Linear(width, width), nn.Linear(width, 3)
+
+
+class Named(nn.Module):
+    """Layers as attributes, and again in a container."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(8, width), nn.Linear(width, width), nn.Linear(width, 3)
+        self.net = nn.Sequential(self.first, nn.ReLU(), self.second, nn.ReLU(), self.head)
+
+
+class OwnLogits(nn.Module):
+    """Holds its table's weight itself, for logits that no module makes."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.embed, self.mix = nn.Embedding(50, width), nn.Linear(width, width)
+        self.out = self.embed.weight
+
+
+def test_input_layers_that_share_a_weight_both_have_the_factor_of_inputs():
+    plan = smupar.make_plan(Siamese(128), base=Siamese(32), alpha_input=3)
+    assert plan["left.weight"].forward == (("left", 3.0), ("right", 3.0))
+
+
+def test_layers_with_two_names_are_scaled_once():
+    model = Named(128)
+    plan = smupar.parameterize(model, base=Named(32), alpha_input=3)
+    assert plan["first.weight"].forward == (("first", 3.0),)
+    assert (float(model.first.smupar_factor), float(model.head.smupar_factor)) == (3.0, 0.25)
+    assert smupar.audit(model, plan) == []
+
+
+def test_module_that_holds_a_table_for_logits_of_its_own_gets_no_factor():
+    model = OwnLogits(128)
+    plan = smupar.parameterize(model, base=OwnLogits(32))
+    assert plan["out"].forward == (("embed", 1.0),)
+    assert plan.output_factor == 0.25
+    assert "output_factor" in plan.pending
+    assert not model._forward_pre_hooks
+
+
+class Weight(nn.Module):
+    """A layer written by hand."""
+
+    def __init__(self, *shape):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(*shape))
+
+
+def test_matrix_of_a_module_written_by_hand_is_asked_for():
+    def make(width):
+        return nn.ModuleDict({"table": Weight(50, width), "mix": Weight(width, width), "head": Weight(50, width)})
+
+    with pytest.raises(ValueError, match="does not tell whether it reads or writes") as asked:
+        smupar.make_plan(make(128), base=make(32))
+    assert "roles={'table.weight': 'embedding', 'head.weight': 'unembedding'}" in str(asked.value)
+
+
+def test_cells_are_known_as_recurrent_layers_are():
+    def make(width):
+        return nn.ModuleDict({"cell": nn.GRUCell(8, width), "mix": nn.Linear(width, width), "head": nn.Linear(width, 3)})
+
+    plan = smupar.make_plan(make(128), base=make(32), density=0.25)
+    assert (plan["cell.weight_ih"].role, plan["cell.weight_hh"].role) == ("embedding", "hidden")
+    assert plan["cell.weight_ih"].init_std == pytest.approx(8**-0.5)
+
+
+def test_tables_that_are_read_side_by_side_are_embeddings():
+    def make(width):
+        parts = {"word": nn.Embedding(50, width), "char": nn.Embedding(20, width // 4)}
+        read = {"read": nn.LSTM(width + width // 4, width), "mix": nn.Linear(width, width), "head": nn.Linear(width, 50)}
+        return nn.ModuleDict({**parts, **read})
+
+    plan = smupar.make_plan(make(128), base=make(32), alpha_input=9)
+    assert plan["word.weight"].forward[0][1] == plan["char.weight"].forward[0][1] == 9
+
+
+def test_frozen_table_is_overwritten_with_a_warning_or_kept():
+    def make(width):
+        frozen = nn.Embedding.from_pretrained(torch.arange(4.0)[:, None].expand(4, width).clone())
+        return nn.ModuleDict({"pos": frozen, "mix": nn.Linear(width, width), "head": nn.Linear(width, 3)})
+
+    with pytest.warns(smupar.PlanWarning, match="'pos.weight' is frozen and initialised anew"):
+        smupar.make_plan(make(32), base=make(8))
+    model = make(32)
+    smupar.parameterize(model, base=make(8), roles={"pos.weight": "fixed"})
+    assert torch.equal(model["pos"].weight[:, 0], torch.arange(4.0))

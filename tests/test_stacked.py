@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -187,3 +188,23 @@ def test_hyperparameters_are_those_of_the_run():
     config = replace(BASE, lr=0.1, clip=2.0, betas=(0.8, 0.9))
     made = hyperparameters(config)
     assert (made.lr, made.clip, made.betas) == (0.1, 2.0, (0.8, 0.9))
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (nn.BatchNorm1d, "'1' keeps running statistics"),
+        (lambda width: nn.Dropout(0.1), "'1' draws random numbers"),
+        (lambda width: nn.Linear(width, width).requires_grad_(False), "'1.weight' is frozen"),
+    ],
+)
+def test_what_a_stack_cannot_do_is_refused(layer, message):
+    def net(width):
+        return nn.Sequential(nn.Linear(8, width), layer(width), nn.Linear(width, width), nn.Linear(width, 2))
+
+    model = net(32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", smupar.PlanWarning)
+        plan = smupar.parameterize(model, base=net(16))
+    with pytest.raises(ValueError, match=message):
+        Stack([model], [plan], loss_fn, [Hyperparameters(0.01)])

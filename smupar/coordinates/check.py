@@ -84,6 +84,11 @@ def coord_check(
     taken_by_grid = settings.keys() & {"rule", "density", "seed", "delta"}
     if taken_by_grid:
         raise TypeError(f"{sorted(taken_by_grid)[0]!r} is set by the grid: use rules=, densities=, seeds= and widths=")
+    if settings.get("pattern") == "neuron" and len(set(_listed(densities))) > 1:
+        raise ValueError(
+            "pattern 'neuron' is not compared over densities: outputs of dead neurons are 0 and would count. What is left is "
+            "the narrower dense network: pass widths instead, at one density"
+        )
     taken = list(islice(batches, steps))
     if len(taken) < steps:
         raise ValueError(

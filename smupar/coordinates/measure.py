@@ -181,8 +181,8 @@ class Recorder:
         return [path for path, factor in uses if factor != 1 and path not in self._called]
 
     def moved(self) -> bool:
-        """Whether any update changed any layer's output."""
-        return any(float(rms) > 0 for _, _, quantity, rms, *_ in self.sizes if quantity == DY)
+        """Whether any update changed any output."""
+        return any(float(rms) > 0 for _, _, quantity, rms, *_ in self.sizes if quantity in (DY, CHANGE))
 
     def readings(self, **run: Any) -> list[Reading]:
         """Everything measured so far, labelled with the run."""

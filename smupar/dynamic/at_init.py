@@ -40,12 +40,14 @@ def snip_masks(
     hidden = [row.name for row in plan if row.role == "hidden"]
     parameters = {name: parameter for name, parameter in model.named_parameters() if name in hidden}
     sums = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
-    num = 0
+    num, kept = 0, {name: buffer.clone() for name, buffer in model.named_buffers()}
     for batch in batches:
         num += 1
         grads = torch.autograd.grad(loss_fn(model, batch), list(parameters.values()))
         for name, grad in zip(parameters, grads, strict=True):
             sums[name] += grad
+    for name, buffer in model.named_buffers():  # running statistics
+        buffer.copy_(kept[name])
     if num == 0:
         raise ValueError("SNIP needs at least one batch")
     return _best_masks(model, plan, density, lambda name, parameter: whole(parameter.detach() * sums[name]).abs(), pool=pool)

@@ -222,6 +222,7 @@ class _Moving(Sparsifier):
         """
         self.rule = DropAndGrow(Times(every, stop, start), self.grow, drop_fraction, decay)
         self.grows_by_gradient = self.grow == "gradient"
+        self._idle_before: set[str] = set()
         super().__init__(model, plan, optimizer, stop=stop, restart_bias_correction=restart_bias_correction, steps=steps)
         if not self.parameters:
             raise ValueError("no hidden weight is sparse, so no mask can move: pass a density below 1 to parameterize")
@@ -233,10 +234,34 @@ class _Moving(Sparsifier):
         return self.rule.due(step)
 
     def update(self, step: int) -> None:
+        idle = self._without_gradient() if self.grows_by_gradient else []
         for name, parameter in self.parameters.items():
+            if name in idle:
+                continue
             weight, mask = self._weight(name, parameter).flatten()[None], whole(self._mask(name)).flatten()[None]
             new = self.rule.moved(weight, mask, self._grow_score(name, parameter, step), step)
             self._replace(name, parameter, new)
+
+    def _without_gradient(self) -> list[str]:
+        """Layers that had no part in the last step on any rank, such as experts without tokens: their masks stay."""
+        keepers = [self._sees_gradient(name, parameter) for name, parameter in self.parameters.items()]
+        has = torch.tensor(
+            [int(keeper is not None and keeper.dense is not None) for keeper in keepers],
+            device=local(next(iter(self.parameters.values()))).device,
+        )
+        if num_ranks() > 1:
+            dist.all_reduce(has, dist.ReduceOp.MAX)
+        idle = [name for name, there in zip(self.parameters, has.tolist(), strict=True) if not there]
+        if len(idle) == len(self.parameters):
+            raise ValueError(
+                f"{idle[0]!r} got no gradient that RigL could look at: call sparsifier.step() after every "
+                "optimizer.step(), and smupar.attach(model, plan) after a copy, a conversion or sharding"
+            )
+        if not self._idle_before.issuperset(idle):
+            names = ", ".join(idle[:4])
+            warnings.warn(f"no gradient in this step, so their masks stay: {names}", PlanWarning, stacklevel=5)
+            self._idle_before.update(idle)
+        return idle
 
     def _grow_score(self, name: str, parameter: nn.Parameter, step: int) -> Tensor:
         if self.grow == "random":
@@ -244,11 +269,9 @@ class _Moving(Sparsifier):
             return random_scores(math.prod(self.plan[name].shape), keys)
         keeper = self._sees_gradient(name, parameter)
         dense = keeper.dense if keeper is not None else None
-        if dense is None:
-            raise ValueError(
-                f"{name!r} got no gradient that RigL could look at: call sparsifier.step() after every optimizer.step(), and "
-                "smupar.attach(model, plan) after a copy, a conversion or sharding"
-            )
+        if dense is None:  # on other ranks it has one
+            shape = self.plan[name].shape if compressed(self.model, name) is not None else local(parameter).shape
+            dense = torch.zeros(shape, dtype=parameter.dtype, device=local(parameter).device)
         if is_sharded(parameter):
             from torch.distributed.tensor import DTensor
 
@@ -472,7 +495,8 @@ class _Restart:
     def __init__(self, sparsifier: Sparsifier) -> None:
         self.sparsifier = sparsifier
         self.born: dict[str, Tensor] = {}
-        hidden = {id(p) for n, p in sparsifier.model.named_parameters() if sparsifier.plan[n].role == "hidden"}
+        plan = sparsifier.plan
+        hidden = {id(p) for n, p in sparsifier.model.named_parameters() if n in plan and plan[n].role == "hidden"}
         for optimizer in sparsifier.optimizers:
             kind = type(optimizer).__name__
             groups = [group for group in optimizer.param_groups if any(id(p) in hidden for p in group["params"])]
