@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
@@ -25,7 +26,7 @@ from smupar.plan import Plan
 from smupar.planner import MaskSetting, PlanWarning, Settings, plan_with_cautions, warn
 from smupar.storage import compressed, expand_state, is_compressed, shape_of
 from smupar.tensors import is_lookup, parent_path
-from smupar.values import initialise, like, local, padding_rows, plan_resets, zero_off_mask
+from smupar.values import initialise, is_sharded, like, local, num_ranks, padding_rows, plan_resets, zero_off_mask
 
 FACTOR = "smupar_factor"
 _MARK, _MOVING = "_smupar_attached", "_smupar_masks_move"
@@ -115,7 +116,14 @@ def optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     """One optimizer, several or none, as a list."""
     if optimizer is None:
         return []
-    return list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
+    return [_own(one) for one in (optimizer if isinstance(optimizer, Iterable) else [optimizer])]
+
+
+def _own(optimizer: Any) -> Any:
+    """The user's own under Accelerate's, which has no hooks."""
+    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def is_parameterized(model: nn.Module) -> bool:
@@ -248,6 +256,7 @@ class MaskGradient:
         self.module, self.mask_leaf = module, mask_leaf
         self.keeps_dense = False
         self.dense: Tensor | None = None
+        self._summed: Any = None  # the gradient that ``dense`` belongs to, by a weak reference
 
     @torch.no_grad()
     def __call__(self, parameter: Tensor) -> None:
@@ -256,6 +265,10 @@ class MaskGradient:
         mask = getattr(self.module, self.mask_leaf)
         if self.keeps_dense:
             here = local(parameter.grad)
+            # A gradient that was thrown away, such as one that is not finite, must not count. (Ranks may replace theirs.)
+            if num_ranks() == 1 and (self._summed is None or self._summed() is not parameter.grad):
+                self.dense = None
+            self._summed = weakref.ref(parameter.grad)
             # On the mask the gradient is the sum so far; off it earlier micro-batches were masked away.
             self.dense = here.clone() if self.dense is None else torch.where(local(mask), here, self.dense + here)
         zero_off_mask(parameter.grad, mask)
@@ -316,6 +329,8 @@ def _attach(model: nn.Module, plan: Plan, masks: Mapping[str, Tensor]) -> None:
             masked.append(row.name)
         elif row.name in masks:
             module.register_buffer(leaf, like(masks[row.name], parameters[row.name]))
+        elif (mask := mask_of(model, row.name)) is not None and is_sharded(parameters[row.name]) and not is_sharded(mask):
+            module.register_buffer(leaf, like(mask, parameters[row.name]))  # the weight was sharded after it got its mask
         if layer is None and mask_of(model, row.name) is not None:  # by the plan, or added for masks that will move
             _watch(parameters[row.name], module, leaf)
             silent.append(f"{row.name}_mask")

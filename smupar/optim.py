@@ -18,7 +18,6 @@ from smupar.apply import attach, is_parameterized, optimizers, unwrapped
 from smupar.globs import match_globs
 from smupar.plan import Plan, PlanRow
 from smupar.rules import family_of
-from smupar.storage import is_replaced
 
 NoDecay = Iterable[str] | Callable[[str, nn.Parameter], bool]
 _WITH_EPS = {"adamw", "adam", "adamax", "nadam", "radam", "rmsprop", "adagrad"}
@@ -176,8 +175,7 @@ def _distinct(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def guard(optimizer: Any) -> None:
-    """Watches the ratios between groups: warns at the first step whose learning rates the plan did not mean. An optimizer whose
-    weights ``sparsify_storage`` has replaced is refused.
+    """Watches the ratios between groups: warns at the first step whose learning rates the plan did not mean.
 
     Schedulers that set absolute values (OneCycleLR with one max_lr, CosineAnnealingLR with eta_min) erase the factors.
     ``audit`` calls it; it costs a comparison of a few numbers at each step. Groups not made by ``param_groups`` are ignored.
@@ -200,11 +198,6 @@ class _Guard:
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.num_steps += 1
-        if any(is_replaced(parameter) for group in optimizer.param_groups for parameter in group["params"]):
-            raise ValueError(
-                "this optimizer holds weights that sparsify_storage has replaced, and would train nothing: make "
-                "param_groups and the optimizer again, after it"
-            )
         if not self.spoken:
             problem = ratio_problem(optimizer)
             if problem:

@@ -51,17 +51,21 @@ class LayerRates:
 def layer_rates(model: nn.Module, plan: Plan, optimizer: Any) -> LayerRates:
     """The rates of an optimizer (or several on one model), made the first time it is asked for."""
     every = optimizers(optimizer)
-    found = [_rates_of(one) for one in every]
-    if found and found[0] is not None:
-        return found[0]
-    names = {id(p): n for n, p in unwrapped(model).named_parameters() if n in plan and plan[n].role == "hidden"}
-    for one in every:
+    found = {id(one): rates for one in every if (rates := _rates_of(one)) is not None}
+
+    def hidden() -> dict[int, str]:
+        return {id(p): n for n, p in unwrapped(model).named_parameters() if n in plan and plan[n].role == "hidden"}
+
+    names = hidden()
+    fresh = [one for one in every if id(one) not in found]
+    for one in fresh:
         _refuse(one, names)
-    rates = LayerRates(list(names.values()))
-    for one in every:
+    rates = next(iter(found.values()), LayerRates(list(names.values())))
+    for one in fresh:
         _split(one, names)
         one.register_step_pre_hook(rates.put_in)
         one.register_step_post_hook(rates.take_out)
+        one.register_load_state_dict_post_hook(lambda loaded: _name(loaded, hidden()))  # groups that were saved without names
     return rates
 
 
@@ -98,6 +102,12 @@ def _refuse(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
                 "a scheduler was made for this optimizer already, and would miss the groups that hidden weights get of their "
                 "own: make the scheduler afterwards"
             )
+
+
+def _name(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
+    for group in optimizer.param_groups:
+        if len(group["params"]) == 1 and id(group["params"][0]) in names:
+            group[_WEIGHT] = names[id(group["params"][0])]
 
 
 def _split(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from smupar.tensors import parent_path
 
@@ -31,12 +32,21 @@ _REPLACED = "_smupar_replaced"
 
 
 def mark_replaced(parameter: nn.Parameter) -> None:
-    """Says of a parameter that its model has another one in its place now, so that training it is in vain."""
+    """Says of a parameter that its model has another one in its place now: optimizers that hold it refuse to step."""
+    if not _watching:
+        _watching.append(register_optimizer_step_pre_hook(_refuse_replaced))
     setattr(parameter, _REPLACED, True)
 
 
-def is_replaced(parameter: Tensor) -> bool:
-    return hasattr(parameter, _REPLACED)
+_watching: list[Any] = []
+
+
+def _refuse_replaced(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if any(hasattr(parameter, _REPLACED) for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError(
+            "this optimizer holds weights that sparsify_storage has replaced, and would train nothing: make param_groups and "
+            "the optimizer again, after it"
+        )
 
 
 class Compressed(nn.Module):

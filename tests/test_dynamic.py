@@ -1345,6 +1345,7 @@ def test_rigl_without_a_gradient_says_so():
     model, plan = make()
     optimizer = make_adamw(model, plan)
     rigl = smupar.RigL(model, plan, optimizer, every=1, stop=10)
+    optimizer.step()
     with pytest.raises(
         ValueError, match=r"'mix.weight' got no gradient that RigL could look at: call sparsifier\.step\(\) after"
     ):
@@ -1377,3 +1378,123 @@ def test_rigl_leaves_layers_alone_that_had_no_part_in_the_step():
     assert torch.equal(before[0], model.experts[0].weight_mask)
     assert not torch.equal(before[1], model.experts[1].weight_mask)
     assert model.experts[1].weight_mask.sum() == before[1].sum()
+
+
+# In other people's loops
+
+
+def tokens_of(step):
+    return torch.randint(VOCAB, (4, 6), generator=torch.Generator().manual_seed(step))
+
+
+def backward(model, step, scale=1.0):
+    tokens = tokens_of(step)
+    (scale * F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())).backward()
+
+
+@pytest.mark.parametrize("discarded", [math.nan, 100.0])
+def test_rigl_grows_as_if_gradients_that_were_thrown_away_had_never_been(discarded):
+    masks = []
+    for discards in (False, True):
+        model, plan = make()
+        optimizer = make_adamw(model, plan)
+        rigl = smupar.RigL(model, plan, optimizer, every=1, stop=3)
+        if discards:
+            backward(model, 99, discarded)
+            optimizer.zero_grad()
+        backward(model, 0)
+        optimizer.step()
+        rigl.step()
+        masks.append(model.mix.weight_mask.clone())
+    assert torch.equal(*masks)
+
+
+def test_masks_stay_where_gradients_are_not_finite():
+    model, plan = make()
+    optimizer = torch.optim.SGD(smupar.param_groups(model, plan, lr=0.0, optimizer="sgd"))
+    rigl = smupar.RigL(model, plan, optimizer, every=1, stop=3)
+    before = model.mix.weight_mask.clone()
+    backward(model, 0, math.nan)
+    optimizer.step()
+    for module in (model.mix, model.up, model.down):
+        module.weight.data.masked_fill_(~module.weight_mask, 0)
+    with pytest.warns(smupar.PlanWarning, match="the gradient of 'mix.weight' is not finite, so its mask stays"):
+        rigl.step()
+    assert torch.equal(model.mix.weight_mask, before)
+
+
+def test_steps_count_only_if_the_optimizer_made_them():
+    model, plan = make()
+    optimizer = make_adamw(model, plan)
+    rigl = smupar.RigL(model, plan, optimizer, every=2, stop=4)
+    moved = []
+    for step in range(8):  # two micro-batches to a step
+        backward(model, step)
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        moved.append(rigl.step())
+    assert moved == [False, False, False, True, False, False, False, True]
+    assert rigl.num_steps == 4
+
+
+def test_correction_survives_the_optimizer_state_of_a_run_without_it():
+    density = {"mix.*": 1 / 4, "up.*": 1 / 8, "down.*": 1 / 16}  # so that each hidden weight has its own group already
+    model, plan = make(density)
+    static = make_adamw(model, plan)
+    backward(model, 0)
+    static.step()
+    used = []
+    for loads in (False, True):
+        model, plan = make(density)
+        optimizer = make_adamw(model, plan)
+        gmp = smupar.GMP(model, plan, optimizer, density=1 / 32, every=1, stop=2)
+        if loads:
+            optimizer.load_state_dict(static.state_dict())
+        for step in range(3):
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            gmp.step()
+        used.append([group["applied_lr"] for group in group_of_weight(optimizer).values()])
+    assert used[0] == used[1] != []
+
+
+def test_second_sparsifier_does_not_correct_again():
+    masks = []
+    for twice in (False, True):
+        model, plan = make()
+        optimizer = make_adamw(model, plan)
+        options = {"every": 2, "stop": 20, "decay": "constant", "restart_bias_correction": True}
+        rigl = smupar.RigL(model, plan, optimizer, **options)
+        for step in range(20):
+            if twice and step == 10:
+                state = rigl.state_dict()
+                rigl = smupar.RigL(model, plan, optimizer, **options)
+                rigl.load_state_dict(state)
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            rigl.step()
+        masks.append(model.up.weight_mask.clone())
+    assert torch.equal(*masks)
+
+
+def test_optimizers_share_rates_in_whichever_order_they_come():
+    model, plan = make()
+    hidden = torch.optim.SGD(smupar.param_groups(model, plan, lr=0.1, optimizer="sgd", only="hidden"))
+    rest = torch.optim.AdamW(smupar.param_groups(model, plan, lr=0.01, only="rest"))
+    rates = layer_rates(model, plan, hidden)
+    assert layer_rates(model, plan, [rest, hidden]) is rates
+    backward(model, 0)
+    rest.step()
+    hidden.step()
+
+
+def test_optimizer_of_weights_that_storage_replaced_refuses_to_step():
+    model, plan = make()
+    optimizer = make_adamw(model, plan)
+    smupar.sparsify_storage(model, plan, backend="csr")
+    backward(model, 0)
+    with pytest.raises(ValueError, match="holds weights that sparsify_storage has replaced"):
+        optimizer.step()

@@ -80,6 +80,9 @@ def run(name, layout, rank=None):
     kind, density, settings = RUNS[name]
     model, base = made(layout)
     plan = smupar.parameterize(model, base=base, density=density, seed=3, reset=True)
+    if layout == "fsdp afterwards":
+        fully_shard(model)
+        smupar.attach(model, plan)
     forward = DistributedDataParallel(model) if layout == "ddp" else model
     optimizer = torch.optim.AdamW(smupar.param_groups(model, plan, lr=1e-2, weight_decay=0.1))
     sparsifier = getattr(smupar, kind)(forward, plan, optimizer, **settings)
@@ -110,7 +113,7 @@ def work(rank, layout, folder):
         dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module", params=["ddp", "fsdp"])
+@pytest.fixture(scope="module", params=["ddp", "fsdp", "fsdp afterwards"])
 def ranks(request, tmp_path_factory):
     """One start of two processes for each layout."""
     folder = tmp_path_factory.mktemp(request.param)

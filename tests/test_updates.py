@@ -1172,3 +1172,42 @@ def test_copy_of_a_measured_model_keeps_its_inputs_to_itself(proxy):
         optimizer.step()
         factors.append(dict(follower.rates.measured))
     assert factors[0] == factors[1]
+
+
+def test_what_later_hooks_change_is_measured_whichever_came_first():
+    effects = []
+    for meter_first in (True, False):
+        torch.manual_seed(0)
+        model = Net(64)
+        plan = smupar.parameterize(model, base=Net(16), density=1 / 16)
+        muon = torch.optim.Muon(smupar.param_groups(model, plan, lr=0.02, optimizer="muon", only="hidden"), weight_decay=0)
+        if meter_first:
+            recorded = smupar.record_updates(model, plan, muon)
+            smupar.attach(model, plan, muon)  # masks what Muon mixed
+        else:
+            smupar.attach(model, plan, muon)
+            recorded = smupar.record_updates(model, plan, muon)
+        F.cross_entropy(model(torch.randn(128, 6)), torch.arange(128) % CLASSES).backward()
+        muon.step()
+        effects.append(recorded.trace.effects)
+    assert effects[0] == effects[1]
+
+
+def test_step_that_torch_makes_to_have_state_is_not_counted():
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model = Net(64)
+    plan = smupar.parameterize(model, base=Net(16))
+    optimizer = torch.optim.AdamW(smupar.param_groups(model, plan, lr=0.01))
+    recorded = smupar.record_updates(model, plan, optimizer)
+    get_state_dict(model, optimizer)
+    assert recorded.step == 0
+
+
+def test_layer_that_gets_no_tokens_keeps_its_inputs():
+    model = Net(64)
+    plan = smupar.parameterize(model, base=Net(16))
+    recorded = smupar.record_updates(model, plan, torch.optim.AdamW(smupar.param_groups(model, plan, lr=0.01)))
+    model.blocks[0](torch.ones(3, 64))
+    model.blocks[0](torch.zeros(0, 64))
+    assert bool((recorded.probes["blocks.0.weight"].inputs == 1).all())

@@ -83,6 +83,9 @@ class Sparsifier:
         self._refuse_strangers()
         let_masks_move(self.model)
         self.num_steps = 0
+        self._stepped = False
+        for one in self.optimizers:
+            one.register_step_post_hook(self._note_step)
         self.restart = _Restart(self) if restart_bias_correction else None
 
     def _refuse_strangers(self) -> None:
@@ -109,13 +112,20 @@ class Sparsifier:
 
     @torch.no_grad()
     def step(self) -> bool:
-        """After every ``optimizer.step()``. Says whether masks moved."""
+        """After every ``optimizer.step()``. Says whether masks moved. Where the optimizer made no step, as while gradients are
+        accumulated or when a scaler skips one, nothing happens."""
+        if not self._stepped:
+            return False
+        self._stepped = False
         self.num_steps += 1
         due = self.due(self.num_steps)
         if due:
             self.update(self.num_steps)
         self._listen(self.due(self.num_steps + 1))
         return due
+
+    def _note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._stepped = True
 
     def due(self, step: int) -> bool:
         raise NotImplementedError
@@ -239,8 +249,11 @@ class _Moving(Sparsifier):
             if name in idle:
                 continue
             weight, mask = self._weight(name, parameter).flatten()[None], whole(self._mask(name)).flatten()[None]
-            new = self.rule.moved(weight, mask, self._grow_score(name, parameter, step), step)
-            self._replace(name, parameter, new)
+            score = self._grow_score(name, parameter, step)
+            if not bool(score.isfinite().all()):
+                warnings.warn(f"the gradient of {name!r} is not finite, so its mask stays", PlanWarning, stacklevel=4)
+                continue
+            self._replace(name, parameter, self.rule.moved(weight, mask, score, step))
 
     def _without_gradient(self) -> list[str]:
         """Layers that had no part in the last step on any rank, such as experts without tokens: their masks stay."""
@@ -488,6 +501,14 @@ class IMP(_Pruned):
             self.weights = {name: weight.clone() for name, weight in state["weights"].items()}
 
 
+def _forget(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Takes away what an earlier sparsifier of the model corrects, which would be corrected twice."""
+    for key, hook in list(optimizer._optimizer_step_post_hooks.items()):
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, _Restart) and owner.sparsifier.model is model:
+            del optimizer._optimizer_step_post_hooks[key]
+
+
 class _Restart:
     """Adam corrects its averages for having started at 0, by the optimizer's step, but a grown weight starts later: this takes
     the difference out of the weight, behind each step. ``born``: the optimizer's step at which a weight grew, 0 at first."""
@@ -502,6 +523,7 @@ class _Restart:
             groups = [group for group in optimizer.param_groups if any(id(p) in hidden for p in group["params"])]
             if groups and (kind not in ("Adam", "AdamW") or any(group.get("amsgrad") for group in groups)):
                 raise ValueError(f"restart_bias_correction is for Adam and AdamW without amsgrad, not {kind}: leave it out")
+            _forget(optimizer, sparsifier.model)
             optimizer.register_step_post_hook(self._correct)
 
     def note(self, name: str, grown: Tensor) -> None:

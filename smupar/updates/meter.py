@@ -64,7 +64,7 @@ class _Probe:
         self.module.register_buffer(self.buffer, value, persistent=False)
 
     def _keep(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if not (args and torch.is_grad_enabled()):  # validation
+        if not (args and torch.is_grad_enabled() and args[0].numel()):  # validation, or an expert without tokens
             return
         x = args[0].detach()
         if self.is_conv:
@@ -146,10 +146,10 @@ class _Meter:
         self.factors: dict[str, float] = {}
         """That learning rate over the base one."""
         self.hooks = [one.register_step_pre_hook(self._before) for one in self.optimizers]
-        self.hooks += [one.register_step_post_hook(self._after) for one in self.optimizers]
+        self.last = {id(one): one.register_step_post_hook(self._after) for one in self.optimizers}
 
     def remove(self) -> None:
-        for hook in self.hooks:
+        for hook in (*self.hooks, *self.last.values()):
             hook.remove()
         for probe in self.probes.values():
             probe.remove()
@@ -161,6 +161,8 @@ class _Meter:
 
     @torch.no_grad()
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.last[id(optimizer)].remove()  # behind hooks that came later and change weights too
+        self.last[id(optimizer)] = optimizer.register_step_post_hook(self._after)
         if due(self.place):
             with exact():
                 for name, group in group_of_weight(optimizer).items():
@@ -173,6 +175,8 @@ class _Meter:
 
     @torch.no_grad()
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if _is_rehearsal(optimizer):
+            return
         if due(self.place):
             self._measure(optimizer)
         self.waiting -= 1
@@ -222,6 +226,14 @@ class _Meter:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.step, self.trace = state["step"], Trace.from_json(state["trace"])
+
+
+def _is_rehearsal(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step trained nothing: torch.distributed.checkpoint makes such a one, to have state to save or load into."""
+    if any(float(group["lr"]) != 0 for group in optimizer.param_groups):
+        return False
+    grads = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
+    return not any(bool(local(grad).any()) for grad in grads if grad is not None)
 
 
 def _is_measurable(model: nn.Module, plan: Plan, name: str) -> bool:
