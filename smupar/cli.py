@@ -475,6 +475,7 @@ def _is_of_the_machine(error: Exception) -> bool:
 
 
 def _run(argv: list[str]) -> None:
+    argv = [_dashed(word) for word in argv]
     on_data: dict[str, Callable[..., None]] = {"prepare": prepare, "verify": verify}
     if argv[0] == "data":
         tyro.extras.subcommand_cli_from_dict(
@@ -526,6 +527,12 @@ def _refuse_what_transfer_sets(argv: list[str]) -> None:
     for flag, remedy in {**_OF_TRANSFER, swept: "it is what is swept, name its values with --values"}.items():
         if any(word == flag or word.startswith(flag + "=") for word in argv):
             raise ValueError(f"transfer has no use for {flag}: {remedy}")
+
+
+def _dashed(word: str) -> str:
+    """A flag as it is documented: --base_width is --base-width."""
+    flag, equals, value = word.partition("=")
+    return flag.replace("_", "-") + equals + value if word.startswith("--") else word
 
 
 def _start(argv: list[str]) -> tuple[str, RunConfig]:

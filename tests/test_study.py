@@ -244,6 +244,69 @@ def test_study_refuses_a_text_that_has_changed_under_its_name(tmp_path, capsys):
     assert "is not the one that" in capsys.readouterr().err
 
 
+TINY_FLAGS = ["--depth", "1", "--head-dim", "16", "--base-width", "32", "--steps", "4", "--seq-len", "16"]
+TINY_FLAGS += ["--batch-size", "2", "--device", "cpu"]
+
+
+def test_report_of_a_study_that_is_not_finished_says_so(tmp_path, capsys):
+    folder = tmp_path / "study"
+    main(["transfer", "--widths", "64", "--sparsities", "0.5", "--rules", "mup", *TINY_FLAGS, "--out", str(folder)])
+    whole = capsys.readouterr().out.splitlines()[-2]
+    assert "the best learning rate moved: muP's" in whole
+    for run in sorted(folder.glob("runs/*"))[:3]:
+        shutil.rmtree(run)
+    main(["report", str(folder)])
+    said = capsys.readouterr().out
+    assert "Not finished: 13 of 16 runs are done" in said
+    assert "moved" not in said
+    main(["sweep", "lr=0.01,0.02,0.04", *TINY_FLAGS, "--width", "32", "--out", str(tmp_path / "sweep")])
+    shutil.rmtree(next((tmp_path / "sweep").glob("runs/*")))
+    main(["report", str(tmp_path / "sweep")])
+    assert "Not finished: 2 of 3 runs are done" in capsys.readouterr().out
+
+
+def test_study_refuses_two_traces_of_one_name(tmp_path, capsys):
+    proxy = ["train", *TINY_FLAGS, "--width", "32", "--sparsity", "0", "--record"]
+    for name, lr in (("a", "0.01"), ("b", "0.02")):
+        with pytest.raises(SystemExit):  # 0
+            main([*proxy, "--lr", lr, "--out", str(tmp_path / name)])
+    traces = ",".join(str(tmp_path / name / "trace.json") for name in "ab")
+    with pytest.raises(SystemExit):
+        main(["sweep", f"follow={traces}", *TINY_FLAGS, "--width", "64", "--out", str(tmp_path / "study")])
+    assert "the trace 'trace.json' is not the one that" in capsys.readouterr().err
+
+
+def test_another_study_is_told_by_the_field_that_differs(tmp_path, capsys):
+    sweep = ["sweep", "lr=0.01,0.02", *TINY_FLAGS, "--width", "32", "--out", str(tmp_path / "study")]
+    main(sweep)
+    with pytest.raises(SystemExit):
+        main([*sweep, "--steps", "5"])
+    assert "holds another study (steps 4 there, 5 here): choose another --out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("transfer --axis alpha_output", "SP has no alpha_output to sweep: leave it out of --rules"),
+        ("transfer --rules smupar moment", "moment is SmuPar with the density of the moment: it needs --dynamic gmp or imp"),
+        ("transfer --base_width 32 --init_std 0.1 --axis init_std", "transfer has no use for --init-std"),
+        ("transfer --pattern 2:4", "the pattern 2:4 keeps 2 of 4 weights: leave --sparsity out, or say 0.5"),
+        ("sweep lr=2^-4..2^-8", "the smaller end of a range comes first"),
+        ("train --alpha-input -1", "alpha_input must be a number from 0 on"),
+    ],
+)
+def test_studies_without_sense_are_refused_before_they_start(command, message, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--out", str(tmp_path / "study")])
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "study").exists()
+
+
+def test_values_that_are_given_twice_are_taken_once():
+    config = TransferConfig(run=TINY, rules=("sp", "sp"), sparsities=(0.75, 0.75), widths=(64, 64))
+    assert (config.rules, config.sparsities, config.widths) == (("sp",), (0.75,), (64,))
+
+
 def test_mistaken_command_leaves_no_folder_behind(tmp_path, capsys):
     sweep = ["sweep", "--device", "cpu", "--steps", "2", "--out", str(tmp_path / "study")]
     for mistake, message in ((["width=64,100"], "multiple of head_dim"), (["lr=0.1,0.2", "--data", "nowhere"], "nowhere")):

@@ -32,6 +32,8 @@ def evaluate(config: EvalConfig) -> Results:
     """All three steps in one process; their files stay in ``config.out``, so that the same command goes on."""
     out = Path(config.out)
     requests = out / "requests.jsonl"
+    for folder in config.folders:
+        score.refuse_without_model(folder)
     write_requests(config.questions, requests)
     scores = []
     for folder in config.folders:

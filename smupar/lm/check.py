@@ -23,7 +23,8 @@ def check_gpt(config: CheckConfig) -> Report:
 
     device, folder = pick_device(config.device), Path(config.out)
     with locked(folder):  # which says before the work if it cannot be written to
-        pass
+        if any(folder.iterdir()) and not (folder / "check.json").exists():
+            raise ValueError(f"{folder} holds other files and no check: choose another --out")
 
     def make_model(width: int) -> GPT:
         model = GPT(ModelConfig(width=width, depth=config.depth, head_dim=config.head_dim))

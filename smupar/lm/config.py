@@ -166,7 +166,7 @@ class RunConfig:
             raise ValueError(f"sparsity must lie in [0, 1), got {self.sparsity}: 0.75 keeps a quarter of the hidden weights")
         _known(self)
         _positive(self, "steps", "batch_size", "seq_len", "base_width", "valid_batches")
-        _not_negative(self, "lr", "weight_decay", "eps", "momentum", "init_std")
+        _not_negative(self, "lr", "weight_decay", "eps", "momentum", "init_std", "alpha_input", "alpha_output")
         if self.lr > _LARGEST or self.momentum >= 1:
             raise ValueError(f"lr {self.lr:g} or momentum {self.momentum:g} is too large: momentum lies below 1")
         if self.rest_lr is not None:
@@ -188,6 +188,12 @@ class RunConfig:
             )
         if self.dynamic != "none" and self.pattern not in ("random", "bernoulli"):
             raise ValueError(f"masks that move are unstructured: --dynamic {self.dynamic} needs --pattern random")
+        kept, _, of = self.pattern.partition("-")[0].partition(":")
+        if kept.isdigit() and of.isdigit() and self.sparsity not in (None, 0.0, 1 - int(kept) / int(of)):
+            raise ValueError(
+                f"the pattern {self.pattern} keeps {kept} of {of} weights: leave --sparsity out, or say "
+                f"{1 - int(kept) / int(of):g} (or 0 for a dense model), not {self.sparsity:g}"
+            )
         if self.dynamic == "imp" and (self.rounds < 1 or self.steps % (self.rounds + 1)):
             raise ValueError(
                 f"{self.steps} steps are not {self.rounds + 1} equal rounds: choose --steps as a multiple of --rounds plus one"

@@ -86,8 +86,8 @@ class Subject:
 # Models
 
 
-def load_subject(folder: str | Path, device: torch.device) -> Subject:
-    """From a run, one of its checkpoints, an export, or a folder that transformers reads."""
+def refuse_without_model(folder: str | Path) -> Any:
+    """What config.json says; None for a checkpoint of a run."""
     path = Path(folder)
     try:
         described = json.loads((path / "config.json").read_text())
@@ -95,6 +95,13 @@ def load_subject(folder: str | Path, device: torch.device) -> Subject:
         described = None
     if not isinstance(described, dict) and path.resolve().parent.name != "checkpoints":
         raise ValueError(f"{path} holds no model: give a run, a checkpoint, an export, or a folder that transformers wrote")
+    return described
+
+
+def load_subject(folder: str | Path, device: torch.device) -> Subject:
+    """From a run, one of its checkpoints, an export, or a folder that transformers reads."""
+    path = Path(folder)
+    described = refuse_without_model(path)
     if isinstance(described, dict) and "model_type" in described:
         return _from_transformers(path, device)
     about: dict[str, Any] = {"folder": str(folder), "config_id": None, "step": None}

@@ -95,6 +95,8 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 def read_index(folder: str | Path) -> Index:
     folder = Path(folder)
+    if folder.is_file():
+        raise ValueError(f"{folder} is a file: make a folder of it with smupar data prepare {folder} --out FOLDER")
     if not folder.is_dir():
         raise ValueError(f"no folder {folder}: make it with smupar data prepare FILE --out {folder}")
     path = folder / INDEX

@@ -154,6 +154,7 @@ def _page(done: Reproduced, scale: Scale, facts: dict[str, Any], table: str | No
     finding = f" It belongs to Finding {module.FINDING}: {FINDINGS[module.FINDING]}." if module.FINDING else ""
     pictures = [_picture_name(done.name, picture) for picture in sorted(done.folder.glob("*.png"))]
     data = f" --data {scale.data}" if done.rows else ""
+    tasks = " --data-dir TASKS" if hasattr(module, "judge") else ""
     lines = [
         f"# {_heading(done.name)}: {module.TITLE}",
         "",
@@ -170,7 +171,7 @@ def _page(done: Reproduced, scale: Scale, facts: dict[str, Any], table: str | No
         *(_what_was_run(done.rows, facts) if done.rows else _what_was_measured(done, scale)),
         "",
         "```sh",
-        f"smupar reproduce {done.name} --scale {scale.name}{data} --publish docs/results",
+        f"smupar reproduce {done.name} --scale {scale.name}{data}{tasks} --publish docs/results",
         "```",
         "",
         "## What came out",

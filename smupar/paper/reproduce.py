@@ -110,6 +110,8 @@ def reproduce(name: str, scale: Scale, how: EngineConfig, *, out: str, data_dir:
         return _written(name, scale, folder, module.claim(measured))
     if how.engine != "ray":  # whose machines are others
         _refuse_device(name, scale, module.runs(scale), pick_device(how.device), asked=how.device != "auto")
+    if hasattr(module, "prepare"):
+        module.prepare(data_dir)
     definition = {"kind": "reproduce", "scale": scale.name, "data": scale.data}
     with Study.open(root / "study", definition, f"smupar reproduce --scale {scale.name}") as study:
         study.keeps_weights = getattr(module, "KEEPS_WEIGHTS", False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from smupar.integrations.lm_eval import evaluate
+from smupar.integrations.lm_eval import evaluate, load_tasks
 from smupar.integrations.table import Results
 from smupar.lm.config import EvalConfig, RunConfig, ScoringConfig, TasksConfig
 from smupar.paper import fig03
@@ -23,11 +23,19 @@ def runs(scale: Scale) -> list[RunConfig]:
     return fig03.runs(scale)
 
 
+def tasks(data_dir: str | None) -> TasksConfig:
+    local = data_dir is not None and not (Path(data_dir) / "race.jsonl").exists()
+    return TasksConfig(tasks=_LOCAL_TASKS, data_dir=data_dir) if local else TasksConfig(data_dir=data_dir)
+
+
+def prepare(data_dir: str | None) -> None:
+    """Raises before anything is trained if the tasks cannot be read."""
+    load_tasks(tasks(data_dir))
+
+
 def judge(folders: dict[str, RunConfig], out: Path, data_dir: str | None, device: str) -> Results:
     """Evaluates the runs in these folders."""
-    local = data_dir is not None and not (Path(data_dir) / "race.jsonl").exists()
-    tasks = TasksConfig(tasks=_LOCAL_TASKS, data_dir=data_dir) if local else TasksConfig(data_dir=data_dir)
-    return evaluate(EvalConfig(tuple(folders), tasks, ScoringConfig(device=device), str(out)))
+    return evaluate(EvalConfig(tuple(folders), tasks(data_dir), ScoringConfig(device=device), str(out)))
 
 
 def text(results: Results, runs_by_id: dict[str, RunConfig]) -> str:

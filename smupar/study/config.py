@@ -47,6 +47,9 @@ class TransferConfig:
         for name in ("rules", "sparsities", "widths"):
             if not getattr(self, name):
                 raise ValueError(f"{name} is empty: give at least one")
+            object.__setattr__(self, name, tuple(dict.fromkeys(getattr(self, name))))
+        if "moment" in self.rules and not self.run.prunes:
+            raise ValueError("moment is SmuPar with the density of the moment: it needs --dynamic gmp or imp")
         if self.seeds < 1:
             raise ValueError(f"seeds must be at least 1, got {self.seeds}")
         if self.values and (len(set(self.values)) < 3 or min(self.values) <= 0):

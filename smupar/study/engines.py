@@ -8,12 +8,14 @@ the trainer.
 from __future__ import annotations
 
 import gc
+import hashlib
 import math
 import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -93,7 +95,7 @@ def settle(study: Study, propose: Stage, how: EngineConfig) -> Sequence[RunConfi
     while True:
         configs = propose(study)
         missing = study.missing(configs)
-        _refuse_other_text(study, configs)
+        _refuse_other_files(study, configs)
         if configs:
             print(f"{len(configs)} runs, {len(configs) - len(missing)} of them done, in {study.folder}", flush=True)
         if not missing:
@@ -108,10 +110,13 @@ def settle(study: Study, propose: Stage, how: EngineConfig) -> Sequence[RunConfi
             raise ValueError(f"{len(left)} runs of {study.folder} have not ended: the same command goes on")
 
 
-def _refuse_other_text(study: Study, configs: Iterable[RunConfig]) -> None:
-    """Raises if runs of the study were made with another text of the same name."""
+def _refuse_other_files(study: Study, configs: Sequence[RunConfig]) -> None:
+    """Raises if runs of the study read another text, or another trace, of the same name: it is the name that they go by."""
     for config in {(config.data, config.valid_data): config for config in configs}.values():
-        study.remember_text(data.open_text(config).facts)
+        facts = data.open_text(config).facts
+        study.remember("text", facts.name, facts.sha256)
+    for trace in dict.fromkeys(Path(config.follow) for config in configs if config.follow):
+        study.remember("trace", trace.name, hashlib.sha256(trace.read_bytes()).hexdigest())
 
 
 def execute(

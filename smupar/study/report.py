@@ -11,8 +11,9 @@ from smupar.lm.config import RunConfig
 from smupar.lm.files import write_atomic
 from smupar.study.config import TransferConfig
 from smupar.study.curves import Panel, Point, Series, draw_png, draw_svg, legend
-from smupar.study.store import Result, Study, row_of
-from smupar.study.transfer import analyse, panels, sentence
+from smupar.study.space import grid
+from smupar.study.store import Result, Stage, Study, row_of
+from smupar.study.transfer import analyse, panels, sentence, stages
 
 # Columns that are not of the configuration.
 _OF_RESULTS = ("id", "status", "steps_done", "train_loss", "valid_loss", "num_parameters", "hidden_sparsity")
@@ -27,19 +28,36 @@ def write_report(study: Study) -> str:
         raise ValueError(f"{study.folder} has no finished run yet: start its command again")
     study.write_table()
     definition = described["definition"]
+    drawn: list[Panel] = []
     if definition.get("kind") == "transfer":
         config = transfer_from(definition)
-        verdicts = analyse(config, results)
-        drawn, found = panels(config, verdicts), sentence(config, verdicts)
+        found = _unfinished(study, stages(config))
+        if not found:
+            verdicts = analyse(config, results)
+            drawn, found = panels(config, verdicts), sentence(config, verdicts)
     elif definition.get("kind") == "tune":
         drawn, found = tune_panels(results), best_of(results)
     else:
         drawn, found = sweep_panels(results, definition.get("axes", {})), best_of(results)
+        if definition.get("kind") == "sweep" and "run" in definition:
+            base = RunConfig.from_json(json.dumps(definition["run"]))
+            found = " ".join(filter(None, (_unfinished(study, [lambda study: list(grid(base, definition["axes"]))]), found)))
     page = _page(found, drawn, results, described["command"], json.dumps(definition, indent=1))
     write_atomic(study.folder / "report.html", page)
     if drawn:
         draw_png(drawn, study.folder / "picture.png")
     return f"{found}\n{study.folder}/report.html, {'picture.png, ' if drawn else ''}table.csv"
+
+
+def _unfinished(study: Study, stages: Sequence[Stage]) -> str:
+    """A sentence, if runs are missing. The first stage of which some are hides what would follow."""
+    for propose in stages:
+        configs = propose(study)
+        missing = len(study.missing(configs))
+        if missing:
+            done = f"{len(configs) - missing} of {len(configs)} runs are done"
+            return f"Not finished: {done}, in {study.folder}; its command, which study.json holds, goes on."
+    return ""
 
 
 def transfer_from(definition: dict[str, object]) -> TransferConfig:

@@ -60,6 +60,8 @@ def _values(name: str, word: str) -> list[Any]:
         low, high = _exponent(name, first), _exponent(name, last)
         if not (low.is_integer() and high.is_integer()):
             raise ValueError(f"{name}: a range goes from one whole power to another, as in 2^-8..2^-4, got {word!r}")
+        if low > high:
+            raise ValueError(f"{name}: the smaller end of a range comes first, as in 2^-8..2^-4, got {word!r}")
         return [_power(name, exponent) for exponent in range(int(low), int(high) + 1)]
     return [_power(name, _exponent(name, word))] if word.startswith("2^") else [_typed(name, word)]
 

@@ -1,7 +1,7 @@
 """A study on disk: a folder with one folder per run, named by the run's id. A run whose summary is there is finished.
 
 study.json       what the study is, and the command that made it
-data.json        fingerprints of its texts
+data.json        fingerprints of its texts and traces
 runs/<id>/       config.json, metrics.jsonl, and, last, summary.json
 table.csv        one row per run, made from them; also table.json, and table.parquet for those who ask
 """
@@ -20,7 +20,6 @@ from typing import Any
 
 from smupar import __version__
 from smupar.lm.config import RunConfig
-from smupar.lm.data import TextFacts
 from smupar.lm.files import locked, write_atomic
 from smupar.lm.folder import TRACE_FILE, Summary, read_config, read_summary
 from smupar.lm.tokenizer import optional
@@ -58,6 +57,8 @@ class Study:
     def open(cls, folder: str | Path, definition: dict[str, Any], command: str) -> Iterator[Study]:
         """Makes the folder, or goes on in it if it holds the same study of the same version."""
         study = cls(folder)
+        if study.folder.is_file():
+            raise ValueError(f"{folder} is a file: choose another --out")
         if study.folder.exists() and not (study.folder / "study.json").exists() and any(study.folder.iterdir()):
             raise ValueError(f"{folder} holds other files and no study: choose another --out")
         is_new = not study.folder.exists()
@@ -80,14 +81,14 @@ class Study:
                 shutil.rmtree(self.folder, ignore_errors=True)
             raise
 
-    def remember_text(self, facts: TextFacts) -> None:
-        """Raises if it is not the text that runs of the study read under that name."""
-        path = self.folder / "data.json"
+    def remember(self, what: str, name: str, sha256: str) -> None:
+        """Raises if a text or a trace is not the one that runs of the study read under that name."""
+        path, key = self.folder / "data.json", f"{what} {name}"
         known = json.loads(path.read_text()) if path.exists() else {}
-        if known.setdefault(facts.name, facts.sha256) != facts.sha256:
+        if known.setdefault(key, sha256) != sha256:
             raise ValueError(
-                f"the text {facts.name!r} is not the one that {self.folder} was started with: bring that back, or choose "
-                "another --out"
+                f"the {what} {name!r} is not the one that {self.folder} was started with: bring that back, give it another "
+                "name, or choose another --out"
             )
         write_atomic(path, json.dumps(known, indent=1))
 
@@ -166,12 +167,20 @@ def _refuse_another(study: Study, wanted: dict[str, Any]) -> None:
         raise ValueError(
             f"{study.folder} was made by smupar {there.get('version')}, this is {wanted['version']}: choose another --out"
         )
-    old, new = there["definition"], wanted["definition"]
+    old, new = _flat(there["definition"]), _flat(wanted["definition"])
     different = [
         f"{name} {old.get(name)} there, {new.get(name)} here" for name in {**old, **new} if old.get(name) != new.get(name)
     ]
     if different:
         raise ValueError(f"{study.folder} holds another study ({'; '.join(different[:4])}): choose another --out")
+
+
+def _flat(definition: dict[str, Any]) -> dict[str, Any]:
+    """So that what differs can be named."""
+    flat: dict[str, Any] = {}
+    for name, value in definition.items():
+        flat |= _flat(value) if isinstance(value, dict) else {name: value}
+    return flat
 
 
 def _plain(value: Any) -> Any:

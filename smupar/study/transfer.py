@@ -235,7 +235,9 @@ def _curves_wanted(config: TransferConfig) -> list[_Wanted]:
     """Of every rule, the proxy first."""
     wanted = []
     for rule in config.rules:
-        _title(rule)  # names an unknown one
+        title = _title(rule)  # names an unknown one
+        if config.axis.startswith("alpha") and rule not in _OURS and not get_rule(rule).has_alphas:
+            raise ValueError(f"{title} has no {config.axis} to sweep: leave it out of --rules")
         wanted.append(_Wanted(rule, config.run.base_width, 0.0, is_proxy=True))
         wanted += [_Wanted(rule, width, sparsity) for width in config.widths for sparsity in config.sparsities]
     return wanted
