@@ -546,7 +546,10 @@ def _start(argv: list[str]) -> tuple[str, RunConfig]:
         from smupar.study.space import with_fields
         from smupar.study.tune import read_hps
 
-        start = with_fields(start, read_hps(tuned))
+        hps = read_hps(tuned)
+        if (asked := _flag(argv, "--base-width")) not in (None, str(hps["base_width"])):
+            raise ValueError(f"what {tuned} holds is for --base-width {hps['base_width']}, not {asked}: leave the flag out")
+        start = with_fields(start, hps)
     base = _flag(argv, "--base-width") or ""
     if argv[0] == "tune" and base.isdigit():  # the proxy's width, unless --width says another
         start = replace(start, base_width=int(base))

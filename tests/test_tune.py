@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 
+from smupar.cli import main
 from smupar.lm.config import ModelConfig, RunConfig
 from smupar.study.config import EngineConfig, TuneConfig
 from smupar.study.space import with_fields
@@ -230,3 +231,15 @@ def test_missing_file_says_who_writes_it(tmp_path):
 def test_good_file_is_read(tmp_path):
     (tmp_path / "best.json").write_text(json.dumps(GOOD))
     assert read_hps(str(tmp_path)) == {name: value for name, value in GOOD.items() if name != "format"}
+
+
+def test_other_base_width_than_that_of_the_search_is_refused(tmp_path, capsys):
+    (tmp_path / "best.json").write_text(json.dumps(GOOD))
+    with pytest.raises(SystemExit):
+        main(["plan", "--hps", str(tmp_path), "--base-width", "128"])
+    assert "is for --base-width 64, not 128: leave the flag out" in capsys.readouterr().err
+
+
+def test_proxy_of_a_search_is_as_wide_as_its_base(tmp_path):
+    main(["tune", "--base_width", "32", "--num-samples", "1", "--steps", "2", "--seq-len", "16", "--out", str(tmp_path / "x")])
+    assert json.loads((tmp_path / "x" / "best.json").read_text())["source"]["width"] == 32
