@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from smupar.globs import match_globs
 from smupar.masks import NM, Allocation, Neuron, Pattern, allocate, as_density, parse_pattern, read_masks, uniform
 from smupar.plan import Plan, PlanRow
-from smupar.roles import ParamRole, RoleSetting, infer_roles
+from smupar.roles import GUESSED, ParamRole, RoleSetting, infer_roles
 from smupar.rules import Rule, get_rule
 
 DensitySetting = float | Mapping[str, float] | Allocation
@@ -135,7 +135,7 @@ class _Planner:
         self._warn_thin(rows)
         noted: dict[str, list[str]] = {}
         for role in self.roles:
-            if role.note:
+            if role.note and (role.note != GUESSED or role.name in self.densities):
                 noted.setdefault(role.note, []).append(repr(role.name))
         for note, names in noted.items():
             more = f" and {len(names) - 4} more" if len(names) > 4 else ""

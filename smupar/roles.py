@@ -22,6 +22,12 @@ from smupar.tensors import ModelTensor, Shape, is_layer, is_lookup, read_tensors
 RoleSetting = str | tuple[str, int]
 
 
+GUESSED = (
+    "taken for hidden, and made sparse, because its outputs are a multiple of what layers read: a readout would look the same. "
+    "Pass delta=, the same model at any other width, to be sure"
+)
+
+
 @dataclass(frozen=True)
 class ParamRole:
     """Where one parameter stands in the network."""
@@ -85,6 +91,7 @@ class _Inference:
         self.unresolved: dict[str, tuple[ModelTensor, str, RoleSetting]] = {}  # what is unclear, and the suggested role
         self.output_module = _embeddings(model, "get_output_embeddings")
         self.input_module = _embeddings(model, "get_input_embeddings")
+        self.guessed: set[str] = set()  # hidden, by their sizes alone
         self.equal_widths = not any(tensor.scaling for tensor in tensors)
         self.tensors = self._with_scaling(tensors) if self.equal_widths else tensors
         self.matrices = [tensor for tensor in self.tensors if tensor.kind == "matrix"]
@@ -109,7 +116,8 @@ class _Inference:
         # What is frozen may hold values on purpose: sines, pretrained weights.
         anew = "frozen and initialised anew all the same: give it the role 'fixed' if it is to keep its values"
         overwritten = tensor.frozen and role in ("embedding", "hidden", "unembedding")
-        return None if role is None else _param_role(tensor, role, note=anew if overwritten else "")
+        note = anew if overwritten else GUESSED if role == "hidden" and tensor.name in self.guessed else ""
+        return None if role is None else _param_role(tensor, role, note=note)
 
     def _matrix(self, tensor: ModelTensor) -> str | None:
         if self._is_output(tensor):
@@ -234,6 +242,8 @@ class _Inference:
         if writes and last:
             self._ask(tensor, "is the last layer, and may write outputs or features", "unembedding")
         fused = any(tensor.written_size % size == 0 for size in read)  # qkv, gate and up, the gates of an LSTM
+        if fused and not writes and not last:
+            self.guessed.add(tensor.name)
         writes = writes or isinstance(tensor.module, (nn.RNNBase, nn.RNNCellBase)) or (fused and not last)
         return replace(tensor, scaling=tuple(sorted((ins if reads else ()) + (outs if writes else ()))))
 

@@ -1099,3 +1099,13 @@ def test_frozen_table_is_overwritten_with_a_warning_or_kept():
     model = make(32)
     smupar.parameterize(model, base=make(8), roles={"pos.weight": "fixed"})
     assert torch.equal(model["pos"].weight[:, 0], torch.arange(4.0))
+
+
+def test_readout_that_may_be_taken_for_hidden_is_named_before_it_is_made_sparse():
+    def make(width):
+        layers = {"first": nn.Linear(8, width), "mix": nn.Linear(width, width)}
+        return nn.ModuleDict({**layers, "policy": nn.Linear(width, 128), "value": nn.Linear(width, 1)})
+
+    with pytest.warns(smupar.PlanWarning, match="'policy.weight' is taken for hidden, and made sparse.*Pass delta="):
+        smupar.make_plan(make(64), base=make(64), density=0.25)
+    assert not any("policy" in note for note in smupar.make_plan(make(64), base=make(64)).notes)
