@@ -1498,3 +1498,25 @@ def test_optimizer_of_weights_that_storage_replaced_refuses_to_step():
     backward(model, 0)
     with pytest.raises(ValueError, match="holds weights that sparsify_storage has replaced"):
         optimizer.step()
+
+
+def test_weights_of_a_checkpoint_are_not_scaled_a_second_time():
+    options = {"density": 0.1, "every": 2, "stop": 8, "correction": "fixed"}
+    model, plan = make(0.5)
+    smupar.GMP(model, plan, make_adamw(model, plan), **options)
+    state = copy.deepcopy(model.state_dict())
+    model, plan = make(0.5)
+    model.load_state_dict(state)
+    with pytest.raises(ValueError, match="make the sparsifier before a checkpoint is loaded"):
+        smupar.GMP(model, plan, make_adamw(model, plan), **options)
+    assert torch.equal(model.mix.weight, state["mix.weight"])
+
+
+def test_masks_from_weights_that_are_kept_alone_are_those_of_the_dense_ones():
+    model, plan = make(0.5)
+    dense = smupar.magnitude_masks(model, plan, density=0.25)
+    smupar.sparsify_storage(model, plan, backend="csr")
+    sparse = smupar.magnitude_masks(model, plan, density=0.25)
+    assert all(torch.equal(dense[name], sparse[name]) for name in SIZES)
+    with pytest.raises(ValueError, match="keeps only its non-zeros: SNIP looks at a dense model"):
+        smupar.snip_masks(model, plan, lambda model, batch: model(batch).sum(), [tokens_of(0)], density=0.25)

@@ -22,7 +22,13 @@ from smupar.values import like, whole
 
 def magnitude_masks(model: nn.Module, plan: Plan, *, density: float | Mapping[str, float] | Allocation) -> dict[str, Tensor]:
     """The largest hidden weights of a model, layer by layer, as masks for ``parameterize(fresh_model, masks=...)``."""
-    return _best_masks(model, plan, density, lambda name, parameter: whole(parameter).abs(), pool="layer")
+    own = unwrapped(model)
+
+    def size(name: str, parameter: nn.Parameter) -> Tensor:
+        layer = compressed(own, name)
+        return (whole(parameter) if layer is None else layer.expand(parameter.detach())).abs()
+
+    return _best_masks(model, plan, density, size, pool="layer")
 
 
 def snip_masks(
@@ -38,6 +44,9 @@ def snip_masks(
     summed over batches, as masks for ``parameterize(fresh_model, masks=...)``. ``model`` is dense and left as it is."""
     model = unwrapped(model)
     hidden = [row.name for row in plan if row.role == "hidden"]
+    sparse = [name for name in hidden if compressed(model, name) is not None]
+    if sparse:
+        raise ValueError(f"{sparse[0]!r} keeps only its non-zeros: SNIP looks at a dense model")
     parameters = {name: parameter for name, parameter in model.named_parameters() if name in hidden}
     sums = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
     num, kept = 0, {name: buffer.clone() for name, buffer in model.named_buffers()}

@@ -355,9 +355,27 @@ class _Pruned(Sparsifier):
         }
         if correction == "fixed":
             self._correct(self.last)
+            factors = {name: init_factor(plan, plan[name], self.last[name]) for name in self.parameters}
+            for name, factor in factors.items():
+                if factor != 1:
+                    self._refuse_trained(name)
             with torch.no_grad():
                 for name, parameter in self.parameters.items():
-                    parameter.mul_(init_factor(plan, plan[name], self.last[name]))
+                    parameter.mul_(factors[name])
+
+    def _refuse_trained(self, name: str) -> None:
+        """Weights of a checkpoint are scaled already."""
+        planned = self.plan[name].init_std
+        weight = self._weight(name, self.parameters[name]).detach()
+        kept = weight[whole(self._mask(name))].double()
+        if not planned or weight.is_meta:
+            return
+        found = float(kept.square().mean().sqrt())
+        if abs(found / planned - 1) > max(0.2, 5 / math.sqrt(2 * len(kept))):
+            raise ValueError(
+                f"{name!r} has std {found:.4g}, the plan's init {planned:.4g}: correction='fixed' scales the init, so make the "
+                "sparsifier before a checkpoint is loaded"
+            )
 
     def _prune(self, density_of: Callable[[PlanRow], Fraction]) -> None:
         wanted = {name: density_of(self.plan[name]) for name in self.parameters}
