@@ -522,6 +522,23 @@ _OF_TRANSFER = {
 }
 
 
+# Flags of masks that move, and the kinds that they are for.
+_OF_MASKS = {
+    "--mask-every": ("rigl", "set", "gmp"),
+    "--mask-stop": ("rigl", "set", "gmp"),
+    "--drop-fraction": ("rigl", "set"),
+    "--rounds": ("imp",),
+    "--correction": ("gmp", "imp"),
+}
+
+
+def _refuse_what_does_nothing(argv: list[str]) -> None:
+    dynamic = _flag(argv, "--dynamic") or "none"
+    for flag, kinds in _OF_MASKS.items():
+        if _flag(argv, flag) is not None and dynamic not in kinds:
+            raise ValueError(f"{flag} does nothing with --dynamic {dynamic}: it is for {', '.join(kinds)}")
+
+
 def _refuse_what_transfer_sets(argv: list[str]) -> None:
     swept = "--" + (_flag(argv, "--axis") or "lr").replace("_", "-")
     for flag, remedy in {**_OF_TRANSFER, swept: "it is what is swept, name its values with --values"}.items():
@@ -539,6 +556,8 @@ def _start(argv: list[str]) -> tuple[str, RunConfig]:
     """Where the flags of a run begin: its recipe, which depends on the rule, with a vocabulary that fits its data."""
     if argv[0] == "transfer":
         _refuse_what_transfer_sets(argv)
+    if argv[0] == "train":
+        _refuse_what_does_nothing(argv)
     name = argv[1] if argv[0] in ("train", "plan") and len(argv) > 1 and not argv[1].startswith("-") else "demo"
     width = _flag(argv, "--width") or ""
     start = recipe(name, _flag(argv, "--rule") or "smupar", int(width) if width.isdigit() else None)

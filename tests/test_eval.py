@@ -294,6 +294,10 @@ def test_standard_errors_are_those_of_the_harness(tmp_path):
     peer = import_module("lm_eval.api.metrics").mean_stderr([1, 1, 1, 1, 0, 0])
     assert numbers["piqa"]["acc"].stderr == pytest.approx(peer)
     ((_, single),) = _evaluate([good], str(tmp_path), tmp_path / "one", ("piqa",), limit=1).models
+    with pytest.raises(
+        ValueError, match=r"other questions \(there and here: piqa, limit None; piqa, limit 1\): choose another"
+    ):
+        _evaluate([good], str(tmp_path), tmp_path / "out", ("piqa",), limit=1)
     assert single["piqa"]["acc"] == Number(1.0, None)
 
 

@@ -293,6 +293,8 @@ def test_another_study_is_told_by_the_field_that_differs(tmp_path, capsys):
         ("transfer --pattern 2:4", "the pattern 2:4 keeps 2 of 4 weights: leave --sparsity out, or say 0.5"),
         ("sweep lr=2^-4..2^-8", "the smaller end of a range comes first"),
         ("train --alpha-input -1", "alpha_input must be a number from 0 on"),
+        ("train --dynamic gmp --drop-fraction 0.1", "--drop-fraction does nothing with --dynamic gmp: it is for rigl, set"),
+        ("train --mask-every=10", "--mask-every does nothing with --dynamic none: it is for rigl, set, gmp"),
     ],
 )
 def test_studies_without_sense_are_refused_before_they_start(command, message, tmp_path, capsys):
