@@ -26,7 +26,7 @@ from smupar.plan import Plan
 from smupar.planner import MaskSetting, PlanWarning, Settings, plan_with_cautions, warn
 from smupar.storage import compressed, expand_state, is_compressed, shape_of
 from smupar.tensors import is_lookup, parent_path
-from smupar.values import initialise, is_sharded, like, local, num_ranks, padding_rows, plan_resets, zero_off_mask
+from smupar.values import initialise, is_sharded, like, local, num_ranks, padding_rows, plan_resets, whole, zero_off_mask
 
 FACTOR = "smupar_factor"
 _MARK, _MOVING = "_smupar_attached", "_smupar_masks_move"
@@ -128,6 +128,12 @@ def _own(optimizer: Any) -> Any:
 
 def is_parameterized(model: nn.Module) -> bool:
     return hasattr(model, _MARK)
+
+
+def whole_weight(model: nn.Module, name: str, parameter: nn.Parameter) -> Tensor:
+    """The whole matrix, however it is kept."""
+    layer = compressed(model, name)
+    return whole(parameter.detach()) if layer is None else layer.expand(parameter.detach())
 
 
 def let_masks_move(model: nn.Module) -> None:

@@ -25,6 +25,7 @@ from smupar.apply import (
     optimizers,
     scales_output,
     unwrapped,
+    whole_weight,
 )
 from smupar.optim import guard, num_steps, ratio_problem, wrong_groups
 from smupar.plan import Plan, PlanRow
@@ -118,7 +119,7 @@ def differences(
 
 def _weights(model: nn.Module, parameter: nn.Parameter, row: PlanRow, *, check_std: bool) -> list[Finding]:
     layer = compressed(model, row.name)
-    weight = whole(parameter.detach()) if layer is None else layer.expand(parameter.detach())
+    weight = whole_weight(model, row.name, parameter)
     if tuple(weight.shape) != row.shape:
         text = f"{row.name!r} has shape {tuple(weight.shape)}, the plan {row.shape}: make a plan for this model"
         return [Finding(text, "another model", row.name)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -33,12 +34,14 @@ _REPLACED = "_smupar_replaced"
 
 def mark_replaced(parameter: nn.Parameter) -> None:
     """Says of a parameter that its model has another one in its place now: optimizers that hold it refuse to step."""
-    if not _watching:
-        _watching.append(register_optimizer_step_pre_hook(_refuse_replaced))
+    _watch_optimizers()
     setattr(parameter, _REPLACED, True)
 
 
-_watching: list[Any] = []
+@cache
+def _watch_optimizers() -> None:
+    """Once, and from the first such parameter on."""
+    register_optimizer_step_pre_hook(_refuse_replaced)
 
 
 def _refuse_replaced(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

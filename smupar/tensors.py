@@ -83,10 +83,14 @@ def is_lookup(module: nn.Module) -> bool:
     return isinstance(module, (nn.Embedding, nn.EmbeddingBag))
 
 
+def is_conv1d(module: nn.Module) -> bool:
+    """Hugging Face's Linear with a transposed weight, (in, out); asked so, transformers need not be there."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
 def is_layer(module: nn.Module) -> bool:
     """Whether its output is linear in its ``weight``, so that a factor on what it reads or gives is one on the weight."""
-    is_conv1d = type(module).__name__ == "Conv1D" and hasattr(module, "nf")  # Hugging Face's Linear with a transposed weight
-    return is_lookup(module) or is_conv1d or isinstance(module, (nn.Linear, nn.modules.conv._ConvNd))
+    return is_lookup(module) or is_conv1d(module) or isinstance(module, (nn.Linear, nn.modules.conv._ConvNd))
 
 
 def read_tensors(model: nn.Module, base: nn.Module, delta: nn.Module | None) -> list[ModelTensor]:
@@ -197,6 +201,6 @@ def _layout(module: nn.Module, leaf: str, shape: Shape, scaling: tuple[int, ...]
         if module.groups == module.in_channels > 1 or (module.groups > 1 and scaling == (0,)):
             return vector  # depthwise, or groups of fixed size: each output reads a fixed number of inputs at every width
         return ("matrix", (0, *kernel), 1) if module.transposed else ("matrix", (1, *kernel), 0)
-    if is_layer(module):  # Conv1D
+    if is_conv1d(module):
         return "matrix", (0,), 1
     return raw if sum(size > 1 for size in shape) > 1 else vector

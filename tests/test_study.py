@@ -282,6 +282,10 @@ def test_another_study_is_told_by_the_field_that_differs(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main([*sweep, "--steps", "5"])
     assert "holds another study (steps 4 there, 5 here): choose another --out" in capsys.readouterr().err
+    sweep[1] = "lr=0.01,0.04"
+    with pytest.raises(SystemExit):
+        main(sweep)
+    assert "holds another study (axes {'lr': [0.01, 0.02]} there, {'lr': [0.01, 0.04]} here)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

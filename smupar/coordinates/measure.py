@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from smupar.apply import FACTOR
 from smupar.plan import Plan
-from smupar.tensors import is_lookup, parent_path
+from smupar.tensors import is_layer, is_lookup, parent_path
 
 MAX_ROWS = 256
 MAX_IMAGES = 8  # of a convolution, whose rows are all positions of an image
@@ -207,14 +207,14 @@ class Recorder:
 
 def _layers(model: nn.Module, plan: Plan) -> Iterator[tuple[str, str, str]]:
     """(module path, weight name, role) of the layers that are linear in their weight."""
-    linear = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
     for row in plan:
         uses = [path for path, _ in row.forward] or [parent_path(row.name)]
         for number, path in enumerate(uses):
             module = model.get_submodule(path)
-            known = isinstance(module, linear) or type(module).__name__ == "Conv1D"
+            known = is_layer(module) and not isinstance(module, nn.EmbeddingBag)
             if row.role in ("embedding", "hidden", "unembedding") and known and getattr(module, "weight", None) is not None:
-                tied_readout = row.role == "embedding" and number > 0 and not is_lookup(module)
+                reads_table = number > 0 and is_lookup(model.get_submodule(uses[0])) and not is_lookup(module)
+                tied_readout = row.role == "embedding" and reads_table
                 yield path, row.name, "unembedding" if tied_readout else row.role
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smupar.apply import mask_of, unwrapped
+from smupar.apply import mask_of, unwrapped, whole_weight
 from smupar.dynamic.moves import (
     choice,
     largest,
@@ -23,12 +23,7 @@ from smupar.values import like, whole
 def magnitude_masks(model: nn.Module, plan: Plan, *, density: float | Mapping[str, float] | Allocation) -> dict[str, Tensor]:
     """The largest hidden weights of a model, layer by layer, as masks for ``parameterize(fresh_model, masks=...)``."""
     own = unwrapped(model)
-
-    def size(name: str, parameter: nn.Parameter) -> Tensor:
-        layer = compressed(own, name)
-        return (whole(parameter) if layer is None else layer.expand(parameter.detach())).abs()
-
-    return _best_masks(model, plan, density, size, pool="layer")
+    return _best_masks(own, plan, density, lambda name, parameter: whole_weight(own, name, parameter).abs(), pool="layer")
 
 
 def snip_masks(

@@ -26,6 +26,7 @@ from smupar.apply import (
     mask_of,
     optimizers,
     unwrapped,
+    whole_weight,
 )
 from smupar.dynamic.moves import (
     DropAndGrow,
@@ -150,9 +151,7 @@ class Sparsifier:
         return mask
 
     def _weight(self, name: str, parameter: nn.Parameter) -> Tensor:
-        """The whole matrix, however it is kept."""
-        layer = compressed(self.model, name)
-        return whole(parameter) if layer is None else layer.expand(parameter.detach())
+        return whole_weight(self.model, name, parameter)
 
     def _sees_gradient(self, name: str, parameter: nn.Parameter) -> MaskGradient | Compressed | None:
         """Who can keep the dense gradient."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from smupar.sparse import gpu, linear
 from smupar.sparse.kernels import kernel_of, missing
+from smupar.tensors import is_conv1d
 from smupar.values import is_sharded
 
 DENSE, AUTO = "dense", "auto"
@@ -22,7 +23,7 @@ def out_dim_of(layer: nn.Module) -> int | None:
     if type(layer) is nn.Linear:
         return 0
     # transformers' linear layer that stores (in, out)
-    return 1 if type(layer).__name__ == "Conv1D" and hasattr(layer, "nf") else None
+    return 1 if is_conv1d(layer) else None
 
 
 @dataclass(frozen=True)

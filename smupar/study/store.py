@@ -176,10 +176,10 @@ def _refuse_another(study: Study, wanted: dict[str, Any]) -> None:
 
 
 def _flat(definition: dict[str, Any]) -> dict[str, Any]:
-    """So that what differs can be named."""
+    """The fields of the run beside the others, so that those that differ can be named."""
     flat: dict[str, Any] = {}
     for name, value in definition.items():
-        flat |= _flat(value) if isinstance(value, dict) else {name: value}
+        flat |= _flat(value) if name in ("run", "model") else {name: value}
     return flat
 
 

@@ -18,7 +18,7 @@ from smupar.apply import is_parameterized, optimizers, unwrapped
 from smupar.plan import Plan
 from smupar.rates import LayerRates, applied_decay, group_of_weight, layer_rates
 from smupar.storage import Compressed
-from smupar.tensors import parent_path
+from smupar.tensors import is_conv1d, parent_path
 from smupar.updates.trace import Guide, Trace, due
 from smupar.values import local, num_ranks, whole
 
@@ -230,7 +230,9 @@ class _Meter:
 
 def _is_rehearsal(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step trained nothing: torch.distributed.checkpoint makes such a one, to have state to save or load into."""
-    if any(float(group["lr"]) != 0 for group in optimizer.param_groups):
+    rates = [group["lr"] for group in optimizer.param_groups]
+    # Reading a GPU tensor at each step would stall it; torch's own step has its rates on the CPU.
+    if any((isinstance(lr, Tensor) and lr.device.type != "cpu") or float(lr) != 0 for lr in rates):
         return False
     grads = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
     return not any(bool(local(grad).any()) for grad in grads if grad is not None)
@@ -239,7 +241,7 @@ def _is_rehearsal(optimizer: torch.optim.Optimizer) -> bool:
 def _is_measurable(model: nn.Module, plan: Plan, name: str) -> bool:
     module, row = model.get_submodule(parent_path(name)), plan[name]
     # transformers' Conv1D is a linear layer that stores (in, out); nn.MultiheadAttention never calls its out_proj.
-    is_linear = isinstance(module, (nn.Linear, Compressed)) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
+    is_linear = isinstance(module, (nn.Linear, Compressed)) or is_conv1d(module)
     called = not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
     fits = isinstance(module, _CONVOLUTIONS) or (is_linear and called and len(row.in_dims) == 1)
     return fits and name.rpartition(".")[2] == "weight"
