@@ -84,10 +84,30 @@ def attach(model: nn.Module, plan: Plan, optimizer: Any = None, *, masks: MaskSe
     missing = {row.name for row in plan if row.masked and (not has_mask(model, row.name) or row.name in own)}
     with torch.device("cpu"):
         drawn = _masks(plan, own, missing)
+    _warn_of_others(model, {name: mask for name, mask in drawn.items() if name not in own})
     _attach(model, plan, drawn)
     for one in optimizers(optimizer):
         if not masks_updates(one):
             one.register_step_post_hook(_MaskWeights(model, plan))
+
+
+def _warn_of_others(model: nn.Module, drawn: Mapping[str, Tensor]) -> None:
+    """Says so where a drawn mask is not the one that weights were trained under: what lies off it would stay for ever."""
+    parameters = dict(model.named_parameters())
+    for name, mask in drawn.items():
+        weight = parameters[name].detach()
+        if weight.is_meta or is_sharded(weight) or weight.shape != mask.shape:
+            continue
+        kept = (weight != 0).cpu()
+        num_zeros = mask.numel() - int(kept.sum())
+        if bool((kept & ~mask).any()) and 2 * num_zeros > mask.numel() - int(mask.sum()):  # else it has not been loaded yet
+            warnings.warn(
+                f"{name!r} has other zeros than the mask that the plan draws: its masks moved, or were given. Load the state "
+                "dict with its masks, after attach, or pass masks=",
+                PlanWarning,
+                stacklevel=3,
+            )
+            return
 
 
 def check_plan(model: nn.Module, plan: Plan) -> None:
@@ -120,10 +140,28 @@ def optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 
 def _own(optimizer: Any) -> Any:
-    """The user's own under Accelerate's, which has no hooks."""
-    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = optimizer.optimizer
-    return optimizer
+    """The one that updates weights and has the state: Accelerate's has no hooks, and sharpness-aware ones, which call it
+    ``base_optimizer``, make a step of their own before it."""
+    while True:
+        inner = (getattr(optimizer, name, None) for name in ("optimizer", "base_optimizer"))
+        found = next((one for one in inner if isinstance(one, torch.optim.Optimizer)), None)
+        if found is None:
+            return optimizer
+        optimizer = found
+
+
+def trained_nothing(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the step that an optimizer has just made was none: torch.distributed.checkpoint makes such a one, to have state
+    to save or load into, and so does a fused optimizer under a GradScaler that found an overflow."""
+    overflow = getattr(optimizer, "found_inf", None)
+    if overflow is not None and bool(overflow):
+        return True
+    rates = [group["lr"] for group in optimizer.param_groups]
+    # Reading a GPU tensor at each step would stall it; torch's own step has its rates on the CPU.
+    if any((isinstance(lr, Tensor) and lr.device.type != "cpu") or float(lr) != 0 for lr in rates):
+        return False
+    grads = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
+    return not any(bool(local(grad).any()) for grad in grads if grad is not None)
 
 
 def is_parameterized(model: nn.Module) -> bool:
@@ -371,6 +409,8 @@ def _watch(parameter: nn.Parameter, module: nn.Module, mask_leaf: str) -> None:
         parameter.requires_grad_(True)  # a hook cannot be put on a frozen parameter, but stays while it is
         parameter.register_post_accumulate_grad_hook(MaskGradient(module, mask_leaf))
         parameter.requires_grad_(not frozen)
+    else:  # torch.__future__.set_swap_module_params_on_conversion takes along what Python knows of the hooks, and no more
+        parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
 
 
 def _set_factor(module: nn.Module, factor: float, parameter: Tensor) -> None:

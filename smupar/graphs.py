@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from torch import Tensor
 WARM_UP = 3
 # Steps that the host may be ahead of the GPU.
 _AHEAD = 8
+# Of a compiled function, in one process.
+_VERSIONS = 1024
 
 
 class Upload:
@@ -39,6 +42,20 @@ class Upload:
         copied.record()
         turns.append((pinned, copied))
         return there
+
+
+def compile_static(fn: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]:
+    """``torch.compile`` for sizes that stay. torch counts the versions of a function over all models of a process, and after
+    eight runs what is new as it is: too few for a study of many widths."""
+    import torch._dynamo
+
+    inner = torch.compile(fn, dynamic=False, **options)
+
+    def call(*args: Any) -> Tensor:
+        with torch._dynamo.config.patch(recompile_limit=_VERSIONS, accumulated_recompile_limit=_VERSIONS):
+            return inner(*args)
+
+    return call
 
 
 class Graphed:

@@ -98,7 +98,10 @@ class NM(Pattern):
 
     def _check(self, size: int, density: Fraction) -> None:
         if size % self.m:
-            raise ValueError(f"{self.name} needs dimensions divisible by {self.m}, this one is {size}")
+            raise ValueError(
+                f"{self.name} needs dimensions divisible by {self.m}, this one is {size}; keep such a weight dense by "
+                "density={'NAME': 1, '*': ...}"
+            )
         if density != Fraction(self.n, self.m):
             raise ValueError(
                 f"{self.name} keeps exactly {self.n}/{self.m} of the weights, not {float(density):g}; "

@@ -17,10 +17,14 @@ from torch import Tensor, nn
 from smupar.apply import attach, is_parameterized, optimizers, unwrapped
 from smupar.globs import match_globs
 from smupar.plan import Plan, PlanRow
+from smupar.planner import PlanWarning
 from smupar.rules import family_of
+from smupar.tensors import parent_path
 
 NoDecay = Iterable[str] | Callable[[str, nn.Parameter], bool]
 _WITH_EPS = {"adamw", "adam", "adamax", "nadam", "radam", "rmsprop", "adagrad"}
+# Decay is part of their gradient, of which they use the direction alone.
+_DECAY_IN_GRADIENT = _WITH_EPS - {"adamw"}
 # Ratios of learning rates may differ this much by rounding.
 _SAME = 1e-4
 
@@ -57,7 +61,8 @@ def param_groups(
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         optimizer = type(optimizer)
-    family = family_of(optimizer if isinstance(optimizer, str) else optimizer.__name__)
+    kind = (optimizer if isinstance(optimizer, str) else optimizer.__name__).lower()
+    family = family_of(kind)
     weight_decay = float(weight_decay)
     _choice("decay", decay, ("independent", "coupled"))
     _choice("eps", eps, ("constant", "width"))
@@ -79,6 +84,12 @@ def param_groups(
     taken = {id(parameter) for group in own for parameter in group["params"]}
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) not in taken}
     unplanned = [name for name in parameters if name not in plan]
+    untied = [name for name in unplanned if any(path == parent_path(name) for row in plan for path, _ in row.forward)]
+    if untied:
+        raise ValueError(
+            f"{untied[0]!r} was one tensor with another when the plan was made, and is not now (load_state_dict(assign=True) "
+            "does that): tie the two again"
+        )
     if unplanned:
         raise ValueError(f"the plan does not know {', '.join(unplanned[:4])}: give them a group of their own with extra=[...]")
     undecayed = _undecayed(no_decay, parameters)
@@ -100,6 +111,14 @@ def param_groups(
             groups[key]["rows"] = []
         groups[key]["params"].append(parameter)
         groups[key]["rows"].append(row)
+    grows = any(row.eps_factor != 1 for group in groups.values() if group["weight_decay"] for row in group["rows"])
+    if decay == "independent" and grows and kind in _DECAY_IN_GRADIENT:
+        warnings.warn(
+            f"{kind} adds weight decay to the gradient, which shrinks with width, so the decay that was tuned on the base is "
+            "too large here. Use AdamW, which keeps the two apart",
+            PlanWarning,
+            stacklevel=2,
+        )
     named = [{"name": _group_name(group.pop("rows"), group, weight_decay), **group} for group in groups.values()]
     return _distinct(named) + own
 

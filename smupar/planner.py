@@ -385,10 +385,15 @@ class _Planner:
                 "Where it cannot be set (nn.MultiheadAttention) and head_dim stays the same at every width, "
                 "plan.waive('attention_scale')."
             )
-        if "unembedding" not in uses and output_factor != 1:
+        unreached = [role.name for role in self.roles if role.role == "unembedding" and not role.uses]
+        if ("unembedding" not in uses or unreached) and output_factor != 1:
+            found = (
+                f"{', '.join(unreached)} belongs to no layer that could be scaled"
+                if unreached
+                else "no module that makes the outputs was found. If the model does so itself (F.linear with the embedding)"
+            )
             pending["output_factor"] = (
-                "no module that makes the outputs was found. If the model does so itself (F.linear with the embedding), "
-                f"multiply its logits by plan.output_factor = {output_factor:g}, in training and evaluation; "
+                f"{found}: multiply its logits by plan.output_factor = {output_factor:g}, in training and evaluation; "
                 "then plan.waive('output_factor')."
             )
         unreached = [role.name for role in self.roles if role.role == "embedding" and not role.uses]

@@ -120,4 +120,7 @@ def _split(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
                 groups.append({**group, "params": [parameter], "name": f"{group['name']}: {name}", _WEIGHT: name})
         if rest:
             groups.append({**group, "params": rest})
+    for group in groups:
+        if isinstance(group["lr"], torch.Tensor):  # schedulers write into it
+            group["lr"] = group["lr"].clone()
     optimizer.param_groups[:] = groups

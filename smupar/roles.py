@@ -153,7 +153,9 @@ class _Inference:
         elif self.equal_widths:
             self._ask(tensor, f"belongs to a {owner}, which does not tell its inputs", ("hidden", 1) if square else "vector")
         elif len(tensor.scaling) == 1 and tensor.name.endswith(".weight") and not _is_torchs(tensor.module):
-            some = "embedding" if tensor is self.tensors[0] else "unembedding"
+            some: RoleSetting = "embedding" if tensor is self.tensors[0] else "unembedding"
+            if some == "unembedding" and self.readouts:  # of which there is one already: a router
+                some = ("hidden", tensor.scaling[0])
             self._ask(tensor, f"belongs to a {owner}, which does not tell whether it reads or writes what scales", some)
         elif len(tensor.scaling) < 2:
             return _param_role(tensor, "vector" if tensor.scaling else "fixed")

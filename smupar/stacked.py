@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from smupar.apply import add_missing_factors, mask_of
-from smupar.graphs import Graphed, Upload
+from smupar.graphs import Graphed, Upload, compile_static
 from smupar.optim import groups_by_optimizer
 from smupar.plan import Plan
 from smupar.rules import family_of
@@ -85,7 +85,7 @@ class Stack:
         self._losses = _Losses(
             template, _aliases(self.models[0]), autocast, own_batches=own_batches, single=len(self.models) == 1
         )
-        step = torch.compile(self._step, dynamic=False) if compile else self._step
+        step = compile_static(self._step) if compile else self._step
         self._call: Callable[..., Tensor] = Graphed(step) if compile and self.device.type == "cuda" else step
 
     def __len__(self) -> int:

@@ -1078,3 +1078,33 @@ def test_masks_from_a_file(tmp_path):
 def test_unknown_setting_is_named_with_the_known_ones():
     with pytest.raises(TypeError, match=r"unknown setting 'sparsity'; settings are rule, density.*1 - sparsity"):
         smupar.parameterize(Tables(64), base=Tables(16), sparsity=0.9)
+
+
+def test_other_zeros_than_those_of_the_drawn_mask_are_warned_of():
+    model, plan = make()
+    moved = {name: mask.roll(1, 1) for name, mask in masks_of(model).items()}
+    with torch.no_grad():
+        for name, mask in moved.items():
+            model.get_parameter(name).copy_(mask.float())
+    fresh = Net()
+    fresh.load_state_dict(model.state_dict(), strict=False)
+    with pytest.warns(smupar.PlanWarning, match="has other zeros than the mask that the plan draws"):
+        smupar.attach(fresh, plan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", smupar.PlanWarning)
+        smupar.attach(Net(), plan)  # to be loaded afterwards
+        given = Net()
+        given.load_state_dict(model.state_dict(), strict=False)
+        smupar.attach(given, plan, masks=moved)
+
+
+def test_gradients_stay_masked_where_conversions_swap_parameters():
+    model, plan = make()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.to(torch.float64)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    optimizer = torch.optim.AdamW(smupar.param_groups(model, plan, lr=1e-2))
+    train(model, [optimizer], 2)
+    assert off_mask(model, lambda parameter: parameter) == 0

@@ -1520,3 +1520,107 @@ def test_masks_from_weights_that_are_kept_alone_are_those_of_the_dense_ones():
     assert all(torch.equal(dense[name], sparse[name]) for name in SIZES)
     with pytest.raises(ValueError, match="keeps only its non-zeros: SNIP looks at a dense model"):
         smupar.snip_masks(model, plan, lambda model, batch: model(batch).sum(), [tokens_of(0)], density=0.25)
+
+
+class SharpnessAware(torch.optim.Optimizer):
+    """As such optimizers are written: a step up, in its own, and then the step of another one from where it was."""
+
+    def __init__(self, params, **options):
+        self.base_optimizer = torch.optim.AdamW(params, **options)
+        super().__init__(self.base_optimizer.param_groups, {})
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def step(self, closure):
+        every = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        before = [p.clone() for p in every]
+        for p in every:
+            p.add_(p.grad, alpha=0.05)
+        with torch.enable_grad():
+            self.zero_grad()
+            loss = closure()
+            loss.backward()
+        for p, old in zip(every, before, strict=True):
+            p.copy_(old)
+        self.base_optimizer.step()
+        return loss
+
+
+def test_masks_move_under_an_optimizer_that_wraps_another():
+    model, plan = make()
+    optimizer = SharpnessAware(smupar.param_groups(model, plan, lr=0.01))
+    rigl = smupar.RigL(model, plan, optimizer, every=2, stop=8)
+    before = masks_of(model)
+    for step in range(10):
+        optimizer.zero_grad()
+        loss_of(model, batch(step)).backward()
+        optimizer.step(lambda step=step: loss_of(model, batch(step)))
+        rigl.step()
+    assert rigl.num_steps == 10
+    assert any(not torch.equal(mask, before[name]) for name, mask in masks_of(model).items())
+    assert_nothing_off_mask(model)
+
+
+def test_sparsifier_of_an_optimizer_that_never_steps_says_so():
+    model, plan = make()
+    optimizer, other = make_adamw(model, plan), make_adamw(model, plan)
+    rigl = smupar.RigL(model, plan, optimizer, every=2, stop=8)
+    with pytest.warns(smupar.PlanWarning, match="called 100 times, but no step of the optimizer was seen"):
+        train(model, other, rigl, range(100))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_steps_that_a_scaler_skips_do_not_count(fused):
+    model, plan = make()
+    optimizer = make_adamw(model, plan, fused=fused)
+    rigl = smupar.RigL(model, plan, optimizer, every=2, stop=8)
+    recorder = smupar.record_updates(model, plan, optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(6):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, batch(step)) * (math.inf if step in (0, 3) else 1)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        rigl.step()
+    assert rigl.num_steps == 4
+    assert recorder.trace.num_steps == 4
+    assert all(effect > 0 for effects in recorder.trace.effects.values() for effect in effects)
+
+
+def test_scheduler_scales_the_tensor_lr_of_each_group_once():
+    model, plan = make(1.0)
+    optimizer = make_adamw(model, plan, lr=torch.tensor(0.01))
+    smupar.GMP(model, plan, optimizer, density=0.25, every=2, stop=8)
+    before = [float(group["lr"]) for group in optimizer.param_groups]
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    scheduler.step(1.0)
+    scheduler.step(2.0)
+    assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([rate / 2 for rate in before])
+
+
+def test_imp_rewinds_running_statistics():
+    def make_normed(width):
+        return nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Linear(width, width), nn.Linear(width, 2))
+
+    model = make_normed(16)
+    plan = smupar.parameterize(model, base=make_normed(8))
+    optimizer = make_adamw(model, plan)
+    imp = smupar.IMP(model, plan, optimizer, density=0.5, rounds=1, every=2)
+    for _ in range(2):
+        model(torch.randn(8, 4) + 3).sum().backward()
+        optimizer.step()
+        imp.step()
+    assert model[1].running_mean.abs().max() == 0
+    assert model[1].num_batches_tracked == 0
+
+
+def test_snip_of_a_frozen_weight_is_refused_and_an_unused_one_counts_as_useless():
+    model, plan = make(1.0)
+    model.up.weight.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"'up\.weight' is frozen, and SNIP needs its gradient"):
+        smupar.snip_masks(model, plan, loss_of, [batch(0)], density=0.5)
+    model.up.weight.requires_grad_(True)
+    masks = smupar.snip_masks(
+        model, plan, lambda net, data: net.mix(net.embedding(data[0])).sum(), [batch(0)], density=0.5, pool="layer"
+    )
+    assert {name: int(mask.sum()) for name, mask in masks.items()} == {name: size // 2 for name, size in SIZES.items()}

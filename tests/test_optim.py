@@ -663,3 +663,35 @@ def test_guard_changes_no_step():
     train(plain, optimizer, None, 3)
     train(watched, watched_optimizer, None, 3)
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), watched.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["adam", "rmsprop"])
+def test_decay_that_is_part_of_a_gradient_which_shrinks_with_width_is_warned_of(kind):
+    model, plan = mlp(1 / 4)
+    with pytest.warns(smupar.PlanWarning, match=f"{kind} adds weight decay to the gradient.*Use AdamW"):
+        smupar.param_groups(model, plan, lr=0.01, weight_decay=0.1, optimizer=kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        smupar.param_groups(model, plan, lr=0.01, optimizer=kind)
+        smupar.param_groups(model, plan, lr=0.01, weight_decay=0.1, optimizer="adamw")
+        smupar.param_groups(model, plan, lr=0.01, weight_decay=0.1, optimizer="sgd")
+        same = MLP(8)
+        same_plan = smupar.parameterize(same, base=MLP(8), delta=MLP(16))
+        smupar.param_groups(same, same_plan, lr=0.01, weight_decay=0.1, optimizer=kind)
+
+
+def test_weights_that_were_tied_and_are_not_any_more_are_to_be_tied_again():
+    def make(width):
+        model = nn.ModuleDict(
+            {"embedding": nn.Embedding(8, width), "mix": nn.Linear(width, width), "head": nn.Linear(width, 8)}
+        )
+        model["head"].weight = model["embedding"].weight
+        return model
+
+    model = make(32)
+    plan = smupar.parameterize(model, base=make(8))
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    if model["head"].weight is model["embedding"].weight:  # as some versions of torch keep it
+        model["head"].weight = nn.Parameter(model["head"].weight.detach().clone())
+    with pytest.raises(ValueError, match=r"'head\.weight' was one tensor with another when the plan was made"):
+        smupar.param_groups(model, plan, lr=0.01)

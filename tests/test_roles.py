@@ -1109,3 +1109,20 @@ def test_readout_that_may_be_taken_for_hidden_is_named_before_it_is_made_sparse(
     with pytest.warns(smupar.PlanWarning, match="'policy.weight' is taken for hidden, and made sparse.*Pass delta="):
         smupar.make_plan(make(64), base=make(64), density=0.25)
     assert not any("policy" in note for note in smupar.make_plan(make(64), base=make(64)).notes)
+
+
+class Router(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, width))
+
+
+def test_matrix_of_the_users_own_beside_a_readout_is_suggested_to_be_hidden():
+    def make(width):
+        return nn.ModuleDict({"first": nn.Linear(8, width), "router": Router(width), "head": nn.Linear(width, 3)})
+
+    with pytest.raises(ValueError, match=r"roles=\{'router.weight': \('hidden', 1\)\}"):
+        smupar.make_plan(make(32), base=make(8))
+    plan = smupar.make_plan(make(32), base=make(8), roles={"router.weight": "unembedding"})
+    assert "router.weight belongs to no layer that could be scaled" in plan.pending["output_factor"]
+    assert not smupar.make_plan(make(32), base=make(8), roles={"router.weight": ("hidden", 1)}).pending

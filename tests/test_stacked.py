@@ -8,8 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 import smupar
+from smupar.graphs import compile_static
 from smupar.lm import data
 from smupar.lm.config import ModelConfig, RunConfig
 from smupar.lm.gpt import build
@@ -168,6 +170,15 @@ GPTStack([config] * 8, data.open_text(config), torch.device("cpu"))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True"]
+
+
+def test_every_size_is_compiled_however_many_there_are():
+    doubled = compile_static(lambda x: 2 * x, backend="eager")
+    before = counters["stats"]["unique_graphs"]
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for size in range(2, 8):
+            doubled(torch.ones(size))
+    assert counters["stats"]["unique_graphs"] - before == 6
 
 
 def test_models_of_other_shapes_are_refused():

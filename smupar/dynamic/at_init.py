@@ -43,11 +43,14 @@ def snip_masks(
     if sparse:
         raise ValueError(f"{sparse[0]!r} keeps only its non-zeros: SNIP looks at a dense model")
     parameters = {name: parameter for name, parameter in model.named_parameters() if name in hidden}
+    frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
+    if frozen:
+        raise ValueError(f"{frozen[0]!r} is frozen, and SNIP needs its gradient: freeze it after masks are found")
     sums = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
     num, kept = 0, {name: buffer.clone() for name, buffer in model.named_buffers()}
     for batch in batches:
         num += 1
-        grads = torch.autograd.grad(loss_fn(model, batch), list(parameters.values()))
+        grads = torch.autograd.grad(loss_fn(model, batch), list(parameters.values()), materialize_grads=True)
         for name, grad in zip(parameters, grads, strict=True):
             sums[name] += grad
     for name, buffer in model.named_buffers():  # running statistics

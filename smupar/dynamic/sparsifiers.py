@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any, ClassVar
 
@@ -25,6 +25,7 @@ from smupar.apply import (
     let_masks_move,
     mask_of,
     optimizers,
+    trained_nothing,
     unwrapped,
     whole_weight,
 )
@@ -48,6 +49,8 @@ from smupar.rates import applied_lr, layer_rates
 from smupar.storage import Compressed, Moved, compressed
 from smupar.values import is_sharded, like, local, num_ranks, whole, zero_off_mask
 
+# Calls of step() before it says that it saw none of the optimizer's.
+_MANY_IDLE = 100
 _MOVABLE = ("random", "bernoulli", "given", None)
 
 
@@ -81,10 +84,16 @@ class Sparsifier:
             raise ValueError(f"masks that move are unstructured, pattern {structured[0]!r} would be lost: use pattern='random'")
         mixing = [one for one in self.optimizers if any(group.get("family") == "muon" for group in one.param_groups)]
         attach(self.model, plan, mixing)
+        for one in self.optimizers:
+            if type(one).__name__ == "ZeroRedundancyOptimizer":  # torch.distributed.optim takes long to import
+                raise ValueError(
+                    "ZeroRedundancyOptimizer keeps most state on other ranks, where grown weights cannot be started anew: use "
+                    "FSDP2 (fully_shard), or the optimizer alone"
+                )
         self._refuse_strangers()
         let_masks_move(self.model)
         self.num_steps = 0
-        self._stepped = False
+        self._stepped, self._num_idle = False, 0
         for one in self.optimizers:
             one.register_step_post_hook(self._note_step)
         self.restart = _Restart(self) if restart_bias_correction else None
@@ -116,6 +125,14 @@ class Sparsifier:
         """After every ``optimizer.step()``. Says whether masks moved. Where the optimizer made no step, as while gradients are
         accumulated or when a scaler skips one, nothing happens."""
         if not self._stepped:
+            self._num_idle += 1
+            if self.num_steps == 0 and self._num_idle == _MANY_IDLE:
+                warnings.warn(
+                    f"called {_MANY_IDLE} times, but no step of the optimizer was seen: make the sparsifier with the one whose "
+                    "step() is called",
+                    PlanWarning,
+                    stacklevel=2,
+                )
             return False
         self._stepped = False
         self.num_steps += 1
@@ -126,7 +143,7 @@ class Sparsifier:
         return due
 
     def _note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._stepped = True
+        self._stepped |= not trained_nothing(optimizer)
 
     def due(self, step: int) -> bool:
         raise NotImplementedError
@@ -454,7 +471,8 @@ class IMP(_Pruned):
     """Iterative magnitude pruning with rewinding (Frankle et al.): train, prune, go back to the weights of step ``rewind``,
     train again. ``every`` steps are a round; after the last pruning comes one more.
 
-    All parameters go back, optimizers start anew; a schedule of yours should start again with ``round_step``.
+    All parameters and running statistics go back, optimizers start anew; a schedule of yours should start again with
+    ``round_step``.
     """
 
     def __init__(
@@ -495,6 +513,8 @@ class IMP(_Pruned):
 
     def update(self, step: int) -> None:
         self._prune(lambda row: self.rule.density(row.density, self.last[row.name], step))
+        for name, statistics in self._statistics():
+            statistics.copy_(self.weights[name])
         for name, parameter in self.model.named_parameters():
             layer = compressed(self.model, name)
             parameter.copy_(self.weights[name] if layer is None else layer.gather(self.weights[name]))
@@ -508,6 +528,13 @@ class IMP(_Pruned):
         for name, parameter in self.model.named_parameters():
             layer = compressed(self.model, name)
             self.weights[name] = parameter.detach().clone() if layer is None else layer.expand(parameter.detach())
+        self.weights |= {name: statistics.clone() for name, statistics in self._statistics()}
+
+    def _statistics(self) -> Iterator[tuple[str, Tensor]]:
+        """The running ones of norms over batches."""
+        for path, module in self.model.named_modules():
+            if isinstance(module, nn.modules.batchnorm._NormBase):
+                yield from ((f"{path}.{name}".lstrip("."), buffer) for name, buffer in module.named_buffers(recurse=False))
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "weights": self.weights}

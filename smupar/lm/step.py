@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smupar.auditing import audit
-from smupar.graphs import Graphed, Upload
+from smupar.graphs import Graphed, Upload, compile_static
 from smupar.lm import data
 from smupar.lm.config import Execution, RunConfig
 from smupar.lm.cost import fitting_micro_batch
@@ -108,7 +108,7 @@ class Stepper:
             for block in self.model.blocks:
                 block.compile(dynamic=False)
         else:
-            self.loss_fn = torch.compile(next_token_loss, dynamic=False)
+            self.loss_fn = compile_static(next_token_loss)
 
     def step(self, step: int) -> Tensor:
         set_lr(self.optimizers, lr_share(step, self.config))

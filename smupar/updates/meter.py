@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smupar.apply import is_parameterized, optimizers, unwrapped
+from smupar.apply import is_parameterized, optimizers, trained_nothing, unwrapped
 from smupar.plan import Plan
 from smupar.rates import LayerRates, applied_decay, group_of_weight, layer_rates
 from smupar.storage import Compressed
@@ -175,7 +175,7 @@ class _Meter:
 
     @torch.no_grad()
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if _is_rehearsal(optimizer):
+        if trained_nothing(optimizer):
             return
         if due(self.place):
             self._measure(optimizer)
@@ -226,16 +226,6 @@ class _Meter:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.step, self.trace = state["step"], Trace.from_json(state["trace"])
-
-
-def _is_rehearsal(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step trained nothing: torch.distributed.checkpoint makes such a one, to have state to save or load into."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    # Reading a GPU tensor at each step would stall it; torch's own step has its rates on the CPU.
-    if any((isinstance(lr, Tensor) and lr.device.type != "cpu") or float(lr) != 0 for lr in rates):
-        return False
-    grads = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
-    return not any(bool(local(grad).any()) for grad in grads if grad is not None)
 
 
 def _is_measurable(model: nn.Module, plan: Plan, name: str) -> bool:
