@@ -161,7 +161,7 @@ def _mask(weight: Tensor, mask: Tensor, row: PlanRow, *, check_density: bool) ->
             "parameterize with that density, or draw the masks again"
         )
         findings.append(Finding(text, "mask density", row.name, num_kept / size / expected))
-    stray = int(torch.count_nonzero(weight * ~mask))
+    stray = int(torch.count_nonzero(weight.masked_fill(mask, 0)))
     if stray:
         text = (
             f"{row.name!r}: {stray} weights off the mask are not 0; something wrote to them after parameterize, "

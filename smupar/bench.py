@@ -88,7 +88,7 @@ def bench_train(*, repeats: int = 3, run: RunConfig | None = None, micro_batch: 
     """Steps of the 610M model, masked by smupar against the same model without it, in turns; with plain causal attention
     and with ALiBi."""
     device = pick_device("auto")
-    run = replace(run or gpt_610m(), sparsity=0.75, batch_size=2 * micro_batch)
+    run = replace(run or _large_run(device), sparsity=0.75, batch_size=2 * micro_batch)
     how = Execution(device=str(device), micro_batch=micro_batch)
     peak = peak_flops(device, run.dtype)
     tokens = run.batch_size * run.seq_len
@@ -115,6 +115,12 @@ def bench_train(*, repeats: int = 3, run: RunConfig | None = None, micro_batch: 
                 f"speed {plain / median:.3f}"
             )
     return "\n".join(lines)
+
+
+def _large_run(device: torch.device) -> RunConfig:
+    if device.type != "cuda":
+        raise ValueError("the 610M model needs a GPU, and torch sees none: try bench parameterize, data or sparse")
+    return gpt_610m()
 
 
 def _smupar_step(config: RunConfig, how: Execution, device: torch.device) -> Callable[[], object]:
@@ -186,7 +192,7 @@ def _num_parameters(config: RunConfig) -> int:
 def bench_updates(*, repeats: int = 3, run: RunConfig | None = None, micro_batch: int = 16, num_steps: int = 10) -> str:
     """Steps of the 610M model that follow a trace, every fifth one measured, against the same steps without, in turns."""
     device = pick_device("auto")
-    run = replace(run or gpt_610m(), sparsity=0.75, batch_size=2 * micro_batch)
+    run = replace(run or _large_run(device), sparsity=0.75, batch_size=2 * micro_batch)
     how = Execution(device=str(device), micro_batch=micro_batch)
     hidden = [row for row in plan_on_meta(run) if row.role == "hidden"]
     trace = Trace(run.steps, [0], {row.name: [1.0] for row in hidden}, {row.name: row.shape for row in hidden}, run.optimizer)

@@ -145,8 +145,9 @@ def bench(
 
     Args:
         what: parameterize: its cost against a plain normal_ of the same tensors. train: the 610M model on a GPU, masked
-            against the same without smupar, causal attention and ALiBi. sweep: many small models, one by one and
-            stacked. data: how fast shards are read. sparse: layers that keep only their non-zeros against dense ones.
+            against the same without smupar, causal attention and ALiBi. updates: the same model with and without
+            a trace that it follows, on a GPU. sweep: many small models, one by one and stacked. data: how fast shards are
+            read. sparse: layers that keep only their non-zeros against dense ones.
         repeats: Runs of each side.
         out: For sparse: a folder for the numbers as JSON and the picture.
         device: For sparse: cpu or cuda; default a GPU if there is one.
@@ -179,7 +180,7 @@ def commands(name: str, start: RunConfig) -> dict[str, Callable[..., None]]:
         """
         from smupar.lm.gpt import plan_on_meta
 
-        _refuse_late(recipe, name)
+        _refuse_late("plan", recipe, name)
         made = plan_on_meta(checked(config))
         print(made.to_json() if json else made)
 
@@ -208,7 +209,7 @@ def commands(name: str, start: RunConfig) -> dict[str, Callable[..., None]]:
             gpu_gib: Memory of one, for --dry-run; default an H200's.
             peak_share: Share of peak FLOP/s, for --dry-run; the peak is --peak-tflops, default an H200's 990.
         """
-        _refuse_late(recipe, name)
+        _refuse_late("train", recipe, name)
         config, how = checked(config), checked(how)
         if dry_run:
             from smupar.lm.cost import report
@@ -295,17 +296,21 @@ def commands(name: str, start: RunConfig) -> dict[str, Callable[..., None]]:
         names = offline if figures == ("all",) else figures
         for name in names:
             paper.figure(name)
-        wanted = paper.make_scale(scale, data, dry=dry_run)
+        trains = any(hasattr(paper.figure(name), "runs") for name in names)
+        wanted = paper.make_scale(scale, data, reads=trains and not dry_run)
         if dry_run:
             print("\n".join(paper.dry_run(name, wanted) for name in names))
             return
+        if publish is not None:
+            from smupar.paper.publish import publish as write_page
+            from smupar.paper.publish import refuse_other_scale
+
+            refuse_other_scale(publish, names, wanted)
         ended = []
         for name in names:
             ended.append(paper.reproduce(name, wanted, checked(how), out=out, data_dir=data_dir))
             print(ended[-1], flush=True)
             if publish is not None:
-                from smupar.paper.publish import publish as write_page
-
                 print(write_page(ended[-1], wanted, publish))
         sys.exit(0 if all(one.claim.holds for one in ended) else 1)
 
@@ -589,9 +594,9 @@ def _command() -> str:
     return shlex.join(["smupar", *sys.argv[1:]])
 
 
-def _refuse_late(given: str, begun: str) -> None:
+def _refuse_late(command: str, given: str, begun: str) -> None:
     if given != begun:
-        raise ValueError(f"{given!r} must come first, flags change what it begins with: smupar train {given} --...")
+        raise ValueError(f"{given!r} must come first, flags change what it begins with: smupar {command} {given} --...")
 
 
 def _flag(argv: list[str], flag: str) -> str | None:

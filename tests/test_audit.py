@@ -547,6 +547,22 @@ def test_muon_without_masked_updates_is_found():
     assert smupar.audit(model, plan, optimizers) == []
 
 
+def test_muon_that_sizes_its_update_in_another_way_is_found():
+    model, plan = mlp(1)
+    optimizers = muon_and_adamw(model, plan)
+    for group in optimizers[0].param_groups:
+        group["adjust_lr_fn"] = "match_rms_adamw"
+    assert only_finding(model, plan, optimizers).startswith("Muon with adjust_lr_fn='match_rms_adamw'")
+
+
+def test_infinite_weight_on_the_mask_is_not_off_it():
+    model, plan = mlp()
+    place = model.fc2.weight_mask.nonzero()[0]
+    with torch.no_grad():
+        model.fc2.weight[tuple(place)] = math.inf
+    assert not any("off the mask" in finding for finding in findings(model, plan))
+
+
 def test_dense_muon_needs_no_masked_updates():
     model, plan = mlp(1)
     assert smupar.audit(model, plan, muon_and_adamw(model, plan)) == []

@@ -102,6 +102,12 @@ def test_epsilon_reaches_every_group():
         assert {group["eps"] for group in optimizers[0].param_groups} == {1e-5}
 
 
+def test_epsilon_reaches_the_second_optimizer():
+    for options in ({"optimizer": "muon"}, {"optimizer": "sgd", "rest_lr": 0.01}):
+        _, _, (_, rest) = _made(eps=1e-5, **options)
+        assert {group["eps"] for group in rest.param_groups} == {1e-5}
+
+
 def test_epsilon_shrinks_with_the_width_where_asked():
     model, _, optimizers = _made(eps=1e-5, eps_scaling="width")
     assert _group_of(optimizers, _hidden(model))["eps"] == pytest.approx(5e-6)

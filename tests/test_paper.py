@@ -7,16 +7,20 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from smupar.lm.config import ModelConfig, RunConfig
+from smupar.coordinates.verdict import Slope
+from smupar.lm.config import ExportConfig, ModelConfig, RunConfig
+from smupar.lm.export import export
 from smupar.lm.folder import Summary
 from smupar.lm.gpt import plan_on_meta
 from smupar.paper import (
     fig01,
     fig03,
+    fig05,
     fig06,
     fig07,
     fig08,
@@ -192,6 +196,33 @@ def test_figure_6_holds_where_smupar_stays_and_the_others_move():
     assert len(fig06.draw(rows)) == 3
 
 
+def test_figure_6_fails_where_another_is_better_at_its_dense_tuned_rate():
+    floor = lambda run: 3.0 if run.rule == "sp" and run.sparsity > 0 else 4.0  # noqa: E731
+    claim = fig06.claim(parabolas(fig06.runs(CPU), moving, floor))
+    assert [part.holds for part in claim.parts] == [True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("sign", "quantity", "holds"),
+    [(1, "grad X", True), (-1, "grad X", False), (-1, "Y", False), (-1, "dY", True)],
+    ids=["all fall", "gradients grow", "activations grow", "not asked for"],
+)
+def test_figure_5_wants_activations_and_gradients_that_fall(sign, quantity, holds):
+    def slope(rule, what, step):
+        size = 0.0 if rule == "smupar" else 0.5 * (sign if rule == "sp" and what == quantity else 1)
+        return Slope(rule, "density", 256, "blocks.0.mlp", "block", "block", what, step, size, 0.0, 3)
+
+    slopes = [slope(rule, what, step) for rule in fig05.RULES for what in ("Y", "grad X", "dY") for step in (1, 10)]
+    report = SimpleNamespace(slopes=slopes, verdicts={"sp": "fail", "mup": "fail", "smupar": "pass"})
+    assert fig05.claim(report).holds is holds
+
+
+def test_figure_5_is_measured_with_the_settings_of_its_row():
+    run = PAPER.run("coordinates", rule="sp")
+    assert (run.lr, run.init_std, run.alpha_input, run.alpha_output) == (1.68e-2, 0.101, 11.22, 1.0)
+    assert PAPER.run("coordinates").lr == 1.62e-2
+
+
 def test_figure_6_fails_where_smupar_moves():
     rows = parabolas(fig06.runs(CPU), lambda run: -7 + 1.5 * run.sparsity)
     claim = fig06.claim(rows)
@@ -216,8 +247,10 @@ def test_figures_7_and_13_read_the_init():
 def test_figure_9_wants_a_loss_that_holds():
     runs = fig09.runs(CPU)
     better = lambda run: 4.0 - 0.1 * run.sparsity  # noqa: E731
-    assert fig09.claim(parabolas(runs, lambda run: -7, better)).holds
-    assert not fig09.claim(parabolas(runs, lambda run: -7, lambda run: 4.0 + 0.1 * run.sparsity)).holds
+    optimum = lambda run: -7 if run.rule == "smupar" else -7 + 2 * run.sparsity  # noqa: E731
+    assert fig09.claim(parabolas(runs, optimum, better)).holds
+    assert not fig09.claim(parabolas(runs, lambda run: -7, better)).holds  # SP's and muP's stay as well
+    assert not fig09.claim(parabolas(runs, optimum, lambda run: 4.0 + 0.1 * run.sparsity)).holds
 
 
 def test_figure_10_compares_at_every_width():
@@ -248,6 +281,8 @@ def test_figure_12_reads_five_columns():
 
     rows = parabolas([*fig12.runs(CPU), *measured], best)
     assert fig12.claim(rows).holds
+    rising = parabolas([*fig12.runs(CPU), *measured], lambda run: -12 - best(run) if best(run) < -6 else best(run))
+    assert [part.holds for part in fig12.claim(rising).parts if "falls" in part.text] == [False, False]
     assert [panel.title.partition(":")[0] for panel in fig12.draw(rows)] == [
         *("GMP, SP", "GMP, muP", "GMP, SmuPar", "GMP, density of the moment", "GMP, measured updates"),
         *("RigL, SP", "RigL, muP", "RigL, SmuPar", "RigL, measured updates"),
@@ -283,11 +318,12 @@ def test_list_names_every_figure_and_finding():
 
 
 def test_dry_run_at_scale_paper_counts_runs_and_hours():
-    text = dry_run("fig03", make_scale("paper", None, dry=True))
+    text = dry_run("fig03", make_scale("paper", None, reads=False))
     assert "runs        23" in text
     assert "606,519,972" in text
     assert "633.1 GPU-hours" in text
-    assert dry_run("tab01", PAPER) == "tab01: no training runs"
+    assert dry_run("tab01", PAPER) == "tab01: nothing is trained"
+    assert "width 2048 (base 256), at sparsity 0, 0.5" in dry_run("fig05", PAPER)
 
 
 def test_tables_are_written_without_training(tmp_path):
@@ -321,9 +357,11 @@ def test_scale_for_a_gpu_is_refused_without_one(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-def test_docs_list_the_reductions_as_they_are():
+def test_docs_list_rules_and_reductions_as_they_are():
     page = (Path(__file__).parent.parent / "docs" / "reproduce.md").read_text()
     assert tab04.text() in page
+    assert tab04.text() in (RESULTS / "tab04.md").read_text()
+    assert tab01.text() in (RESULTS / "tab01.md").read_text()
 
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
@@ -371,6 +409,9 @@ def test_publishing_again_keeps_what_was_written_by_hand(tmp_path):
     page = publish.publish(done, CPU, tmp_path / "pages")
     page.write_text(page.read_text().replace("Nothing to note yet.", "Ours are *smaller*."))
     assert publish.publish(done, CPU, tmp_path / "pages").read_text().endswith("## Where they differ\n\nOurs are *smaller*.\n")
+    with pytest.raises(ValueError, match="is of scale cpu: publish scale paper in another folder"):
+        publish.refuse_other_scale(tmp_path / "pages", ["fig05", "fig06"], PAPER)
+    publish.refuse_other_scale(tmp_path / "pages", ["fig05", "fig06"], CPU)
     facts = json.loads((tmp_path / "pages" / "fig06.json").read_text())
     assert [publish.config_of(facts, row).id for row in facts["rows"]] == [row.config.id for row in rows]
 
@@ -387,6 +428,9 @@ def test_table_2_evaluates_the_runs_that_a_study_kept(tmp_path):
         (asked / f"{task}.jsonl").write_text(json.dumps({"query": "Question: a?", "choices": ["b", "c"], "gold": 0}) + "\n")
     (asked / "lambada_openai.jsonl").write_text(json.dumps({"context": "one two", "continuation": " three"}) + "\n")
     folders = {str(study.runs / run.id): run for run in runs}
+    export(ExportConfig(str(study.runs / runs[0].id), str(tmp_path / "exported")))
+    measured = study.results(runs)[0].summary.valid_loss
+    assert f"{measured:.4f} nats per token" in (tmp_path / "exported" / "README.md").read_text()
     results = tab02.judge(folders, tmp_path / "out", str(asked), "cpu")
     assert tab02.claim(results).holds
     assert "2 models on 4 tasks, 4 documents" in tab02.claim(results).text

@@ -100,6 +100,13 @@ def _at_work(node) -> list[int]:
     return found
 
 
+def test_workers_keep_the_weights_of_a_study_that_keeps_them(cluster, tmp_path):
+    with Study.open(tmp_path / "study", {}, "") as study:
+        study.keeps_weights = True
+        execute_on_ray(study, [replace(TINY, steps=2)], address=cluster.address)
+    assert len(list(tmp_path.glob("study/runs/*/checkpoints/step-00000002"))) == 1
+
+
 def test_error_of_a_worker_is_one_line_and_finished_runs_stay(cluster, tmp_path):
     good, bad = replace(TINY, steps=20), replace(TINY, steps=20, data=str(tmp_path / "nowhere"))
     with Study.open(tmp_path / "study", {}, "") as study:

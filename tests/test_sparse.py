@@ -1068,3 +1068,14 @@ def test_optimizer_of_replaced_weights_is_refused(backend):
     with pytest.raises(ValueError, match="sparsify_storage has replaced, and would train nothing: make param_groups"):
         train(model, optimizer, 1)
     train(model, adamw(model, plan), 1)
+
+
+def test_gradients_go_along_with_weights_that_move():
+    model, plan = parameterized()
+    smupar.sparsify_storage(model, plan, backend="csr")
+    layer = model.mix
+    layer.weight.grad = torch.arange(1.0, len(layer.weight) + 1)
+    before, old = layer.expand(layer.weight.grad), layer.weight_mask
+    new = old.roll(1, 1)
+    layer.move(new)
+    torch.testing.assert_close(layer.expand(layer.weight.grad), before.masked_fill(~(old & new), 0))

@@ -71,7 +71,7 @@ def test_mixed_bag_gives_the_losses_of_single_runs_over_a_hundred_steps(text):
     ("optimizer", "lr", "tolerance"),
     [("adamw", 2**-7, 1e-5), ("adam", 2**-7, 1e-5), ("sgd", 0.05, 1e-5), ("lion", 2**-9, 1e-5), ("muon", 0.02, 1e-3)],
 )
-@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("clip", [None, 0.5, 100.0])  # the last is above every norm
 def test_every_update_is_that_of_torch(text, optimizer, lr, tolerance, clip):
     shared = replace(BASE, optimizer=optimizer, weight_decay=0.1, clip=clip, rest_lr=2**-8)
     bag = [replace(shared, sparsity=sparsity, lr=lr * factor) for sparsity, factor in ((0.0, 1.0), (0.75, 0.5), (0.9, 1.0))]

@@ -341,7 +341,10 @@ def test_run_that_missed_its_last_validation_does_it_when_it_goes_on(finished, c
     state_file = folder / "checkpoints" / "step-00000030" / "state.json"
     state = json.loads(state_file.read_text())
     state_file.write_text(json.dumps({**state, "valid_step": 20, "valid_loss": 9.0}))
-    assert train(config, replace(HOW, out=str(folder))).valid_loss == read_summary(reference).valid_loss
+    expected = read_summary(reference).valid_loss
+    assert train(config, replace(HOW, out=str(folder))).valid_loss == expected
+    assert json.loads(state_file.read_text())["valid_loss"] == expected
+    assert rows(folder)[-1] == {"step": 30, "valid_loss": expected}
 
 
 def test_run_stopped_in_its_validation_saves_without_it(config, tmp_path):

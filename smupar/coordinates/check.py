@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import islice, product
@@ -50,7 +50,7 @@ def coord_check(
     widths: int | Sequence[int] = (),
     densities: float | Sequence[float] = (1.0,),
     optimizer: MakeOptimizer = torch.optim.AdamW,
-    lr: float = 2**-6,
+    lr: float | Mapping[str, float] = 2**-6,
     weight_decay: float = 0.0,
     steps: int = 10,
     seeds: int | Sequence[int] = 3,
@@ -67,6 +67,7 @@ def coord_check(
     batches       at least ``steps`` of them; every run gets the same ones
     rules         side by side; SP and muP beside others are baselines: judged and shown, but ``report.ok`` is not about them
     widths        default: the base width; at least two widths or two densities make an axis
+    lr            base learning rate, or one for each rule
     optimizer     a class, given ``param_groups``, or a function (model, plan) -> optimizer or list of them
     prepare       (model, plan): for what only you can set, such as the attention scale
     scheduler     optimizer -> scheduler, stepped after each step
@@ -81,6 +82,8 @@ def coord_check(
         raise ValueError("rules is empty: name at least one, such as rules=['smupar']")
     for rule in rules:
         get_rule(rule)
+        if isinstance(lr, Mapping) and rule not in lr:
+            raise ValueError(f"lr has no learning rate for the rule {rule!r}: it has {', '.join(lr)}")
     taken_by_grid = settings.keys() & {"rule", "density", "seed", "delta"}
     if taken_by_grid:
         raise TypeError(f"{sorted(taken_by_grid)[0]!r} is set by the grid: use rules=, densities=, seeds= and widths=")
@@ -107,7 +110,7 @@ def coord_check(
             warnings.simplefilter("ignore", PlanWarning)  # the report says it once
             warnings.simplefilter("ignore", LRRatioWarning)
             torch.manual_seed(cell.seed)
-            run.build(optimizer, lr, weight_decay, scheduler)
+            run.build(optimizer, lr[cell.rule] if isinstance(lr, Mapping) else lr, weight_decay, scheduler)
             run.train(taken)
         readings += run.recorder.readings(rule=cell.rule, width=cell.width, density=cell.density, seed=cell.seed)
         faults[cell] = run.faults

@@ -139,7 +139,9 @@ class Sparsifier:
         due = self.due(self.num_steps)
         if due:
             self.update(self.num_steps)
-        self._listen(self.due(self.num_steps + 1))
+        due_next = self.due(self.num_steps + 1)
+        if due or due_next:
+            self._listen(due_next)
         return due
 
     def _note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -210,7 +212,7 @@ class Sparsifier:
         if self.restart:
             if layer is not None and name in self.restart.born:
                 self.restart.born[name] = moved.carry(self.restart.born[name])
-            self.restart.note(name, moved.grown)
+            self.restart.note(name, parameter, moved.grown)
 
     @staticmethod
     def _mask_anew(mask: Tensor, parameter: nn.Parameter, new: Tensor) -> Moved:
@@ -273,15 +275,16 @@ class _Moving(Sparsifier):
 
     def _without_gradient(self) -> list[str]:
         """Layers that had no part in the last step on any rank, such as experts without tokens: their masks stay."""
-        keepers = [self._sees_gradient(name, parameter) for name, parameter in self.parameters.items()]
+        parameters = self.parameters
+        keepers = [self._sees_gradient(name, parameter) for name, parameter in parameters.items()]
         has = torch.tensor(
             [int(keeper is not None and keeper.dense is not None) for keeper in keepers],
-            device=local(next(iter(self.parameters.values()))).device,
+            device=local(next(iter(parameters.values()))).device,
         )
         if num_ranks() > 1:
             dist.all_reduce(has, dist.ReduceOp.MAX)
-        idle = [name for name, there in zip(self.parameters, has.tolist(), strict=True) if not there]
-        if len(idle) == len(self.parameters):
+        idle = [name for name, there in zip(parameters, has.tolist(), strict=True) if not there]
+        if len(idle) == len(parameters):
             raise ValueError(
                 f"{idle[0]!r} got no gradient that RigL could look at: call sparsifier.step() after every "
                 "optimizer.step(), and smupar.attach(model, plan) after a copy, a conversion or sharding"
@@ -371,18 +374,19 @@ class _Pruned(Sparsifier):
         }
         if correction == "fixed":
             self._correct(self.last)
-            factors = {name: init_factor(plan, plan[name], self.last[name]) for name in self.parameters}
+            parameters = self.parameters
+            factors = {name: init_factor(plan, plan[name], self.last[name]) for name in parameters}
             for name, factor in factors.items():
                 if factor != 1:
-                    self._refuse_trained(name)
+                    self._refuse_trained(name, parameters[name])
             with torch.no_grad():
-                for name, parameter in self.parameters.items():
+                for name, parameter in parameters.items():
                     parameter.mul_(factors[name])
 
-    def _refuse_trained(self, name: str) -> None:
+    def _refuse_trained(self, name: str, parameter: nn.Parameter) -> None:
         """Weights of a checkpoint are scaled already."""
         planned = self.plan[name].init_std
-        weight = self._weight(name, self.parameters[name]).detach()
+        weight = self._weight(name, parameter).detach()
         kept = weight[whole(self._mask(name))].double()
         if not planned or weight.is_meta:
             return
@@ -394,11 +398,12 @@ class _Pruned(Sparsifier):
             )
 
     def _prune(self, density_of: Callable[[PlanRow], Fraction]) -> None:
-        wanted = {name: density_of(self.plan[name]) for name in self.parameters}
+        parameters = self.parameters
+        wanted = {name: density_of(self.plan[name]) for name in parameters}
         nums = {name: num_kept(name, self.plan[name].shape, density) for name, density in wanted.items()}
         masks = self._globally(sum(nums.values())) if self.pool == "global" else self._by_layer(nums)
         for name, mask in masks.items():
-            self._replace(name, self.parameters[name], mask)
+            self._replace(name, parameters[name], mask)
         if self.correction == "moment":
             shapes = {name: math.prod(self.plan[name].shape) for name in masks}
             self._correct({name: Fraction(int(mask.sum()), shapes[name]) for name, mask in masks.items()})
@@ -570,8 +575,7 @@ class _Restart:
             _forget(optimizer, sparsifier.model)
             optimizer.register_step_post_hook(self._correct)
 
-    def note(self, name: str, grown: Tensor) -> None:
-        parameter = self.sparsifier.parameters[name]
+    def note(self, name: str, parameter: nn.Parameter, grown: Tensor) -> None:
         state: dict[str, Any] = next((o.state[parameter] for o in self.sparsifier.optimizers if parameter in o.state), {})
         born = self.born.setdefault(name, torch.zeros_like(parameter, dtype=torch.float32))
         born.masked_fill_(grown, float(state.get("step", 0)))

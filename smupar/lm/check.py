@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -11,15 +12,15 @@ from torch import Tensor, nn
 from smupar.coordinates.check import coord_check
 from smupar.coordinates.report import Report
 from smupar.lm import data
-from smupar.lm.config import CheckConfig, ModelConfig, RunConfig
+from smupar.lm.config import CheckConfig, ModelConfig
 from smupar.lm.distributed import pick_device
 from smupar.lm.files import locked
 from smupar.lm.gpt import GPT, set_attention_scale
 from smupar.lm.step import next_token_loss
 
 
-def check_gpt(config: CheckConfig) -> Report:
-    """Runs ``coord_check`` on GPTs with the tuned defaults of ``RunConfig``; writes check.png, .html and .json."""
+def check_gpt(config: CheckConfig, *, lr: Mapping[str, float] | None = None) -> Report:
+    """Runs ``coord_check`` on GPTs; writes check.png, .html and .json. ``lr``: of each rule, in place of the one for all."""
 
     device, folder = pick_device(config.device), Path(config.out)
     with locked(folder):  # which says before the work if it cannot be written to
@@ -39,7 +40,6 @@ def check_gpt(config: CheckConfig) -> Report:
         data.batch(text, seed=0, step=step, batch_size=batch_size, seq_len=seq_len, to=lambda part: part.to(device))
         for step in range(config.steps)
     ]
-    tuned = RunConfig()
     report = coord_check(
         make_model,
         loss_fn,
@@ -49,14 +49,14 @@ def check_gpt(config: CheckConfig) -> Report:
         widths=config.widths,
         densities=[1 - sparsity for sparsity in config.sparsities],
         optimizer={"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[config.optimizer],
-        lr=config.lr,
+        lr=config.lr if lr is None else lr,
         steps=config.steps,
         seeds=config.seeds,
         prepare=set_attention_scale,
         pattern=config.pattern,
-        init_std=tuned.init_std,
-        alpha_input=tuned.alpha_input,
-        alpha_output=tuned.alpha_output,
+        init_std=config.init_std,
+        alpha_input=config.alpha_input,
+        alpha_output=config.alpha_output,
     )
     report.to_json(folder / "check.json")
     try:

@@ -41,7 +41,9 @@ def save(
 ) -> None:
     """Writes ``folder/step-<step>``, or nothing: on a full disk what is there already stays as it is."""
     final, unfinished = folder / folder_name(step), folder / f"{_UNFINISHED}{step:08d}"
-    if final.exists():
+    if final.exists():  # the run stopped before it had looked at these weights
+        if world.is_main:
+            write_atomic(final / "state.json", json.dumps({"step": step, **state}))
         return
     try:
         if world.is_main:

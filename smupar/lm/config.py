@@ -349,6 +349,9 @@ class CheckConfig:
     pattern: str = "random"
     optimizer: Literal["adamw", "sgd"] = "adamw"
     lr: float = 2**-6
+    init_std: float = RunConfig.init_std
+    alpha_input: float = RunConfig.alpha_input
+    alpha_output: float = RunConfig.alpha_output
     steps: int = 10
     seeds: int = 3
     depth: int = 2

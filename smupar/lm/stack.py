@@ -18,7 +18,7 @@ from smupar.lm.config import RunConfig
 from smupar.lm.data import Text
 from smupar.lm.distributed import World
 from smupar.lm.files import write_atomic
-from smupar.lm.folder import write_facts
+from smupar.lm.folder import Summary, write_facts
 from smupar.lm.gpt import GPT, build, use_plain_attention
 from smupar.lm.moving import make_stacked_sparsifier, read_trace
 from smupar.lm.schedule import lr_share
@@ -119,15 +119,16 @@ class GPTStack:
         self.seeds = sorted({config.seed for config in configs})
         return [model.to(self.device) for model, _ in made], [plan for _, plan in made]
 
-    def save(self, folder: Path, num: int) -> None:
-        """Leaves what ``load_run`` reads of the first ``num`` runs in folders named by their ids."""
+    def save(self, folder: Path, summaries: Sequence[Summary]) -> None:
+        """Leaves what ``load_run`` reads of the first runs, which ended so, in folders named by their ids."""
         self.stack.write_back()
-        for config, model in zip(self.configs[:num], self.stack.models, strict=False):
+        for summary, config, model in zip(summaries, self.configs, self.stack.models, strict=False):
             path = folder / config.id
             write_facts(path, self.text)
             write_atomic(path / "config.json", config.to_json())
             world = World(0, 1, self.device, "ddp")
-            checkpoint.save(path / "checkpoints", config.steps, model, [], {"best_step": None, "valid_loss": None}, world)
+            state = {"best_step": None, "valid_loss": summary.valid_loss, "seconds": summary.seconds}
+            checkpoint.save(path / "checkpoints", config.steps, model, [], state, world)
 
     def step(self, step: int) -> Tensor:
         batch, shares = self._batch(self.text.train, step), [lr_share(step, config) for config in self.configs]

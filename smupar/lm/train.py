@@ -116,8 +116,12 @@ class _Loop:
         report = _Report(first, self.config.steps, shown=self.world.is_main)
         saved_at = since = time.perf_counter()
         status: Status = "finished"
-        if self._validation_due(first) and not self._validate(first):  # stopped in the middle of it last time
-            status = self.stop.status
+        if self._validation_due(first):  # stopped in the middle of it last time
+            if self._validate(first):
+                self._log({"step": first, "valid_loss": self.progress.valid_loss}, tracker)
+                self._save()
+            else:
+                status = self.stop.status
         row_losses: list[float] = []
         for step in range(first, self.config.steps if status == "finished" else first):
             self.pending.append(self.stepper.step(step))

@@ -4,38 +4,42 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from smupar.coordinates.measure import GRAD_X, Y
 from smupar.coordinates.report import Report
-from smupar.coordinates.verdict import FAIL, PASS
+from smupar.coordinates.verdict import PASS
 from smupar.lm.check import check_gpt
 from smupar.lm.config import CheckConfig
-from smupar.paper.figure import Claim
-from smupar.paper.settings import TABLE_4, Scale
+from smupar.paper.figure import Claim, all_of, title
+from smupar.paper.settings import Scale
 
 TITLE = "Coordinate check over density"
-SHOWS = "Activations of SP and muP vanish as weights are removed; SmuPar's keep their size."
+SHOWS = "Activations of SP and muP vanish as weights are removed, and gradients with them; SmuPar's keep their size."
 FINDING = 1
+RULES = ("sp", "mup", "smupar")
 
 
 def measure(scale: Scale, folder: Path, device: str = "auto") -> Report:
     """Writes the check's own picture and pages."""
-    size, printed = scale.size("coordinates"), TABLE_4["coordinates"]
-    assert printed.lr is not None
-    run = scale.run("coordinates")
+    size, run = scale.size("coordinates"), scale.run("coordinates")
     return check_gpt(
         CheckConfig(
+            rules=RULES,
             base_width=run.base_width,
             widths=(size.width,),
             sparsities=size.sparsities,
-            lr=printed.lr["smupar"],
+            init_std=run.init_std,
+            alpha_input=run.alpha_input,
+            alpha_output=run.alpha_output,
             steps=size.steps,
             seeds=size.seeds,
             depth=size.depth,
-            head_dim=printed.head_dim,
+            head_dim=run.model.head_dim,
             batch_size=size.batch_size,
             seq_len=size.seq_len,
             device=device,
             out=str(folder),
-        )
+        ),
+        lr={rule: scale.run("coordinates", rule=rule).lr for rule in RULES},
     )
 
 
@@ -45,11 +49,28 @@ def what(scale: Scale) -> str:
     base = scale.run("coordinates").base_width
     return (
         f"The coordinate check of a GPT of {size.depth} layers, width {size.width} (base {base}), at sparsity {sparsities}: "
-        f"{size.steps} steps of {size.batch_size} x {size.seq_len} bytes, {size.seeds} seeds."
+        f"{size.steps} steps of {size.batch_size} x {size.seq_len} bytes of Python's standard library, {size.seeds} seeds."
     )
 
 
 def claim(report: Report) -> Claim:
-    said = ", ".join(f"{rule} {verdict}" for rule, verdict in report.verdicts.items())
-    vanish = all(report.verdicts[rule] == FAIL for rule in ("sp", "mup"))
-    return Claim(vanish and report.verdicts["smupar"] == PASS, f"SmuPar keeps all sizes, SP and muP do not: {said}")
+    """At attention and feed-forward blocks, as in the paper. Gradients at the first step: later ones also depend on how far a
+    model has come."""
+    last = max(slope.step for slope in report.slopes)
+    parts = []
+    for rule in ("sp", "mup"):
+        parts.append(_vanish(report, rule, Y, (1, last), "activations"))
+        parts.append(_vanish(report, rule, GRAD_X, (1,), "gradients"))
+    kept = Claim(report.verdicts["smupar"] == PASS, f"SmuPar keeps all sizes: {report.verdicts['smupar']}")
+    return all_of(*parts, kept)
+
+
+def _vanish(report: Report, rule: str, quantity: str, steps: tuple[int, ...], name: str) -> Claim:
+    found = [
+        slope.slope
+        for slope in report.slopes
+        if (slope.rule, slope.quantity, slope.axis, slope.role) == (rule, quantity, "density", "block") and slope.step in steps
+    ]
+    when = " and ".join(map(str, dict.fromkeys(steps)))
+    fall = f"density^{min(found):.2f} to density^{max(found):.2f}"
+    return Claim(min(found) > 0, f"{title(rule)}'s {name} fall with density in every block at step {when}: as {fall}")

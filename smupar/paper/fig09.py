@@ -6,12 +6,12 @@ from functools import partial
 
 from smupar.lm.config import RunConfig
 from smupar.paper.fig06 import curves
-from smupar.paper.figure import STABLE, Claim, Rows, all_of, farthest_move, panel, sweep, title
+from smupar.paper.figure import STABLE, Claim, Rows, all_of, farthest_move, moves_more, panel, sweep, title
 from smupar.paper.settings import Scale, iso_width
 from smupar.study.curves import Panel
 
 TITLE = "Learning-rate transfer in Iso-Parameter scaling"
-SHOWS = "Only under SmuPar does the best learning rate stay while loss improves with width and sparsity."
+SHOWS = "SmuPar's best learning rate stays, SP's and muP's move, and its loss improves with width and sparsity."
 FINDING = 3
 SWEPT = ("iso", "lr")
 RULES = ("sp", "mup", "smupar")
@@ -38,5 +38,6 @@ def claim(rows: Rows) -> Claim:
     text = ", ".join(f"{one.best_loss:.3f} at width {one.width}" for one in smupar)
     return all_of(
         Claim(move <= STABLE, f"SmuPar's best learning rate moves {move:.2g}x over widths and sparsities"),
+        *(moves_more(curves(rows, rule), smupar, title(rule), "SmuPar") for rule in ("sp", "mup")),
         Claim(all(loss <= losses[0] * (1 + _HOLDS) for loss in losses), f"its loss improves or holds: {text}"),
     )

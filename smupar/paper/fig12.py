@@ -31,7 +31,8 @@ SWEPT = ("dynamic", "lr")
 METHODS = {"gmp": "GMP", "rigl": "RigL"}
 RULES = ("sp", "mup", "smupar")
 COLUMNS = 5
-_MOVES_PER_RUN = 20
+# The paper's, and what stands for it in shorter runs.
+_EVERY, _MOVES_PER_RUN = 100, 20
 _FALLS = 4.0
 _SPARSE = 0.93
 
@@ -67,8 +68,12 @@ def _proxies(scale: Scale) -> list[RunConfig]:
 def _moving(method: str, correction: str, run: RunConfig) -> RunConfig:
     if run.sparsity == 0:
         return run
-    run = replace(run, dynamic=method, mask_every=max(1, round(run.steps / _MOVES_PER_RUN)))  # type: ignore[arg-type]
+    run = replace(run, dynamic=method, mask_every=_every(run.steps))  # type: ignore[arg-type]
     return replace(run, correction=correction) if run.prunes else run  # type: ignore[arg-type]
+
+
+def _every(steps: int) -> int:
+    return _EVERY if steps >= 10 * _EVERY else max(1, round(steps / _MOVES_PER_RUN))
 
 
 # Reading

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from smupar.lm.config import RunConfig
 from smupar.paper.fig06 import curves
-from smupar.paper.figure import Claim, Rows, all_of, at_dense_optimum, farthest_move, panel, sweep, title
+from smupar.paper.figure import Claim, Rows, all_of, at_dense_optimum, edge, farthest_move, panel, sweep, title
 from smupar.paper.settings import Scale
 from smupar.study.curves import Panel
-from smupar.study.transfer import Curve
+from smupar.study.transfer import Curve, times
 
 TITLE = "Both corrections are needed: learning rate"
 SHOWS = "muP with SmuPar's init alone, or its learning rate alone, does not keep the best learning rate."
@@ -34,5 +34,5 @@ def worse(ablation: list[Curve], smupar: list[Curve], name: str) -> Claim:
     mine, theirs = farthest_move(ablation), farthest_move(smupar)
     last = len(smupar) - 1
     cost, their_cost = (at_dense_optimum(curves, last) for curves in (ablation, smupar))
-    text = f"{name} moves {mine:.2g}x (SmuPar {theirs:.2g}x), at the dense optimum {cost:.3f} ({their_cost:.3f})"
-    return Claim(mine > theirs or cost > their_cost, text)
+    moves = f"{name} moves {times(mine)}{edge(ablation)} (SmuPar {times(theirs)})"
+    return Claim(mine > theirs or cost > their_cost, f"{moves}, at the dense optimum {cost:.3f} ({their_cost:.3f})")

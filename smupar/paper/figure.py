@@ -18,6 +18,8 @@ Rows = Sequence[Result]
 LOSS = "loss (mean of the last 5 % of steps)"
 STABLE = 2.0
 """An optimum that moves by no more than this factor is called stable."""
+_MORE = 1.1
+"""How much farther one must move than another to be said to move more."""
 
 
 @dataclass(frozen=True)
@@ -138,13 +140,13 @@ def over_sparsity(lines: dict[str, dict[float, float]], heading: str, y_label: s
 
 def stable(curves: Sequence[Curve], name: str, what: str = "learning rate") -> Claim:
     move = farthest_move(curves)
-    return Claim(move <= STABLE, f"{name}'s best {what} moves {times(move)}{_edge(curves)}, at most {STABLE:g}x asked")
+    return Claim(move <= STABLE, f"{name}'s best {what} moves {times(move)}{edge(curves)}, at most {STABLE:g}x asked")
 
 
 def moves_more(curves: Sequence[Curve], than: Sequence[Curve], name: str, other: str) -> Claim:
     mine, theirs = farthest_move(curves), farthest_move(than)
-    return Claim(mine > theirs, f"{name}'s moves {times(mine)}{_edge(curves)}, more than {other}'s {times(theirs)}")
+    return Claim(mine > _MORE * theirs, f"{name}'s moves {times(mine)}{edge(curves)}, more than {other}'s {times(theirs)}")
 
 
-def _edge(curves: Sequence[Curve]) -> str:
+def edge(curves: Sequence[Curve]) -> str:
     return " or further (edge of the grid)" if any(one.on_edge for one in curves) else ""

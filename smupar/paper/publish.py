@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path, PurePath
 from typing import Any
@@ -40,6 +40,14 @@ def publish(done: Reproduced, scale: Scale, into: str | Path) -> Path:
     return page
 
 
+def refuse_other_scale(into: str | Path, names: Iterable[str], scale: Scale) -> None:
+    """A page stays at its scale: what is written there by hand is about those numbers."""
+    for name in names:
+        path = Path(into) / f"{name}.json"
+        if path.exists() and (there := json.loads(path.read_text())["scale"]) != scale.name:
+            raise ValueError(f"{path} is of scale {there}: publish scale {scale.name} in another folder")
+
+
 def config_of(facts: dict[str, Any], row: dict[str, Any]) -> RunConfig:
     """The configuration of a row of a published file."""
     values = {**facts["common"], **{name: value for name, value in row.items() if name in facts["varies"]}}
@@ -49,24 +57,26 @@ def config_of(facts: dict[str, Any], row: dict[str, Any]) -> RunConfig:
 
 def index(folder: Path) -> str:
     """The list of pages, in the paper's order, from the files beside it."""
+    pages = {name: folder / f"{name}.json" for name in FIGURES}
+    found = {name: json.loads(path.read_text()) for name, path in pages.items() if path.exists()}
+    scales = " and ".join(f"`{scale}`" for scale in sorted({facts["scale"] for facts in found.values()}))
     lines = [
         "# Results",
         "",
-        "What has been run at scale `small`, on one GPU. A claim that does not hold stays here as it is.",
+        f"What has been run at scale {scales}. A claim that does not hold stays here as it is.",
         "How to run them, and what the scales are: [reproduce](../reproduce.md).",
         "",
         "| | what | finding | holds here | runs | GPU minutes |",
         "|---|---|---|---|---|---|",
     ]
     for name in FIGURES:
-        path = folder / f"{name}.json"
-        if path.exists():
-            facts, module = json.loads(path.read_text()), figure(name)
+        module, facts = figure(name), found.get(name)
+        about = f"{module.TITLE} | {module.FINDING or ''}"
+        if facts is None:
+            lines.append(f"| {name} | {about} | not run yet | | |")
+        else:
             holds = "yes" if facts["holds"] else "**no**"
-            lines.append(
-                f"| [{name}]({name}.md) | {module.TITLE} | {module.FINDING or ''} | {holds} | {len(facts['rows'])} | "
-                f"{facts['minutes']:.1f} |"
-            )
+            lines.append(f"| [{name}]({name}.md) | {about} | {holds} | {len(facts['rows'])} | {facts['minutes']:.1f} |")
     lines += ["", *(f"- Finding {number}: {text}." for number, text in FINDINGS.items())]
     return "\n".join(lines) + "\n"
 

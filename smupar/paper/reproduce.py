@@ -78,13 +78,13 @@ def listed() -> str:
     return "\n".join([*lines, *(f"Finding {number}: {text}." for number, text in FINDINGS.items())])
 
 
-def make_scale(name: ScaleName, data: str | None, *, dry: bool = False) -> Scale:
-    """``data``: a folder of `smupar data prepare`; at scale cpu the source of Python's standard library by default. What is
-    only counted needs none."""
+def make_scale(name: ScaleName, data: str | None, *, reads: bool = True) -> Scale:
+    """``data``: a folder of `smupar data prepare`; at scale cpu the source of Python's standard library by default. What has no
+    runs, or is only counted, reads none."""
     if data is None:
         if name == "cpu":
             return Scale("cpu")
-        if dry:
+        if not reads:
             return Scale(name, "DATA", _GPT2_VOCAB)
         raise ValueError(f"scale {name} needs text: make some with `smupar data prepare` and pass --data FOLDER")
     if data == STANDARD_LIBRARY:
@@ -182,7 +182,7 @@ def dry_run(name: str, scale: Scale) -> str:
     """Runs, parameters, tokens, FLOPs, hours and memory of a figure, and the command that would do it."""
     module = figure(name)
     if not hasattr(module, "runs"):
-        return f"{name}: no training runs"
+        return f"{name}: {module.what(scale) if hasattr(module, 'what') else 'nothing is trained'}"
     configs = module.runs(scale)
     if hasattr(module, "SWEPT"):  # wherever the optima will be
         experiment, axis = module.SWEPT

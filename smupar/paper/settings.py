@@ -12,7 +12,6 @@ ScaleName = Literal["cpu", "small", "paper"]
 
 # Table 3, found on the dense proxy of width 256.
 TABLE_3 = {"init_std": 0.08665602, "lr": 1.62e-2, "alpha_input": 9.1705, "alpha_output": 1.0951835}
-BASE_WIDTH = 256
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ _SIZES: dict[str, dict[str, Size]] = {
     "sweep": {
         "paper": Size(4096, 2, 128, 2048, 1169, _PAPER_SPARSITIES, tuple(map(float, range(-13, -2))), 3),
         "small": Size(1024, 2, 32, 256, 500, (0.0, 0.75, 0.9375, 0.984375), _RATES, 3),
-        "cpu": Size(128, 2, 8, 64, 100, (0.0, 0.75, 0.9375), (-11.0, -10.0, -9.0, -8.0, -7.0, -6.0, -5.0, -4.0)),
+        "cpu": Size(128, 2, 8, 64, 100, (0.0, 0.75, 0.9375), _RATES),
     },
     "init": {
         "paper": Size(4096, 2, 8, 2048, 100, _PAPER_SPARSITIES, tuple(map(float, range(-8, 3))), 3),
@@ -121,7 +120,7 @@ _SIZES: dict[str, dict[str, Size]] = {
         "cpu": Size(128, 2, 8, 64, 40, (0.0, 0.75, 0.9375), tuple(map(float, range(-7, 1)))),
     },
     "pretraining": {
-        "paper": Size(2048, 10, 504, 2048, 11752, (0.0, *_PAPER_SPARSITIES[1:])),
+        "paper": Size(2048, 10, 504, 2048, 11752, _PAPER_SPARSITIES),
         "small": Size(512, 8, 64, 512, 2000, _PAPER_SPARSITIES),
         "cpu": Size(128, 4, 8, 64, 100, (0.5, 0.75, 0.875, 0.9375)),
     },
@@ -153,9 +152,9 @@ _SIZES: dict[str, dict[str, Size]] = {
 }
 # Scale small shares its runs with the studies of docs/measured-updates.md, whose init and alpha are rounded.
 _SMALL_INIT, _SMALL_ALPHA_INPUT = 0.0866, 9.17
-# SP's best for the dense model of width 1024 (Figure 6 at scale small); SP's falls as 1 / width. What the paper prints for its
-# pretraining was tuned for wider models and far longer runs, and would make SP look bad here for want of tuning.
-_SMALL_SP_LR, _SMALL_SP_WIDTH = 2**-9, 1024
+# Width and best learning rate of a dense model under SP, by Figure 6 at each scale; SP's falls as 1 / width. What the paper
+# prints for its pretraining was tuned for wider models and far longer runs, and would make SP look bad here for want of tuning.
+_SP_TUNED = {"small": (1024, 2**-9), "cpu": (128, 2**-8)}
 _WITHOUT_SWEEP = ("pretraining", "iso-pretraining")
 _HEAD_DIM = {"cpu": 32, "small": 64, "paper": 64}
 _BASE = {"cpu": 64, "small": 256, "paper": 256}
@@ -211,18 +210,21 @@ class Scale:
         return run
 
     def _lr(self, experiment: str, rule: str, width: int) -> float:
-        if self.name == "small" and rule == "sp" and experiment in _WITHOUT_SWEEP:
-            return _SMALL_SP_LR * _SMALL_SP_WIDTH / width
+        if self.name in _SP_TUNED and rule == "sp" and experiment in _WITHOUT_SWEEP:
+            tuned_width, lr = _SP_TUNED[self.name]
+            return lr * tuned_width / width
         return _of(TABLE_4[experiment].lr, rule, TABLE_3["lr"])
 
     def _init_std(self, experiment: str, rule: str, width: int) -> float:
-        """As printed; where SP's is that of the width, 0.08666 / sqrt(16) at 4096, that of this width."""
+        """As printed; at smaller scales, where SP's is that of the width, 0.08666 / sqrt(16) at 4096, that of this width."""
         printed = TABLE_4[experiment]
         value = _of(printed.init_std, rule, TABLE_3["init_std"])
+        if self.name == "paper":
+            return value
         tuned = _SMALL_INIT if self.name == "small" else TABLE_3["init_std"]
         if rule == "sp" and value == _INIT["sp"]:
             return tuned * math.sqrt(_BASE[self.name] / width)
-        if rule == "sp" and value == _INIT_02["sp"] and printed.width is not None and self.name != "paper":
+        if rule == "sp" and value == _INIT_02["sp"] and printed.width is not None:
             return 0.02 * math.sqrt(printed.width / width)
         return tuned if self.name == "small" and value == _INIT["smupar"] else value
 
@@ -259,8 +261,8 @@ def table_4() -> str:
                     scale,
                     str(size.width) + ("" if printed.width else " and wider"),
                     *(str(size.depth), str(head), f"{size.batch_size} x {size.seq_len}", str(size.steps)),
-                    _words(_learning_rates(name, scale), size) if printed.lr or name != "init" else "",
-                    _words(printed.init_std, size),
+                    _words(_used(name, scale, printed.lr, "lr"), size),
+                    _words(_used(name, scale, printed.init_std, "init_std"), size),
                     f"{printed.schedule}, warm-up {round(printed.warmup / printed.steps * size.steps)}",
                 ]
             )
@@ -268,16 +270,16 @@ def table_4() -> str:
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
-def _learning_rates(experiment: str, scale: str) -> dict[str, float] | None:
-    """Of a row of the table, whose width is the experiment's."""
-    printed = TABLE_4[experiment].lr
-    if printed is None or "sp" not in printed:
-        return printed
+def _used(experiment: str, scale: str, printed: dict[str, float] | None, name: str) -> dict[str, float] | None:
+    """What a scale makes of a printed hyperparameter at the experiment's width."""
+    if printed is None:
+        return None
     at = Scale(scale)  # type: ignore[arg-type]
-    return {rule: at.run(experiment, rule=rule).lr for rule in printed}
+    rules = {"all": "smupar", **{rule: rule for rule in printed if rule != "all"}}
+    return {label: getattr(at.run(experiment, rule=rules[label]), name) for label in printed}
 
 
 def _words(values: dict[str, float] | None, size: Size) -> str:
     if values is None:
         return f"2^{size.log2_values[0]:g} .. 2^{size.log2_values[-1]:g}"
-    return ", ".join(f"{value:g}" if rule == "all" else f"{rule} {value:g}" for rule, value in values.items())
+    return ", ".join(f"{value:.4g}" if rule == "all" else f"{rule} {value:.4g}" for rule, value in values.items())

@@ -170,7 +170,7 @@ def run_group(study: Study, group: list[RunConfig], engine: EngineName, device: 
             stack.refill(filled)
         ended = run_stack(stack, len(part), board)
         if study.keeps_weights:
-            stack.save(study.runs, len(part))
+            stack.save(study.runs, [summary for summary, _ in ended])
         for config, (summary, rows), trace in zip(part, ended, stack.traces(), strict=False):
             study.add(config, summary, rows, trace)
             board.done(summary)
@@ -266,7 +266,7 @@ def _ended(
         num_tokens=tokens,
         num_parameters=stack.num_parameters,
         sparsity=stack.sparsities[index],
-        train_loss=sum(tail) / len(tail) if math.isfinite(sum(tail)) else None,
+        train_loss=sum(tail) / len(tail) if status == "finished" else None,
         valid_loss=valid_loss if status == "finished" else None,
         best_valid_loss=valid_loss if status == "finished" else None,
         best_step=finite if status == "finished" else None,

@@ -105,7 +105,7 @@ def _run_all(ray: Any, study: Study, todo: list[RunConfig], board: Board) -> Non
     settings = {"num_gpus": 1} if kind == "GPU" else {"num_cpus": 1}
     task = ray.remote(max_retries=_RETRIES, **settings)(_train_part)
     # Paths of data may be relative to where the command was given.
-    where = (str(study.folder.resolve()), str(Path.cwd()), "cuda" if kind == "GPU" else "cpu")
+    where = (str(study.folder.resolve()), str(Path.cwd()), "cuda" if kind == "GPU" else "cpu", study.keeps_weights)
 
     left, failure = todo, ""
     for _ in range(_ROUNDS):
@@ -251,7 +251,7 @@ class _Teller(Board):
 
 
 def _train_part(
-    folder: str, cwd: str, device: str, configs: list[RunConfig], progress: Any, number: int
+    folder: str, cwd: str, device: str, keeps_weights: bool, configs: list[RunConfig], progress: Any, number: int
 ) -> list[tuple[str, bool]]:
     """In a worker: trains what is missing of a part; the ids of all that are finished, and whether they diverged."""
     if not (Path(folder) / "study.json").exists():
@@ -259,6 +259,7 @@ def _train_part(
     if device == "cpu":
         torch.set_num_threads(1)
     study = Study(folder)
+    study.keeps_weights = keeps_weights
     with contextlib.chdir(cwd) if Path(cwd).is_dir() else contextlib.nullcontext():
         todo = study.missing(configs)
         teller = _Teller(lambda state: progress.tell.remote(number, tuple(state)), len(configs) - len(todo))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -105,12 +104,20 @@ class Guide:
         if trace.diverged:
             self.cautions.append("the run that this trace was recorded on diverged: record one at a smaller learning rate")
         self.trace, self.num_steps = trace, num_steps or trace.num_steps
-        self.sources = {name: _sources(name, names, list(trace.effects)) for name in names}
-        own, theirs = (Counter(layer_glob(name) for name in some) for some in (names, trace.effects))
-        for kind in own:
-            most = max(theirs[other] for other in own if own[other] == own[kind])
-            if theirs[kind] < most:
-                raise ValueError(f"the trace misses layers: it has {theirs[kind]} like {kind!r} and {most} of other kinds")
+        own, theirs = _by_kind(names), _by_kind(trace.effects)
+        strange = next((some[0] for kind, some in own.items() if kind not in theirs), None)
+        if strange is not None:
+            raise ValueError(
+                f"the trace is of another architecture: it has no layer like {strange!r} (it has "
+                f"{', '.join(list(trace.effects)[:3])}, ...)"
+            )
+        for kind, some in own.items():
+            most = max(len(theirs[other]) for other in own if len(own[other]) == len(some))
+            if len(theirs[kind]) < most:
+                raise ValueError(f"the trace misses layers: it has {len(theirs[kind])} like {kind!r} and {most} of other kinds")
+        self.sources = {
+            name: _sources(place, len(some), theirs[kind]) for kind, some in own.items() for place, name in enumerate(some)
+        }
 
     def effect(self, name: str, step: int) -> float:
         """What an update should do at this step of the target."""
@@ -131,19 +138,20 @@ def same_moment(step: int, num_steps: int, other_num_steps: int) -> float:
     return step / (1 + step * (1 / other_num_steps - 1 / num_steps))
 
 
-def _sources(name: str, names: Sequence[str], recorded: Sequence[str]) -> list[tuple[str, float]]:
-    """The proxy's layers that a layer of the target looks at, with their shares: the one of its name, or where the depth
-    differs those at the same share of the depth."""
-    kind = layer_glob(name)
-    own = [other for other in names if layer_glob(other) == kind]
-    theirs = [other for other in recorded if layer_glob(other) == kind]
-    if not theirs:
-        raise ValueError(
-            f"the trace is of another architecture: it has no layer like {name!r} (it has {', '.join(list(recorded)[:3])}, ...)"
-        )
-    if len(own) == len(theirs):
-        return [(theirs[own.index(name)], 1.0)]
-    place = own.index(name) / max(1, len(own) - 1) * (len(theirs) - 1)
+def _by_kind(names: Iterable[str]) -> dict[str, list[str]]:
+    """Layers of the same kind together, in the order of the model."""
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kinds.setdefault(layer_glob(name), []).append(name)
+    return kinds
+
+
+def _sources(number: int, count: int, theirs: Sequence[str]) -> list[tuple[str, float]]:
+    """The proxy's layers that layer ``number`` of ``count`` of a kind looks at, with their shares: the one of that number, or
+    where the depth differs those at the same share of the depth."""
+    if count == len(theirs):
+        return [(theirs[number], 1.0)]
+    place = number / max(1, count - 1) * (len(theirs) - 1)
     low = int(place)
     share = place - low
     parts = [(theirs[low], 1 - share), (theirs[min(low + 1, len(theirs) - 1)], share)]

@@ -108,7 +108,7 @@ def _put_masks(model: nn.Module, plan: Plan, masks: dict[str, Tensor]) -> None:
             own = mask_of(model, name)
             assert own is not None
             own.copy_(mask)
-    if any(int(mask.sum()) != plan[name].num_kept for name, mask in masks.items()):
+    if any(plan[name].num_kept not in (None, int(mask.sum())) for name, mask in masks.items()):
         let_masks_move(model)
 
 
