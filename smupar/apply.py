@@ -1,4 +1,4 @@
-"""Carrying a plan out: the only file, with ``values`` that it calls, that changes a model.
+"""Carrying a plan out: the only file, with ``values`` that it calls, that puts one into a model.
 
 What is added to a model, all of it keyed by name and put back by ``attach`` from the plan:
 

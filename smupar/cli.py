@@ -70,13 +70,7 @@ def rules(markdown: bool = False) -> None:
     Args:
         markdown: Print the page docs/rules.md.
     """
-    if markdown:
-        print(table_1.markdown(), end="")
-        return
-    rows = table_1.table()
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print(table_1.markdown() if markdown else table_1.aligned(table_1.table()), end="" if markdown else "\n")
 
 
 def generate(config: Sample) -> None:

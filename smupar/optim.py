@@ -64,9 +64,9 @@ def param_groups(
     kind = (optimizer if isinstance(optimizer, str) else optimizer.__name__).lower()
     family = family_of(kind)
     weight_decay = float(weight_decay)
-    _choice("decay", decay, ("independent", "coupled"))
-    _choice("eps", eps, ("constant", "width"))
-    _choice("only", only, (None, "hidden", "rest"))
+    choice("decay", decay, ("independent", "coupled"))
+    choice("eps", eps, ("constant", "width"))
+    choice("only", only, (None, "hidden", "rest"))
     if family == "muon" and only != "hidden":
         raise ValueError(
             "Muon is for hidden matrices: use param_groups(..., optimizer='muon', only='hidden') for it and "
@@ -148,7 +148,7 @@ def groups_by_optimizer(
     return [(optimizer, groups(optimizer, lr, "hidden")), ("adamw", rest)]
 
 
-def _choice(what: str, value: object, allowed: tuple[object, ...]) -> None:
+def choice(what: str, value: object, allowed: Iterable[object]) -> None:
     if value not in allowed:
         raise ValueError(f"{what} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 

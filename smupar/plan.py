@@ -19,7 +19,7 @@ from torch import Tensor
 
 from smupar.masks import Neuron, generator, parse_pattern
 from smupar.roles import layer_glob
-from smupar.rules import get_rule
+from smupar.rules import aligned, get_rule
 
 FORMAT = "smupar-plan/1"
 
@@ -235,8 +235,6 @@ def _table(plan: Plan) -> str:
             lines.append([f"{layer_glob(row.name)} ({times}x)" if times > 1 else row.name, *_cells(row)])
         if times > 1:
             folded[layer_glob(row.name)] = 0
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    body = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
     total = sum(math.prod(row.shape) for row in plan)
     kept = sum(math.prod(row.shape) * row.density for row in plan)
     settings = (
@@ -244,4 +242,4 @@ def _table(plan: Plan) -> str:
     )
     summary = f"{total:,} parameters, {round(kept):,} kept"
     extra = [f"TO DO {name}: {text}" for name, text in plan.pending.items()] + [f"note: {text}" for text in plan.notes]
-    return "\n".join([f"{settings}; {summary}", *body, *extra])
+    return "\n".join([f"{settings}; {summary}", aligned(lines), *extra])

@@ -11,7 +11,7 @@ so an entry such as ``over(m_in=1, m_rho=1)`` reads 1 / (m_in m_rho).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -165,6 +165,12 @@ def family_of(optimizer: str) -> str:
             "per weight whatever the gradient's size, pass optimizer='adamw'; if it is proportional to the gradient, 'sgd'."
         )
     return FAMILIES[name]
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """A table in plain text, columns one under another."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
 def table() -> list[list[str]]:

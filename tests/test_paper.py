@@ -17,6 +17,7 @@ from smupar.lm.config import ExportConfig, ModelConfig, RunConfig
 from smupar.lm.export import export
 from smupar.lm.folder import Summary
 from smupar.lm.gpt import plan_on_meta
+from smupar.lm.recipes import TABLE_3
 from smupar.paper import (
     fig01,
     fig03,
@@ -40,7 +41,7 @@ from smupar.paper import (
 )
 from smupar.paper.figure import Claim, curve, farthest_move
 from smupar.paper.reproduce import FIGURES, FINDINGS, Reproduced, dry_run, figure, listed, make_scale, reproduce
-from smupar.paper.settings import TABLE_3, TABLE_4, Scale, iso_width, wpn_width
+from smupar.paper.settings import TABLE_4, Scale, iso_width, wpn_width
 from smupar.study.config import EngineConfig
 from smupar.study.engines import execute
 from smupar.study.store import Result, Study

@@ -14,10 +14,10 @@ import pytest
 
 from smupar.cli import main
 from smupar.lm.config import ModelConfig, RunConfig
-from smupar.study.config import EngineConfig, TuneConfig
+from smupar.study.config import TUNED, EngineConfig, TuneConfig
 from smupar.study.space import with_fields
 from smupar.study.store import Study
-from smupar.study.tune import NAMES, propose, read_hps, sensitivity, tune
+from smupar.study.tune import propose, read_hps, sensitivity, tune
 
 PROXY = RunConfig(
     model=ModelConfig(width=32, depth=1, head_dim=16),
@@ -54,7 +54,7 @@ def test_random_samples_are_a_function_of_seed_and_index():
     assert few == many[:8]
     assert propose(replace(TINY, search_seed=1))[0] != few[0]
     # Real numbers: a search begun elsewhere, or by an older version, goes on.
-    assert [getattr(few[0], name) for name in NAMES] == [0.00535581, 0.205343, 21.789, 0.219366]
+    assert [getattr(few[0], name) for name in TUNED] == [0.00535581, 0.205343, 21.789, 0.219366]
 
 
 @pytest.mark.parametrize("method", ["random", "tpe"])
@@ -67,7 +67,7 @@ def test_samples_stay_in_their_ranges_and_fill_them(method):
         assert 0 <= min(places) < 0.1
         assert 0.9 < max(places) <= 1
         assert sum(places) / 100 == pytest.approx(0.5, abs=0.1)
-    assert with_fields(runs[0], {name: getattr(PROXY, name) for name in NAMES}) == PROXY
+    assert with_fields(runs[0], {name: getattr(PROXY, name) for name in TUNED}) == PROXY
 
 
 def test_tpe_is_a_function_of_the_results_and_waits_for_a_round():
@@ -95,9 +95,9 @@ def test_tpe_finds_better_values_than_random_search():
 def test_sensitivity_finds_the_one_that_matters():
     runs = propose(replace(TINY, num_samples=100))
     losses = [3 + 0.1 * math.log(run.init_std / 0.08) ** 2 if run.init_std < 0.3 else math.inf for run in runs]
-    found = {name: sensitivity([getattr(run, name) for run in runs], losses) for name in NAMES}
+    found = {name: sensitivity([getattr(run, name) for run in runs], losses) for name in TUNED}
     assert found["init_std"].explained > 0.8
-    assert max(found[name].explained for name in NAMES if name != "init_std") < 0.1
+    assert max(found[name].explained for name in TUNED if name != "init_std") < 0.1
     # 1 % of 3 is 0.03: a factor exp(sqrt(0.3)) = 1.73 to both sides
     assert 0.08 / 1.73 < found["init_std"].low < 0.06
     assert 0.11 < found["init_std"].high < 0.08 * 1.73
@@ -130,7 +130,7 @@ def test_search_resumes_longer_and_repeats_nothing(tmp_path):
     assert (source["width"], source["depth"], source["steps"], source["num_samples"]) == (32, 1, 30, 8)
     text = tuned.explain()
     assert "the best of 8 samples" in text
-    assert all(name in text for name in NAMES)
+    assert all(name in text for name in TUNED)
 
 
 @pytest.mark.slow

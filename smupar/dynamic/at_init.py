@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from smupar.apply import mask_of, unwrapped, whole_weight
 from smupar.dynamic.moves import (
-    choice,
     largest,
     num_kept,
 )
 from smupar.masks import Allocation, allocate
+from smupar.optim import choice
 from smupar.plan import Plan
 from smupar.storage import compressed
 from smupar.values import like, whole

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from smupar.masks import round_half_up
+from smupar.optim import choice
 from smupar.plan import Plan, PlanRow
 from smupar.rules import get_rule
 
@@ -172,8 +173,3 @@ def num_kept(name: str, shape: tuple[int, ...], density: Fraction) -> int:
     if num == 0:
         raise ValueError(f"density {float(density):g} would drop every weight of {name!r}, of shape {shape}: raise it")
     return num
-
-
-def choice(what: str, value: object, allowed: Iterable[object]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{what} must be one of {', '.join(map(repr, allowed))}, got {value!r}")

@@ -34,7 +34,6 @@ from smupar.dynamic.moves import (
     Pruning,
     Rounds,
     Times,
-    choice,
     density_factor,
     init_factor,
     key_of,
@@ -43,6 +42,7 @@ from smupar.dynamic.moves import (
     random_scores,
 )
 from smupar.masks import Allocation, allocate
+from smupar.optim import choice
 from smupar.plan import Plan, PlanRow
 from smupar.planner import PlanWarning
 from smupar.rates import applied_lr, layer_rates

@@ -12,6 +12,7 @@ from typing import Any
 
 from smupar import __version__
 from smupar.lm.files import write_atomic
+from smupar.rules import aligned
 
 _TITLES = {"arc_easy": "ARC-easy", "lambada_openai": "LAMBADA", "race": "RACE", "piqa": "PIQA", "boolq": "BoolQ"}
 _METRIC = "acc"
@@ -47,8 +48,7 @@ class Results:
     def __str__(self) -> str:
         rows = [["model", *(_TITLES[task] for task in self.documents), "average"], ["random", *map(_percent, self._chance())]]
         rows += [[about["folder"], *map(_percent, self._row(numbers))] for about, numbers in self.models]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+        return aligned(rows)
 
     def markdown(self) -> str:
         titles = ["model", *(_TITLES[task] for task in self.documents), "average"]

@@ -207,10 +207,10 @@ class RunConfig:
             )
         if self.dynamic != "none" and self.mask_stop * self.steps < 1:
             raise ValueError(f"the masks of a run of {self.steps} steps would stop moving before its first: raise --mask-stop")
-        last = int(self.mask_stop * self.steps)
-        if self.dynamic in ("rigl", "set") and self.density != 1 and self.mask_every > last:
+        if self.dynamic in ("rigl", "set") and self.density != 1 and self.mask_every > self.last_move:
             raise ValueError(
-                f"masks would never move: every {self.mask_every} steps, not after step {last}: choose a smaller --mask-every"
+                f"masks would never move: every {self.mask_every} steps, not after step {self.last_move}: choose a smaller "
+                "--mask-every"
             )
         if self.allocation != "uniform" and ":" in self.pattern:
             raise ValueError(f"the pattern {self.pattern} fixes the density of every layer: leave --allocation uniform")
@@ -249,9 +249,18 @@ class RunConfig:
 
     @property
     def id(self) -> str:
-        """Equal for equal runs: the hash of everything above. A trace goes by its name, wherever it lies."""
-        named = self if self.follow is None else replace(self, follow=PurePath(self.follow).name)
-        return hashlib.sha256(named.to_json().encode()).hexdigest()[:10]
+        """Equal for equal runs: the hash of everything above."""
+        return hashlib.sha256(self.anywhere.to_json().encode()).hexdigest()[:10]
+
+    @property
+    def anywhere(self) -> RunConfig:
+        """Its trace goes by its name, wherever it lies."""
+        return self if self.follow is None else replace(self, follow=PurePath(self.follow).name)
+
+    @property
+    def last_move(self) -> int:
+        """The last step at which masks move."""
+        return int(self.mask_stop * self.steps)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)

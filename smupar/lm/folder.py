@@ -17,7 +17,7 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -113,7 +113,7 @@ class RunFolder:
     def _refuse_another(self, config: RunConfig, text: Text) -> None:
         if (self.path / "config.json").exists():
             old = read_config(self.path)
-            if _with_name(old) != _with_name(config):
+            if old.anywhere != config.anywhere:
                 raise ValueError(f"{self.path} holds another run ({_differences(old, config)}): choose another --out")
             facts = read_facts(self.path)
             if facts.sha256 != text.facts.sha256:
@@ -159,11 +159,6 @@ class RunFolder:
         known = {name: value for name, value in row.items() if value is not None}
         finite = {name: value if math.isfinite(value) else None for name, value in known.items()}  # JSON knows no NaN
         self._metrics.write(json.dumps(finite) + "\n")
-
-
-def _with_name(config: RunConfig) -> RunConfig:
-    """A trace goes by its name, wherever it lies."""
-    return config if config.follow is None else replace(config, follow=Path(config.follow).name)
 
 
 def read_followed(path: Path) -> Trace | None:

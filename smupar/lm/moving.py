@@ -18,11 +18,6 @@ from smupar.stacked import Stack
 from smupar.updates.trace import Trace
 
 
-def stop(config: RunConfig) -> int:
-    """The last step at which masks move."""
-    return int(config.mask_stop * config.steps)
-
-
 def make_sparsifier(model: GPT, plan: Plan, optimizers: list[torch.optim.Optimizer], config: RunConfig) -> Sparsifier | None:
     if not _moves(config):
         return None
@@ -45,7 +40,7 @@ def make_sparsifier(model: GPT, plan: Plan, optimizers: list[torch.optim.Optimiz
             plan,
             optimizers,
             density=density,
-            stop=stop(config),
+            stop=config.last_move,
             every=config.mask_every,
             correction=config.correction,
             steps=config.steps,
@@ -55,7 +50,7 @@ def make_sparsifier(model: GPT, plan: Plan, optimizers: list[torch.optim.Optimiz
         model,
         plan,
         optimizers,
-        stop=stop(config),
+        stop=config.last_move,
         every=config.mask_every,
         drop_fraction=config.drop_fraction,
         steps=config.steps,
@@ -87,7 +82,7 @@ def _move(config: RunConfig) -> Move | None:
         return None
     if config.dynamic == "imp":
         return Rounds(config.round_steps, config.rounds)
-    times = Times(config.mask_every, stop(config))
+    times = Times(config.mask_every, config.last_move)
     if config.dynamic == "gmp":
         return Pruning(times)
     return DropAndGrow(times, {"rigl": "gradient", "set": "random"}[config.dynamic], config.drop_fraction)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from smupar.lm.config import RunConfig
 from smupar.paper import fig06
-from smupar.paper.figure import LOSS, Claim, Rows, all_of, over_sparsity, title
+from smupar.paper.figure import Claim, Rows, all_of, over_sparsity, title
 from smupar.paper.settings import Scale
-from smupar.study.curves import Panel
+from smupar.study.curves import LOSS, Panel
 
 TITLE = "The best of each rule at each sparsity"
 SHOWS = "SmuPar is on the frontier: on average 0.8 % better than SP and 2.1 % better than muP, even if those are tuned anew."

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from smupar.lm.config import RunConfig
 from smupar.paper.settings import Scale
 from smupar.rules import get_rule
-from smupar.study.curves import Panel, Point, Series
+from smupar.study.curves import LOSS, Panel, Point, Series
 from smupar.study.space import with_fields
 from smupar.study.store import Result
 from smupar.study.transfer import Curve, moved, times
 
 Rows = Sequence[Result]
-LOSS = "loss (mean of the last 5 % of steps)"
 STABLE = 2.0
 """An optimum that moves by no more than this factor is called stable."""
 _MORE = 1.1

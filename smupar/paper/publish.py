@@ -10,7 +10,7 @@ import json
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from smupar.lm.config import RunConfig
@@ -122,10 +122,9 @@ def _rounded(value: Any) -> Any:
 
 
 def _flat(config: RunConfig) -> dict[str, Any]:
-    values = asdict(config)
+    values = asdict(config.anywhere)
     model = {f"model.{name}": value for name, value in values.pop("model").items()}
-    follow = config.follow and PurePath(config.follow).name
-    return {**model, **values, "betas": list(config.betas), "follow": follow}
+    return {**model, **values, "betas": list(config.betas)}
 
 
 def _ending(row: Result) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Tables 3 and 4 of the paper as data, and what the smaller scales make of them. No torch in here."""
+"""Table 4 of the paper as data, and what the smaller scales make of it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from smupar.lm.config import STANDARD_LIBRARY, ModelConfig, RunConfig
+from smupar.lm.recipes import TABLE_3
+from smupar.rules import aligned
 
 ScaleName = Literal["cpu", "small", "paper"]
-
-# Table 3, found on the dense proxy of width 256.
-TABLE_3 = {"init_std": 0.08665602, "lr": 1.62e-2, "alpha_input": 9.1705, "alpha_output": 1.0951835}
 
 
 @dataclass(frozen=True)
@@ -266,8 +265,7 @@ def table_4() -> str:
                     f"{printed.schedule}, warm-up {round(printed.warmup / printed.steps * size.steps)}",
                 ]
             )
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+    return aligned(lines)
 
 
 def _used(experiment: str, scale: str, printed: dict[str, float] | None, name: str) -> dict[str, float] | None:

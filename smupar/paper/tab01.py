@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from smupar.paper.figure import Claim
-from smupar.rules import table
+from smupar.rules import aligned, table
 
 TITLE = "The rules"
 SHOWS = "Init, learning rates and forward factors of SP, muP and SmuPar."
@@ -21,9 +21,7 @@ PRINTED = {
 
 
 def text() -> str:
-    rows = table()
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return aligned(table())
 
 
 def claim() -> Claim:

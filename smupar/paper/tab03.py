@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from smupar.lm.config import RunConfig
+from smupar.lm.recipes import TABLE_3
 from smupar.paper.figure import Claim, Rows
-from smupar.paper.settings import TABLE_3, Scale
-from smupar.study.config import TuneConfig
+from smupar.paper.settings import Scale
+from smupar.study.config import TUNED, TuneConfig
 from smupar.study.curves import Panel
 from smupar.study.report import tune_panels
 from smupar.study.space import with_fields
@@ -48,6 +49,6 @@ def draw(rows: Rows) -> list[Panel]:
 
 def claim(rows: Rows) -> Claim:
     best = min(rows[2:], key=lambda row: row.loss)
-    values = ", ".join(f"{name} {getattr(best.config, name):.4g}" for name in ("lr", "init_std", "alpha_input", "alpha_output"))
+    values = ", ".join(f"{name} {getattr(best.config, name):.4g}" for name in TUNED)
     others = f"common defaults {rows[0].loss:.3f}, Table 3's values {rows[1].loss:.3f}"
     return Claim(best.loss < rows[0].loss, f"best of {len(rows) - 2} samples {best.loss:.3f} ({values}), {others}")

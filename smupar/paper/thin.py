@@ -5,6 +5,7 @@ from __future__ import annotations
 from smupar.lm.config import RunConfig
 from smupar.paper.figure import STABLE, Claim, Rows, curve, panel, sweep_values
 from smupar.paper.settings import Scale
+from smupar.planner import MIN_WEIGHTS_PER_NEURON
 from smupar.study.curves import Panel
 from smupar.study.transfer import Curve, moved
 
@@ -13,7 +14,6 @@ SHOWS = "The paper names the question and leaves it open."
 FINDING = None
 SWEPT = ("sweep", "lr")
 WEIGHTS_PER_NEURON = {"cpu": (16, 8, 4), "small": (64, 16, 8, 4, 2), "paper": (64, 16, 8, 4, 2)}
-ENOUGH = 16
 """The plan warns below it."""
 
 
@@ -36,8 +36,9 @@ def claim(rows: Rows) -> Claim:
     dense, *sparse = _curves(rows)
     found = {round(one.width * (1 - one.sparsity)): (moved(dense, one), one.excess(dense.best_value)) for one in sparse}
     words = ", ".join(f"{num}: {move:.2g}x, {cost:+.1%}" for num, (move, cost) in sorted(found.items(), reverse=True))
-    holds = all(move <= STABLE for num, (move, _) in found.items() if num >= ENOUGH)
+    holds = all(move <= STABLE for num, (move, _) in found.items() if num >= MIN_WEIGHTS_PER_NEURON)
     return Claim(
         holds,
-        f"with {ENOUGH} weights per neuron and more the optimum stays; moves and costs at the dense one by number: {words}",
+        f"with {MIN_WEIGHTS_PER_NEURON} weights per neuron and more the optimum stays; "
+        f"moves and costs at the dense one by number: {words}",
     )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from smupar.apply import attach, check_plan, has_mask, is_parameterized, mask_of, unwrapped
 from smupar.plan import Plan
 from smupar.roles import layer_glob
+from smupar.rules import aligned
 from smupar.sparse.auto import Measured, Work, timing_of
 from smupar.sparse.backends import AUTO, BACKENDS, DENSE, layer_refusal
 from smupar.sparse.kernels import kernel_of
@@ -58,10 +59,8 @@ class StorageReport:
         lines: list[tuple[str, ...]] = [("parameter", "shape", "density", "kept as", "ms a step")]
         for (glob, *cells), names in alike.items():
             lines.append((f"{glob} ({len(names)}x)" if len(names) > 1 else names[0], *cells))
-        widths = [max(len(line[column]) for line in lines) for column in range(5)]
-        body = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
         total = f"{self.num_bytes:,} bytes with masks and indices, {self.num_bytes / self.dense_bytes:.2%} of the dense weights"
-        return "\n".join([*body, total])
+        return f"{aligned(lines)}\n{total}"
 
 
 def sparsify_storage(

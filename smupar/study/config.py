@@ -8,6 +8,9 @@ from typing import Literal
 
 from smupar.lm.config import ModelConfig, RunConfig
 
+TUNED = ("lr", "init_std", "alpha_input", "alpha_output")
+"""What is searched on a dense proxy, and holds for others."""
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -88,5 +91,4 @@ class TuneConfig:
 
     @property
     def ranges(self) -> dict[str, tuple[float, float]]:
-        names = ("lr", "init_std", "alpha_input", "alpha_output")
-        return {name: getattr(self, f"{name}_range") for name in names}
+        return {name: getattr(self, f"{name}_range") for name in TUNED}

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+LOSS = "loss (mean of the last 5 % of steps)"
+
 
 @dataclass(frozen=True)
 class Point:

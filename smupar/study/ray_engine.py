@@ -21,6 +21,7 @@ import torch
 from smupar.lm.config import RunConfig
 from smupar.lm.cost import estimate
 from smupar.lm.folder import Summary
+from smupar.lm.tokenizer import first_line
 from smupar.study.engines import Board, groups, run_group
 from smupar.study.store import Study
 
@@ -149,7 +150,7 @@ def _collect(ray: Any, pending: dict[Any, int], view: _View) -> tuple[int, list[
                 try:
                     view.end(number, ray.get(reference))
                 except ray.exceptions.RayTaskError as error:
-                    failures.append(_line(error.cause))
+                    failures.append(first_line(error.cause))
                 except ray.exceptions.RayError:
                     lost += 1
             view.refresh()
@@ -158,10 +159,6 @@ def _collect(ray: Any, pending: dict[Any, int], view: _View) -> tuple[int, list[
             ray.cancel(reference, force=True)
         raise
     return lost, failures
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 class _View:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from smupar.lm.config import RunConfig
 from smupar.lm.files import write_atomic
-from smupar.study.config import TransferConfig
-from smupar.study.curves import Panel, Point, Series, draw_png, draw_svg, legend
+from smupar.study.config import TUNED, TransferConfig
+from smupar.study.curves import LOSS, Panel, Point, Series, draw_png, draw_svg, legend
 from smupar.study.space import grid
 from smupar.study.store import Result, Stage, Study, row_of
 from smupar.study.transfer import analyse, panels, sentence, stages
@@ -81,14 +81,10 @@ def best_of(results: Sequence[Result]) -> str:
 def tune_panels(results: Sequence[Result]) -> list[Panel]:
     """Loss over each hyperparameter, a point for each sample."""
     made = []
-    for name in ("lr", "init_std", "alpha_input", "alpha_output"):
+    for name in TUNED:
         points = tuple(Point(getattr(result.config, name), result.loss, result.config.id) for result in results)
         best = getattr(min(results, key=lambda result: result.loss).config, name)
-        made.append(
-            Panel(
-                name, name, "loss (mean of the last 5 % of steps)", (Series("samples", points, 0.3, best=best, joined=False),)
-            )
-        )
+        made.append(Panel(name, name, LOSS, (Series("samples", points, 0.3, best=best, joined=False),)))
     return made
 
 
@@ -107,7 +103,7 @@ def sweep_panels(results: Sequence[Result], axes: dict[str, list[object]]) -> li
         Series(label, tuple(points), number / max(1, len(curves) - 1)) for number, (label, points) in enumerate(curves.items())
     )
     positive = all(point.x > 0 for points in curves.values() for point in points)
-    return [Panel("loss at the end", axis, "loss (mean of the last 5 % of steps)", series, log_x=positive)]
+    return [Panel("loss at the end", axis, LOSS, series, log_x=positive)]
 
 
 _STYLE = """

@@ -150,14 +150,13 @@ Stage = Callable[[Study], Sequence[RunConfig]]
 
 def row_of(result: Result) -> dict[str, Any]:
     """A run as a flat row: its configuration, then how it ended. The speed is left out, so that tables can be compared."""
-    config = asdict(result.config)
+    config = asdict(result.config.anywhere)
     model = config.pop("model")
     names = ("status", "steps", "train_loss", "valid_loss", "num_parameters")
     summary = {name: getattr(result.summary, name) for name in names}
     summary["hidden_sparsity"] = result.summary.sparsity
     summary["steps_done"] = summary.pop("steps")
     config["betas"] = " ".join(map(str, config["betas"]))
-    config["follow"] = config["follow"] and Path(config["follow"]).name
     return {"id": result.config.id, **model, **config, **summary}
 
 

@@ -15,7 +15,7 @@ from smupar.lm.files import write_atomic
 from smupar.lm.folder import TRACE_FILE
 from smupar.rules import get_rule
 from smupar.study.config import TransferConfig
-from smupar.study.curves import Panel, Point, Series
+from smupar.study.curves import LOSS, Panel, Point, Series
 from smupar.study.space import with_fields
 from smupar.study.store import Result, Stage, Study
 
@@ -213,7 +213,7 @@ def panels(config: TransferConfig, verdicts: Sequence[Verdict]) -> list[Panel]:
             series.append(_series(curve, label, number / max(1, len(curves) - 1)))
         title = f"{_title(verdict.rule)}: best moves {times(verdict.moved)}"
         marked = f"best on the proxy: {verdict.proxy.best:.4g}"
-        made.append(Panel(title, name, "loss (mean of the last 5 % of steps)", tuple(series), verdict.proxy.best, marked))
+        made.append(Panel(title, name, LOSS, tuple(series), verdict.proxy.best, marked))
     return made
 
 

@@ -16,13 +16,12 @@ import numpy as np
 from smupar import __version__
 from smupar.lm.config import RunConfig
 from smupar.lm.files import write_atomic
-from smupar.study.config import EngineConfig, TuneConfig
+from smupar.study.config import TUNED, EngineConfig, TuneConfig
 from smupar.study.engines import settle
 from smupar.study.space import with_fields
 from smupar.study.store import Result, Study
 
 FORMAT = "smupar-hps/1"
-NAMES = ("lr", "init_std", "alpha_input", "alpha_output")
 _DIGITS = 6
 """Of a sample, so that its run has the same id on every machine."""
 _CLOSE = 0.01
@@ -57,7 +56,7 @@ class Tuned:
 
     @property
     def hps(self) -> dict[str, float]:
-        return {name: getattr(self.best.config, name) for name in NAMES}
+        return {name: getattr(self.best.config, name) for name in TUNED}
 
     def to_json(self) -> str:
         run, search = self.best.config, self.config
@@ -115,7 +114,7 @@ def _definition(config: TuneConfig) -> dict[str, Any]:
     unused = {"num_samples"} | ({"round_size"} if config.method == "random" else set())
     search = {name: value for name, value in values.items() if name not in unused}
     # Flat, so that a study that is refused says which field differs.
-    return {"kind": "tune", **search, **run.pop("model"), **{name: run[name] for name in run if name not in NAMES}}
+    return {"kind": "tune", **search, **run.pop("model"), **{name: run[name] for name in run if name not in TUNED}}
 
 
 def propose(config: TuneConfig, losses: Mapping[str, float] | None = None) -> list[RunConfig]:
@@ -148,7 +147,7 @@ def _tpe_samples(config: TuneConfig, losses: Mapping[str, float]) -> list[RunCon
     samples: list[RunConfig] = []
     while len(samples) < config.num_samples:
         trials = [search.ask(spaces) for _ in range(min(config.round_size, config.num_samples - len(samples)))]
-        asked = [{name: _rounded(trial.params[name], *config.ranges[name]) for name in NAMES} for trial in trials]
+        asked = [{name: _rounded(trial.params[name], *config.ranges[name]) for name in TUNED} for trial in trials]
         together = [with_fields(config.run, values) for values in asked]
         samples += together
         if any(sample.id not in losses for sample in together):
@@ -170,7 +169,7 @@ def judge(config: TuneConfig, results: Sequence[Result], path: Path) -> Tuned:
             f"all {len(losses)} samples diverged: lower --lr-range, now {config.lr_range[0]:g} .. {config.lr_range[1]:g}"
         )
     best = min(results, key=lambda result: result.loss)
-    values = {name: [float(getattr(result.config, name)) for result in results] for name in NAMES}
+    values = {name: [float(getattr(result.config, name)) for result in results] for name in TUNED}
     found = {name: sensitivity(column, losses) for name, column in values.items()}
     return Tuned(config, best, len(results), sum(map(math.isinf, losses)), found, path)
 
@@ -217,10 +216,10 @@ def read_hps(path: str | Path) -> dict[str, float]:
         raise ValueError(f"{file} is damaged, it is no JSON ({error}): `smupar tune` writes it again") from error
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise ValueError(f"{file} was not written by `smupar tune` of this version: it does not say {FORMAT}")
-    for name in (*NAMES, "base_width"):
+    for name in (*TUNED, "base_width"):
         value = values.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise ValueError(
                 f"{file} is damaged: {name} must be a number above 0, got {value!r}: `smupar tune` writes it again"
             )
-    return {**{name: float(values[name]) for name in NAMES}, "base_width": int(values["base_width"])}
+    return {**{name: float(values[name]) for name in TUNED}, "base_width": int(values["base_width"])}
