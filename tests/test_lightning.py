@@ -238,3 +238,13 @@ def test_missing_lightning_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'smupar\[lightning\]'"):
         importlib.import_module("smupar.integrations.lightning")
+
+
+def test_second_fit_measures_anew():
+    torch.manual_seed(0)
+    module, sparse = MLP(64), callback("record")
+    traces = []
+    for _ in range(2):
+        trainer(sparse, 4).fit(module, batches())
+        traces.append(sparse.updates.trace)
+    assert [trace.num_steps for trace in traces] == [4, 4]

@@ -1211,3 +1211,17 @@ def test_layer_that_gets_no_tokens_keeps_its_inputs():
     model.blocks[0](torch.ones(3, 64))
     model.blocks[0](torch.zeros(0, 64))
     assert bool((recorded.probes["blocks.0.weight"].inputs == 1).all())
+
+
+def test_copy_of_a_measured_model_is_measured_for_itself():
+    model, plan = make()
+    smupar.record_updates(model, plan, optimizer := make_adamw(model, plan))
+    twin = copy.deepcopy(model)
+    smupar.attach(twin, plan)
+    recorded = smupar.record_updates(twin, plan, own := make_adamw(twin, plan))
+    for name, module in twin.named_modules():
+        assert len(module._forward_pre_hooks) == len(model.get_submodule(name)._forward_pre_hooks)
+    step(twin, own, batch(0))
+    assert recorded.trace.num_steps == 1
+    with pytest.raises(ValueError, match="measured already"):
+        smupar.record_updates(model, plan, optimizer)

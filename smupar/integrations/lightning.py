@@ -83,6 +83,8 @@ class SmuparCallback(Callback):
         scheduler is made, if they give hidden weights groups of their own (GMP, IMP, measured updates)."""
         assert self._module is not None, "called by the module's configure_optimizers, behind setup"
         self._watched = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+        if self.updates is not None:  # of an earlier fit
+            self.updates.remove()
         made = {name: make and make(self._module, self.plan, self._watched) for name, make in self._make.items()}
         self.sparsifier, self.updates = made["sparsifier"], made["measured updates"]
         carry_state(self._watched[0], made)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
@@ -51,6 +52,7 @@ class _Probe:
         self.is_conv = isinstance(module, _CONVOLUTIONS)
         self.buffer = f"{name.rpartition('.')[2]}_{_INPUT}"
         self.before: Tensor | None = None
+        self.meter: weakref.ref[_Meter] | None = None
         if not self.is_conv:
             size = (NUM_TOKENS, plan[name].shape[in_dim])
             self._make(torch.zeros(size, device=local(parameter).device))
@@ -99,6 +101,26 @@ class _Probe:
         if hasattr(self.module, self.buffer):
             delattr(self.module, self.buffer)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, or one that is loaded, is read by nobody."""
+        return {**self.__dict__, "meter": None}
+
+    @property
+    def is_read(self) -> bool:
+        return self.meter is not None and self.meter() is not None
+
+
+def _take_over(module: nn.Module) -> None:
+    """Takes away what is left of a measurement in the model that this one was copied from."""
+    for key, hook in list(module._forward_pre_hooks.items()):
+        probe = getattr(hook, "__self__", None)
+        if isinstance(probe, _Probe):
+            if probe.is_read:
+                raise ValueError("the updates of this model are measured already: call remove() on what measures them")
+            del module._forward_pre_hooks[key]
+            module._buffers.pop(probe.buffer, None)
+            module._non_persistent_buffers_set.discard(probe.buffer)
+
 
 class _Meter:
     """Hooks around ``optimizer.step()`` that measure what it did to every hidden layer's output."""
@@ -115,8 +137,7 @@ class _Meter:
         for path, module in model.named_modules():
             if module._compiled_call_impl is not None:
                 raise ValueError(f"{path or 'the model'!r} is compiled already and would ignore new hooks: compile afterwards")
-            if any(name.endswith(_INPUT) for name in module._buffers):
-                raise ValueError("the updates of this model are measured already: call remove() on what measures them")
+            _take_over(module)
         self.optimizers = optimizers(optimizer)
         if not self.optimizers:
             raise ValueError("no optimizer was given")
@@ -133,6 +154,8 @@ class _Meter:
                 "convolutions, or no optimizer has them. They keep the plan's factor."
             )
         self.probes = {name: _Probe(name, model, plan) for name in names}
+        for probe in self.probes.values():
+            probe.meter = weakref.ref(self)
         ignored = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ())}
         ignored |= {f"{parent_path(name)}.{probe.buffer}".lstrip(".") for name, probe in self.probes.items()}
         nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
