@@ -75,10 +75,16 @@ def index(folder: Path) -> str:
         if facts is None:
             lines.append(f"| {name} | {about} | not run yet | | |")
         else:
-            holds = "yes" if facts["holds"] else "**no**"
-            lines.append(f"| [{name}]({name}.md) | {about} | {holds} | {len(facts['rows'])} | {facts['minutes']:.1f} |")
-    lines += ["", *(f"- Finding {number}: {text}." for number, text in FINDINGS.items())]
+            lines.append(f"| [{name}]({name}.md) | {about} | {_holds(facts)} | {len(facts['rows'])} | {facts['minutes']:.1f} |")
+    lines += ["", "The paper's findings, and what was found of each here:", ""]
+    for number, text in FINDINGS.items():
+        claims = [f"[{name}]({name}.md) {_holds(facts)}" for name, facts in found.items() if figure(name).FINDING == number]
+        lines.append(f"- Finding {number}: {text}. {', '.join(claims)}.")
     return "\n".join(lines) + "\n"
+
+
+def _holds(facts: dict[str, Any]) -> str:
+    return "yes" if facts["holds"] else "**no**"
 
 
 def _facts(done: Reproduced, scale: Scale) -> dict[str, Any]:
