@@ -1108,3 +1108,33 @@ def test_gradients_stay_masked_where_conversions_swap_parameters():
     optimizer = torch.optim.AdamW(smupar.param_groups(model, plan, lr=1e-2))
     train(model, [optimizer], 2)
     assert off_mask(model, lambda parameter: parameter) == 0
+
+
+class Noisy(nn.Module):
+    """Its own init is random."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.gain = nn.Parameter(torch.empty(width))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        nn.init.normal_(self.gain)
+
+
+def test_random_resets_follow_the_seed_of_the_plan_and_leave_torchs_generator_alone():
+    def build(width):
+        return nn.Sequential(nn.Linear(5, width), Noisy(width), nn.Linear(width, width), nn.Linear(width, 3))
+
+    gains = []
+    for global_seed, seed in ((0, 0), (1, 0), (0, 1)):
+        with torch.device("meta"):
+            model, base = build(32), build(8)
+        model.to_empty(device="cpu")
+        torch.manual_seed(global_seed)
+        before = torch.get_rng_state()
+        smupar.parameterize(model, base=base, reset=True, seed=seed)
+        assert torch.equal(torch.get_rng_state(), before)
+        gains.append(model[1].gain.detach())
+    assert torch.equal(gains[0], gains[1])
+    assert not torch.equal(gains[0], gains[2])

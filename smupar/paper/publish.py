@@ -78,7 +78,7 @@ def index(folder: Path) -> str:
             lines.append(f"| [{name}]({name}.md) | {about} | {_holds(facts)} | {len(facts['rows'])} | {facts['minutes']:.1f} |")
     lines += ["", "The paper's findings, and what was found of each here:", ""]
     for number, text in FINDINGS.items():
-        claims = [f"[{name}]({name}.md) {_holds(facts)}" for name, facts in found.items() if figure(name).FINDING == number]
+        claims = [f"[{name}]({name}.md) {_holds(facts)}" for name, facts in found.items() if number == figure(name).FINDING]
         lines.append(f"- Finding {number}: {text}. {', '.join(claims)}.")
     return "\n".join(lines) + "\n"
 
