@@ -102,8 +102,8 @@ def _warn_of_others(model: nn.Module, drawn: Mapping[str, Tensor]) -> None:
         num_zeros = mask.numel() - int(kept.sum())
         if bool((kept & ~mask).any()) and 2 * num_zeros > mask.numel() - int(mask.sum()):  # else it has not been loaded yet
             warnings.warn(
-                f"{name!r} has other zeros than the mask that the plan draws: its masks moved, or were given. Load the state "
-                "dict with its masks, after attach, or pass masks=",
+                f"{name!r} has other zeros than the mask that the plan draws: if these are trained weights, their masks "
+                "moved, or were given. Load the state dict with its masks, after attach, or pass masks=",
                 PlanWarning,
                 stacklevel=3,
             )
@@ -153,7 +153,7 @@ def _own(optimizer: Any) -> Any:
 def trained_nothing(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the step that an optimizer has just made was none: torch.distributed.checkpoint makes such a one, to have state
     to save or load into, and so does a fused optimizer under a GradScaler that found an overflow."""
-    overflow = getattr(optimizer, "found_inf", None)
+    overflow = getattr(optimizer, "found_inf", None)  # there, on the GPU, for such a step alone
     if overflow is not None and bool(overflow):
         return True
     rates = [group["lr"] for group in optimizer.param_groups]

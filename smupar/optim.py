@@ -19,7 +19,6 @@ from smupar.globs import match_globs
 from smupar.plan import Plan, PlanRow
 from smupar.planner import PlanWarning
 from smupar.rules import family_of
-from smupar.tensors import parent_path
 
 NoDecay = Iterable[str] | Callable[[str, nn.Parameter], bool]
 _WITH_EPS = {"adamw", "adam", "adamax", "nadam", "radam", "rmsprop", "adagrad"}
@@ -59,6 +58,7 @@ def param_groups(
     no_decay      globs, or a function (name, parameter) -> bool, of the parameters without weight decay
     extra         groups of your own, appended as copies; parameters in them are left out of the plan's groups
     """
+    decoupled = isinstance(optimizer, torch.optim.Optimizer) and optimizer.defaults.get("decoupled_weight_decay")
     if isinstance(optimizer, torch.optim.Optimizer):
         optimizer = type(optimizer)
     kind = (optimizer if isinstance(optimizer, str) else optimizer.__name__).lower()
@@ -84,7 +84,8 @@ def param_groups(
     taken = {id(parameter) for group in own for parameter in group["params"]}
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) not in taken}
     unplanned = [name for name in parameters if name not in plan]
-    untied = [name for name in unplanned if any(path == parent_path(name) for row in plan for path, _ in row.forward)]
+    uses = {f"{path}.{row.name.rpartition('.')[2]}" for row in plan for path, _ in row.forward}
+    untied = [name for name in unplanned if name in uses]
     if untied:
         raise ValueError(
             f"{untied[0]!r} was one tensor with another when the plan was made, and is not now (load_state_dict(assign=True) "
@@ -112,10 +113,10 @@ def param_groups(
         groups[key]["params"].append(parameter)
         groups[key]["rows"].append(row)
     grows = any(row.eps_factor != 1 for group in groups.values() if group["weight_decay"] for row in group["rows"])
-    if decay == "independent" and grows and kind in _DECAY_IN_GRADIENT:
+    if decay == "independent" and grows and kind in _DECAY_IN_GRADIENT and not decoupled:
         warnings.warn(
             f"{kind} adds weight decay to the gradient, which shrinks with width, so the decay that was tuned on the base is "
-            "too large here. Use AdamW, which keeps the two apart",
+            "too large here. Use AdamW, which keeps the two apart, and name that here too if yours has decoupled_weight_decay",
             PlanWarning,
             stacklevel=2,
         )

@@ -388,12 +388,12 @@ class _Planner:
         unreached = [role.name for role in self.roles if role.role == "unembedding" and not role.uses]
         if ("unembedding" not in uses or unreached) and output_factor != 1:
             found = (
-                f"{', '.join(unreached)} belongs to no layer that could be scaled"
+                f"no layer of {', '.join(unreached)} could be scaled:"
                 if unreached
-                else "no module that makes the outputs was found. If the model does so itself (F.linear with the embedding)"
+                else "no module that makes the outputs was found. If the model does so itself (F.linear with the embedding),"
             )
             pending["output_factor"] = (
-                f"{found}: multiply its logits by plan.output_factor = {output_factor:g}, in training and evaluation; "
+                f"{found} multiply its logits by plan.output_factor = {output_factor:g}, in training and evaluation; "
                 "then plan.waive('output_factor')."
             )
         unreached = [role.name for role in self.roles if role.role == "embedding" and not role.uses]

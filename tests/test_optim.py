@@ -672,6 +672,8 @@ def test_decay_that_is_part_of_a_gradient_which_shrinks_with_width_is_warned_of(
         smupar.param_groups(model, plan, lr=0.01, weight_decay=0.1, optimizer=kind)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        decoupled = torch.optim.NAdam(model.parameters(), decoupled_weight_decay=True)
+        smupar.param_groups(model, plan, lr=0.01, weight_decay=0.1, optimizer=decoupled)
         smupar.param_groups(model, plan, lr=0.01, optimizer=kind)
         smupar.param_groups(model, plan, lr=0.01, weight_decay=0.1, optimizer="adamw")
         smupar.param_groups(model, plan, lr=0.01, weight_decay=0.1, optimizer="sgd")

@@ -251,6 +251,8 @@ def test_figure_9_wants_a_loss_that_holds():
     optimum = lambda run: -7 if run.rule == "smupar" else -7 + 2 * run.sparsity  # noqa: E731
     assert fig09.claim(parabolas(runs, optimum, better)).holds
     assert not fig09.claim(parabolas(runs, lambda run: -7, better)).holds  # SP's and muP's stay as well
+    hardly = lambda run: -7 + (0.2 if run.rule == "smupar" else 0.3) * run.sparsity / 0.75  # noqa: E731
+    assert not fig09.claim(parabolas(runs, hardly, better)).holds  # 1.23x is not said to be more than 1.15x
     assert not fig09.claim(parabolas(runs, optimum, lambda run: 4.0 + 0.1 * run.sparsity)).holds
 
 
@@ -266,6 +268,11 @@ def test_figure_3_wants_gaps_that_grow():
     gap = {"sp": 0.2, "mup": 0.1, "smupar": 0.0}
     assert fig03.claim([finished(run, 4 + gap[run.rule] * run.sparsity) for run in fig03.runs(CPU)]).holds
     assert not fig03.claim([finished(run, 4 + gap[run.rule] * (1 - run.sparsity)) for run in fig03.runs(CPU)]).holds
+
+
+def test_figure_12_moves_masks_as_the_paper_and_as_often_in_short_runs():
+    assert {run.mask_every for run in fig12.runs(PAPER) if run.dynamic != "none"} == {100}
+    assert {run.steps / run.mask_every for run in fig12.runs(CPU) if run.dynamic != "none"} == {20}
 
 
 def test_figure_12_reads_five_columns():

@@ -50,7 +50,7 @@ from smupar.storage import Compressed, Moved, compressed
 from smupar.values import is_sharded, like, local, num_ranks, whole, zero_off_mask
 
 # Calls of step() before it says that it saw none of the optimizer's.
-_MANY_IDLE = 100
+_MANY_IDLE = 1000
 _MOVABLE = ("random", "bernoulli", "given", None)
 
 
@@ -131,7 +131,7 @@ class Sparsifier:
                     f"called {_MANY_IDLE} times, but no step of the optimizer was seen: make the sparsifier with the one whose "
                     "step() is called",
                     PlanWarning,
-                    stacklevel=2,
+                    stacklevel=3,
                 )
             return False
         self._stepped = False
@@ -511,15 +511,17 @@ class IMP(_Pruned):
         return self.rule.due(step)
 
     def step(self) -> bool:
+        before = self.num_steps
         moved = super().step()
-        if self.num_steps == self.rewind:
+        if before < self.num_steps == self.rewind:
             self._remember()
         return moved
 
     def update(self, step: int) -> None:
         self._prune(lambda row: self.rule.density(row.density, self.last[row.name], step))
         for name, statistics in self._statistics():
-            statistics.copy_(self.weights[name])
+            if name in self.weights:  # checkpoints had none of them at first
+                statistics.copy_(self.weights[name])
         for name, parameter in self.model.named_parameters():
             layer = compressed(self.model, name)
             parameter.copy_(self.weights[name] if layer is None else layer.gather(self.weights[name]))

@@ -39,7 +39,8 @@ _AS_MATRIX, _AS_NONZEROS = ("", _MASK), ("", COLUMNS, ROW_STARTS)
 def save(
     folder: Path, step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer], state: dict[str, Any], world: World
 ) -> None:
-    """Writes ``folder/step-<step>``, or nothing: on a full disk what is there already stays as it is."""
+    """Writes ``folder/step-<step>``, or nothing: on a full disk what is there already stays as it is. Of a checkpoint that is
+    there, ``state`` alone is written."""
     final, unfinished = folder / folder_name(step), folder / f"{_UNFINISHED}{step:08d}"
     if final.exists():  # the run stopped before it had looked at these weights
         if world.is_main:

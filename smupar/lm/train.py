@@ -120,6 +120,7 @@ class _Loop:
             if self._validate(first):
                 self._log({"step": first, "valid_loss": self.progress.valid_loss}, tracker)
                 self._save()
+                saved_at = since = time.perf_counter()
             else:
                 status = self.stop.status
         row_losses: list[float] = []

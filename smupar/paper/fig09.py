@@ -11,7 +11,7 @@ from smupar.paper.settings import Scale, iso_width
 from smupar.study.curves import Panel
 
 TITLE = "Learning-rate transfer in Iso-Parameter scaling"
-SHOWS = "SmuPar's best learning rate stays, SP's and muP's move, and its loss improves with width and sparsity."
+SHOWS = "SmuPar's best learning rate stays, SP's and muP's move more, and its loss improves with width and sparsity."
 FINDING = 3
 SWEPT = ("iso", "lr")
 RULES = ("sp", "mup", "smupar")

@@ -79,7 +79,7 @@ def index(folder: Path) -> str:
     lines += ["", "The paper's findings, and what was found of each here:", ""]
     for number, text in FINDINGS.items():
         claims = [f"[{name}]({name}.md) {_holds(facts)}" for name, facts in found.items() if number == figure(name).FINDING]
-        lines.append(f"- Finding {number}: {text}. {', '.join(claims)}.")
+        lines.append(f"- Finding {number}: {text}. {', '.join(claims) or 'Not run yet'}.")
     return "\n".join(lines) + "\n"
 
 
@@ -111,7 +111,7 @@ def _facts(done: Reproduced, scale: Scale) -> dict[str, Any]:
 
 
 def _slopes(done: Reproduced) -> dict[str, Any]:
-    """Of a coordinate check: how the sizes of hidden layers grow with density, at the first step and the last."""
+    """Of a coordinate check: how sizes in hidden layers and blocks grow with density, at the first step and the last."""
     path = done.folder / "check.json"
     if not path.exists():
         return {}
@@ -119,7 +119,7 @@ def _slopes(done: Reproduced) -> dict[str, Any]:
     steps = {one["step"] for one in slopes} - {0}
     shown = {min(steps), max(steps)}
     names = ("rule", "place", "quantity", "step", "slope", "ci", "verdict")
-    chosen = [one for one in slopes if one["kind"] == "layer" and one["role"] == "hidden" and one["step"] in shown]
+    chosen = [one for one in slopes if one["role"] in ("hidden", "block") and one["step"] in shown]
     return {"slopes": [{name: _rounded(one[name]) for name in names} for one in chosen]}
 
 

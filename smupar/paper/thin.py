@@ -14,7 +14,6 @@ SHOWS = "The paper names the question and leaves it open."
 FINDING = None
 SWEPT = ("sweep", "lr")
 WEIGHTS_PER_NEURON = {"cpu": (16, 8, 4), "small": (64, 16, 8, 4, 2), "paper": (64, 16, 8, 4, 2)}
-"""The plan warns below it."""
 
 
 def runs(scale: Scale) -> list[RunConfig]:
