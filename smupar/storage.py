@@ -7,7 +7,8 @@ matrix asks the functions here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+import weakref
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
@@ -29,27 +30,63 @@ class Moved:
     grown: Tensor  # where the parameter is new
 
 
-_REPLACED = "_smupar_replaced"
+_REPLACED, _FITTED = "_smupar_replaced", "_smupar_fitted"
+_MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def mark_replaced(parameter: nn.Parameter) -> None:
-    """Says of a parameter that its model has another one in its place now: optimizers that hold it refuse to step."""
-    _watch_optimizers()
-    setattr(parameter, _REPLACED, True)
+def watch_optimizers(model: nn.Module, replaced: Iterable[nn.Parameter]) -> None:
+    """For a model whose weights may be kept in another way from now on: optimizers that hold what was replaced refuse to step,
+    and state that they load is laid out as the weights are now."""
+    _MODELS.add(model)
+    for parameter in replaced:
+        setattr(parameter, _REPLACED, True)
+    _register()
 
 
 @cache
-def _watch_optimizers() -> None:
-    """Once, and from the first such parameter on."""
-    register_optimizer_step_pre_hook(_refuse_replaced)
+def _register() -> None:
+    """Once, and from the first such model on."""
+    register_optimizer_step_pre_hook(_before_step)
 
 
-def _refuse_replaced(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if any(hasattr(parameter, _REPLACED) for group in optimizer.param_groups for parameter in group["params"]):
         raise ValueError(
             "this optimizer holds weights that sparsify_storage has replaced, and would train nothing: make param_groups and "
             "the optimizer again, after it"
         )
+    if not hasattr(optimizer, _FITTED):
+        _fit_state(optimizer)
+        setattr(optimizer, _FITTED, True)
+        if _forget not in optimizer._optimizer_load_state_dict_post_hooks.values():
+            optimizer.register_load_state_dict_post_hook(_forget)
+
+
+def _forget(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.__dict__.pop(_FITTED, None)
+
+
+def _fit_state(optimizer: torch.optim.Optimizer) -> None:
+    for model in _MODELS:
+        for name, parameter in model.named_parameters():
+            state = optimizer.state.get(parameter, {})
+            for what, value in state.items():
+                if isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape:
+                    state[what] = _laid_out(model, name, value)
+
+
+def _laid_out(model: nn.Module, name: str, value: Tensor) -> Tensor:
+    """What belongs to a matrix, for its non-zeros alone, and the other way round; anything else as it is."""
+    layer = compressed(model, name)
+    if layer is not None:
+        return layer.gather(value) if tuple(value.shape) == layer.weight_shape else value
+    mask = getattr(model.get_submodule(parent_path(name)), f"{name.rpartition('.')[2]}_mask", None)
+    return value if mask is None or value.shape != (int(mask.sum()),) else scatter(mask, value)
+
+
+def scatter(mask: Tensor, values: Tensor) -> Tensor:
+    """A matrix with these values where the mask is, in the order of the flattened matrix."""
+    return values.new_zeros(mask.shape).masked_scatter_(mask, values)
 
 
 class Compressed(nn.Module):

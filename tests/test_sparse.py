@@ -1079,3 +1079,30 @@ def test_gradients_go_along_with_weights_that_move():
     new = old.roll(1, 1)
     layer.move(new)
     torch.testing.assert_close(layer.expand(layer.weight.grad), before.masked_fill(~(old & new), 0))
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [("dense", "csr"), ("csr", "dense"), ("csr", "csr")])
+def test_optimizer_state_goes_on_whichever_way_weights_were_kept(saved, resumed):
+    def start(backend):
+        model, plan = parameterized(dtype=torch.float64)
+        smupar.sparsify_storage(model, plan, backend=backend)
+        return model, torch.optim.AdamW(smupar.param_groups(model, plan, lr=0.01, weight_decay=0.1))
+
+    def steps(model, optimizer, numbers):
+        for number in numbers:
+            tokens = torch.randint(VOCAB, (4, 9), generator=torch.Generator().manual_seed(number))
+            F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    whole, optimizer = start("dense")
+    steps(whole, optimizer, range(6))
+    first, optimizer = start(saved)
+    steps(first, optimizer, range(3))
+    model, again = start(resumed)
+    steps(model, again, [99])  # a step before the state is loaded, so that it is looked at again
+    model.load_state_dict(first.state_dict())
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    steps(model, again, range(3, 6))
+    for name, tensor in smupar.dense_state_dict(model).items():
+        torch.testing.assert_close(tensor, whole.state_dict()[name])

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from smupar.lm.distributed import World
 from smupar.lm.files import sync_folder, write_atomic
-from smupar.storage import COLUMNS, ROW_STARTS, Compressed, expand_state, shape_of
+from smupar.storage import COLUMNS, ROW_STARTS, Compressed, expand_state, scatter, shape_of
 
 _PREFIX, _UNFINISHED = "step-", ".unfinished-"
 _MASK = "_mask"
@@ -224,16 +224,12 @@ def _read_model(folder: Path, model: nn.Module) -> dict[str, _Turned]:
             expand_state(tensors, name, shape_of(model, name))
             mask = model.get_buffer(f"{name}{_MASK}")
             mask.copy_(tensors[f"{name}{_MASK}"])
-            turn = partial(_scattered, mask)
+            turn = partial(scatter, mask)
         values = tensors[name].to(parameter.device)
         with torch.no_grad():
             parameter.copy_(turn(values) if name in layers else values)
         turned[name] = _Turned(tuple(stored[name].size), turn)
     return turned
-
-
-def _scattered(mask: Tensor, values: Tensor) -> Tensor:
-    return values.new_zeros(mask.shape).masked_scatter_(mask, values)
 
 
 def _room(entry: TensorStorageMetadata) -> Tensor:

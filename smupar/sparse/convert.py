@@ -20,7 +20,7 @@ from smupar.sparse.auto import Measured, Work, timing_of
 from smupar.sparse.backends import AUTO, BACKENDS, DENSE, layer_refusal
 from smupar.sparse.kernels import kernel_of
 from smupar.sparse.linear import SparseLinear, expand
-from smupar.storage import Compressed, compressed, expand_state, is_compressed, mark_replaced, shape_of
+from smupar.storage import Compressed, compressed, expand_state, is_compressed, shape_of, watch_optimizers
 from smupar.tensors import parent_path
 
 _ACTIVATIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -118,9 +118,7 @@ def sparsify_storage(
             _keep(model, layer, tried)
         attach(model, plan)
         report = StorageReport(tuple(layers), _num_bytes(model, names), _dense_bytes(model, names))
-    for name, weight in old.items():
-        if model.get_parameter(name) is not weight:
-            mark_replaced(weight)
+    watch_optimizers(model, [weight for name, weight in old.items() if model.get_parameter(name) is not weight])
     return report
 
 
