@@ -1323,17 +1323,15 @@ def test_scheduler_made_before_gmp_is_refused():
         smupar.GMP(model, plan, optimizer, density=0.1, stop=10)
 
 
-@pytest.mark.parametrize(
-    ("kind", "density", "settings"), [("RigL", 0.25, {}), ("SET", 0.25, {}), ("GMP", 1.0, {"density": 0.1})]
-)
-def test_restart_of_the_bias_correction_is_for_adam_only(kind, density, settings):
+@pytest.mark.parametrize("kind", ["RigL", "SET"])
+def test_restart_of_the_bias_correction_is_for_adam_only(kind):
     def sgd(model, plan):
         return torch.optim.SGD(smupar.param_groups(model, plan, lr=0.1, optimizer="sgd"))
 
     with pytest.raises(
         ValueError, match="restart_bias_correction is for Adam and AdamW without amsgrad, not SGD: leave it out"
     ):
-        build(kind, start_from=density, stop=10, restart_bias_correction=True, optimizer=sgd, **settings)
+        build(kind, stop=10, restart_bias_correction=True, optimizer=sgd)
 
 
 def test_restart_of_the_bias_correction_refuses_amsgrad():

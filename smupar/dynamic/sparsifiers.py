@@ -347,7 +347,6 @@ class _Pruned(Sparsifier):
         stop: int,
         pool: str = "layer",
         correction: str = "moment",
-        restart_bias_correction: bool = False,
         steps: int | None = None,
     ) -> None:
         choice("correction", correction, ("moment", "fixed"))
@@ -362,7 +361,7 @@ class _Pruned(Sparsifier):
                     f"{name!r} has density {float(row.density):g} already and would be pruned to {float(self.last[name]):g}: "
                     "parameterize with the density to start from, 1 as a rule"
                 )
-        super().__init__(model, plan, optimizer, stop=stop, restart_bias_correction=restart_bias_correction, steps=steps)
+        super().__init__(model, plan, optimizer, stop=stop, steps=steps)
         self.rates = layer_rates(self.model, plan, self.optimizers)
         add_masks(self.model, plan)
         self.families = {
