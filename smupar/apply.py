@@ -153,7 +153,7 @@ def _own(optimizer: Any) -> Any:
 def trained_nothing(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the step that an optimizer has just made was none: torch.distributed.checkpoint makes such a one, to have state
     to save or load into, and so does a fused optimizer under a GradScaler that found an overflow."""
-    overflow = getattr(optimizer, "found_inf", None)  # there, on the GPU, for such a step alone
+    overflow = getattr(optimizer, "found_inf", None)  # from a GradScaler; nobody else waits here for the GPU
     if overflow is not None and bool(overflow):
         return True
     rates = [group["lr"] for group in optimizer.param_groups]

@@ -45,8 +45,8 @@ class Upload:
 
 
 def compile_static(fn: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]:
-    """``torch.compile`` for sizes that stay. torch counts the versions of a function over all models of a process, and after
-    eight runs what is new as it is: too few for a study of many widths."""
+    """``torch.compile`` for sizes that stay. torch counts the versions of a function over all models of a process, and
+    after eight it leaves new ones uncompiled: too few for a study of many widths."""
     import torch._dynamo
 
     inner = torch.compile(fn, dynamic=False, **options)
