@@ -374,7 +374,7 @@ class CheckConfig:
 
     def __post_init__(self) -> None:
         _positive(self, "steps", "seeds", "depth", "batch_size", "seq_len", "base_width")
-        _not_negative(self, "lr")
+        _not_negative(self, "lr", "init_std", "alpha_input", "alpha_output")
 
 
 @dataclass(frozen=True)
