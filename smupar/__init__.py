@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from smupar.coordinates.check import coord_check
     from smupar.coordinates.report import Report
     from smupar.dynamic.at_init import fan_in_init, magnitude_masks, snip_masks
-    from smupar.dynamic.sparsifiers import GMP, IMP, SET, RigL
+    from smupar.dynamic.pruning import GMP, IMP
+    from smupar.dynamic.sparsifiers import SET, RigL
     from smupar.masks import er, erk, uniform
     from smupar.optim import LRRatioWarning, guard, param_groups
     from smupar.plan import Plan
@@ -42,8 +43,8 @@ _WHERE = {
     "train_stacked": "stacked",
     "RigL": "dynamic.sparsifiers",
     "SET": "dynamic.sparsifiers",
-    "GMP": "dynamic.sparsifiers",
-    "IMP": "dynamic.sparsifiers",
+    "GMP": "dynamic.pruning",
+    "IMP": "dynamic.pruning",
     "magnitude_masks": "dynamic.at_init",
     "snip_masks": "dynamic.at_init",
     "fan_in_init": "dynamic.at_init",

@@ -8,7 +8,8 @@ from fractions import Fraction
 import torch
 
 from smupar.dynamic.moves import DropAndGrow, Move, Pruning, Rounds, Times
-from smupar.dynamic.sparsifiers import GMP, IMP, SET, RigL, Sparsifier
+from smupar.dynamic.pruning import GMP, IMP
+from smupar.dynamic.sparsifiers import SET, RigL, Sparsifier
 from smupar.dynamic.stacks import StackedSparsifier
 from smupar.lm.config import RunConfig
 from smupar.lm.gpt import GPT, allocated
