@@ -8,6 +8,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -1626,3 +1627,17 @@ def test_snip_of_a_frozen_weight_is_refused_and_an_unused_one_counts_as_useless(
         model, plan, lambda net, data: net.mix(net.embedding(data[0])).sum(), [batch(0)], density=0.5, pool="layer"
     )
     assert {name: int(mask.sum()) for name, mask in masks.items()} == {name: size // 2 for name, size in SIZES.items()}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # in torch's own import
+def test_optimizer_that_keeps_its_state_on_other_ranks_is_refused():
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model, plan = make()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        optimizer = ZeroRedundancyOptimizer(smupar.param_groups(model, plan, lr=0.01), torch.optim.AdamW)
+        with pytest.raises(ValueError, match=r"ZeroRedundancyOptimizer keeps most state on other ranks.*use FSDP2"):
+            smupar.RigL(model, plan, optimizer, every=2, stop=8)
+    finally:
+        dist.destroy_process_group()
