@@ -50,7 +50,7 @@ PAPER = Scale("paper", "data/slimpajama", 50257)
 CPU = Scale("cpu")
 
 
-def finished(config, loss):
+def finished(config, loss, valid_loss=None):
     status = "finished" if math.isfinite(loss) else "diverged"
     ended = Summary(
         id=config.id,
@@ -61,7 +61,7 @@ def finished(config, loss):
         num_parameters=1,
         sparsity=config.sparsity,
         train_loss=loss if math.isfinite(loss) else None,
-        valid_loss=loss if math.isfinite(loss) else None,
+        valid_loss=(valid_loss or loss) if math.isfinite(loss) else None,
         best_valid_loss=None,
         best_step=None,
         seconds=1.0,
@@ -382,6 +382,17 @@ def test_published_numbers_can_be_followed_to_their_runs(path):
     page = path.with_suffix(".md").read_text()
     assert all(claim["text"] in page for claim in facts["claims"])
     assert all((RESULTS / name).exists() for name in re.findall(r"!\[[^]]*\]\(([^)]*)\)", page))
+
+
+@pytest.mark.parametrize("name", [name for name in FIGURES if hasattr(figure(name), "draw")])
+def test_published_claims_are_those_of_the_published_rows(name):
+    facts = json.loads((RESULTS / f"{name}.json").read_text())
+    rows = [
+        finished(publish.config_of(facts, row), math.inf if row["train_loss"] is None else row["train_loss"], row["valid_loss"])
+        for row in facts["rows"]
+    ]
+    claim = figure(name).claim(rows)
+    assert [(one.holds, one.text) for one in claim.parts or (claim,)] == [(c["holds"], c["text"]) for c in facts["claims"]]
 
 
 def test_list_of_results_is_that_of_the_pages():
