@@ -22,8 +22,8 @@ from smupar.rules import family_of
 
 NoDecay = Iterable[str] | Callable[[str, nn.Parameter], bool]
 _WITH_EPS = {"adamw", "adam", "adamax", "nadam", "radam", "rmsprop", "adagrad"}
-# Decay is part of their gradient, of which they use the direction alone.
-_DECAY_IN_GRADIENT = _WITH_EPS - {"adamw"}
+DECOUPLED = {"adamw", "lion", "muon"}
+"""Optimizers that keep weight decay apart from the gradient."""
 # Ratios of learning rates may differ this much by rounding.
 _SAME = 1e-4
 
@@ -113,7 +113,8 @@ def param_groups(
         groups[key]["params"].append(parameter)
         groups[key]["rows"].append(row)
     grows = any(row.eps_factor != 1 for group in groups.values() if group["weight_decay"] for row in group["rows"])
-    if decay == "independent" and grows and kind in _DECAY_IN_GRADIENT and not decoupled:
+    by_direction = kind in _WITH_EPS - DECOUPLED and not decoupled  # of a gradient that the decay is part of
+    if decay == "independent" and grows and by_direction:
         warnings.warn(
             f"{kind} adds weight decay to the gradient, which shrinks with width, so the decay that was tuned on the base is "
             "too large here. Use AdamW, which keeps the two apart, and name that here too if yours has decoupled_weight_decay",

@@ -352,6 +352,8 @@ def test_figure_is_drawn_from_the_runs_that_are_there(tmp_path):
 
 
 def test_unknown_figure_and_missing_text_are_named():
+    with pytest.raises(ValueError, match="fig04 is a diagram"):
+        figure("fig04")
     with pytest.raises(ValueError, match="no figure or table is called 'fig99': choose one of tab01, fig01"):
         figure("fig99")
     with pytest.raises(ValueError, match="scale small needs text: make some with `smupar data prepare`"):

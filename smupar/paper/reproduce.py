@@ -63,6 +63,8 @@ class Reproduced:
 
 
 def figure(name: str) -> ModuleType:
+    if name in ("fig02", "fig04"):
+        raise ValueError(f"{name} is a diagram, with nothing to run: docs/reproduce.md has it")
     if name not in FIGURES:
         raise ValueError(f"no figure or table is called {name!r}: choose one of {', '.join(FIGURES)}")
     return import_module(f"smupar.paper.{name}")

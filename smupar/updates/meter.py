@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smupar.apply import is_parameterized, optimizers, trained_nothing, unwrapped
+from smupar.optim import DECOUPLED
 from smupar.plan import Plan
 from smupar.rates import LayerRates, applied_decay, group_of_weight, layer_rates
 from smupar.storage import Compressed
@@ -30,7 +31,6 @@ OLD = 0.8
 CLAMP = 1e4
 _INPUT = "smupar_input"
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_DECOUPLED = {"AdamW", "Lion", "Muon"}
 
 
 class UpdatesWarning(UserWarning):
@@ -261,7 +261,7 @@ def _is_measurable(model: nn.Module, plan: Plan, name: str) -> bool:
 
 
 def _is_decoupled(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
-    return bool(group.get("decoupled_weight_decay", type(optimizer).__name__ in _DECOUPLED))
+    return bool(group.get("decoupled_weight_decay", type(optimizer).__name__.lower() in DECOUPLED))
 
 
 @contextmanager
