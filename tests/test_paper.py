@@ -349,6 +349,14 @@ def test_figure_is_drawn_from_the_runs_that_are_there(tmp_path):
     assert done.claim.holds
     assert {path.name for path in done.folder.iterdir()} == {"picture.png", "rows.csv", "rows.json", "claim.json"}
     assert str(done).startswith("fig11: HOLDS. SP's best learning rate moves 1x")
+    with Study.open(tmp_path / "cpu" / "study", {"kind": "reproduce", "scale": "cpu", "data": "stdlib"}, "") as study:
+        study.remember("trace", "proxy.json", "abc")
+        assert study.files([replace(done.rows[0].config, follow="runs/proxy.json")]) == {
+            **done.files,
+            "trace proxy.json": "abc",
+        }
+    publish.publish(done, CPU, tmp_path / "pages")
+    assert list(json.loads((tmp_path / "pages" / "fig11.json").read_text())["files"]) == ["text stdlib"]
 
 
 def test_unknown_figure_and_missing_text_are_named():

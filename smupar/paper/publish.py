@@ -103,6 +103,7 @@ def _facts(done: Reproduced, scale: Scale) -> dict[str, Any]:
         "minutes": (sum(row.summary.seconds for row in done.rows) + made.get("seconds", 0)) / 60,
         "commits": sorted({made_by.get("commit", "unknown") for _, made_by in origins}),
         "devices": sorted({f"{device}, torch {made_by['torch']}" for device, made_by in origins}),
+        "files": done.files,
         "common": {name: configs[0][name] for name in names if name not in varies},
         "varies": varies,
         **_slopes(done),

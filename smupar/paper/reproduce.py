@@ -11,7 +11,7 @@ import io
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -57,6 +57,8 @@ class Reproduced:
     claim: Claim
     folder: Path
     rows: Sequence[Result] = ()
+    files: dict[str, str] = field(default_factory=dict)
+    """sha256 of the texts and traces that its runs read."""
 
     def __str__(self) -> str:
         return f"{self.name}: {'HOLDS' if self.claim.holds else 'DOES NOT HOLD'}. {self.claim.text}\n{self.folder}"
@@ -120,16 +122,16 @@ def reproduce(name: str, scale: Scale, how: EngineConfig, *, out: str, data_dir:
         wanted: list[RunConfig] = []
         for propose in _stages(module, scale):
             wanted += settle(study, propose, how)
-        rows = study.results(wanted)
+        rows, files = study.results(wanted), study.files(wanted)
     folder.mkdir(parents=True, exist_ok=True)
     _write_rows(folder, rows)
     if hasattr(module, "judge"):
         folders = {str(study.runs / row.config.id): row.config for row in rows if row.summary.status == "finished"}
         results = module.judge(folders, folder, data_dir, how.device)
         print(module.text(results, {config.id: config for config in folders.values()}))
-        return _written(name, scale, folder, module.claim(results), rows)
+        return _written(name, scale, folder, module.claim(results), rows, files)
     draw_png(module.draw(rows), folder / "picture.png", module.TITLE, columns=getattr(module, "COLUMNS", None))
-    return _written(name, scale, folder, module.claim(rows), rows)
+    return _written(name, scale, folder, module.claim(rows), rows, files)
 
 
 def _stages(module: ModuleType, scale: Scale) -> list[Stage]:
@@ -171,10 +173,12 @@ def _write_rows(folder: Path, rows: Sequence[Result]) -> None:
     write_atomic(folder / "rows.csv", text.getvalue())
 
 
-def _written(name: str, scale: Scale, folder: Path, claim: Claim, rows: Sequence[Result] = ()) -> Reproduced:
+def _written(
+    name: str, scale: Scale, folder: Path, claim: Claim, rows: Sequence[Result] = (), files: dict[str, str] | None = None
+) -> Reproduced:
     facts: dict[str, Any] = {"figure": name, "scale": asdict(scale), "smupar": __version__, "runs": len(rows), **asdict(claim)}
     write_atomic(folder / "claim.json", json.dumps(facts, indent=1))
-    return Reproduced(name, claim, folder, rows)
+    return Reproduced(name, claim, folder, rows, files or {})
 
 
 # What it would cost

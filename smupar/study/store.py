@@ -83,14 +83,23 @@ class Study:
 
     def remember(self, what: str, name: str, sha256: str) -> None:
         """Raises if a text or a trace is not the one that runs of the study read under that name."""
-        path, key = self.folder / "data.json", f"{what} {name}"
-        known = json.loads(path.read_text()) if path.exists() else {}
-        if known.setdefault(key, sha256) != sha256:
+        known = self._remembered()
+        if known.setdefault(f"{what} {name}", sha256) != sha256:
             raise ValueError(
                 f"the {what} {name!r} is not the one that {self.folder} was started with: bring that back, give it another "
                 "name, or choose another --out"
             )
-        write_atomic(path, json.dumps(known, indent=1))
+        write_atomic(self.folder / "data.json", json.dumps(known, indent=1))
+
+    def files(self, configs: Sequence[RunConfig]) -> dict[str, str]:
+        """sha256 of the texts of the study and of the traces that these runs follow."""
+        traces = {f"trace {config.anywhere.follow}" for config in configs}
+        return {name: sha256 for name, sha256 in self._remembered().items() if name.startswith("text ") or name in traces}
+
+    def _remembered(self) -> dict[str, str]:
+        path = self.folder / "data.json"
+        known: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
+        return known
 
     def describe(self) -> dict[str, Any]:
         """study.json."""
