@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from smupar.masks import read_masks
 from smupar.plan import Plan
 from smupar.planner import MaskSetting, PlanWarning, Settings, plan_with_cautions, warn
-from smupar.storage import compressed, expand_state, is_compressed, shape_of
+from smupar.storage import compressed, expand_state, is_compressed, shape_of, watch_optimizers
 from smupar.tensors import is_lookup, parent_path
 from smupar.values import initialise, is_sharded, like, local, num_ranks, padding_rows, plan_resets, whole, zero_off_mask
 
@@ -87,7 +87,7 @@ def attach(model: nn.Module, plan: Plan, optimizer: Any = None, *, masks: MaskSe
     _warn_of_others(model, {name: mask for name, mask in drawn.items() if name not in own})
     _attach(model, plan, drawn)
     for one in optimizers(optimizer):
-        if not masks_updates(one):
+        if not masks_updates(one, model):
             one.register_step_post_hook(_MaskWeights(model, plan))
 
 
@@ -203,9 +203,10 @@ def gradient_mask(parameter: nn.Parameter) -> MaskGradient | None:
     return next((hook for hook in hooks.values() if isinstance(hook, MaskGradient)), None)
 
 
-def masks_updates(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether weights are masked after each step."""
-    return any(isinstance(hook, _MaskWeights) for hook in optimizer._optimizer_step_post_hooks.values())
+def masks_updates(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+    """Whether this model's weights are masked after each step: an optimizer may train several."""
+    hooks = optimizer._optimizer_step_post_hooks.values()
+    return any(isinstance(hook, _MaskWeights) and hook.model is model for hook in hooks)
 
 
 def add_masks(model: nn.Module, plan: Plan) -> None:
@@ -301,6 +302,7 @@ class MaskGradient:
         self.keeps_dense = False
         self.dense: Tensor | None = None
         self._summed: Any = None  # the gradient that ``dense`` belongs to, by a weak reference
+        self._version = -1
 
     @torch.no_grad()
     def __call__(self, parameter: Tensor) -> None:
@@ -310,12 +312,14 @@ class MaskGradient:
         if self.keeps_dense:
             here = local(parameter.grad)
             # A gradient that was thrown away, such as one that is not finite, must not count. (Ranks may replace theirs.)
-            if num_ranks() == 1 and (self._summed is None or self._summed() is not parameter.grad):
+            same = self._summed is not None and self._summed() is parameter.grad
+            if num_ranks() == 1 and not (same and parameter.grad._version == self._version + 1):  # +1: this micro-batch
                 self.dense = None
             self._summed = weakref.ref(parameter.grad)
             # On the mask the gradient is the sum so far; off it earlier micro-batches were masked away.
             self.dense = here.clone() if self.dense is None else torch.where(local(mask), here, self.dense + here)
         zero_off_mask(parameter.grad, mask)
+        self._version = parameter.grad._version  # zero_grad(set_to_none=False) writes to it
 
 
 class _MaskWeights:
@@ -339,7 +343,7 @@ def _scale_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     factor = getattr(module, FACTOR)
     if args:
         return (_times(args[0], factor), *args[1:]), kwargs
-    first = next(iter(kwargs))
+    first = "input" if "input" in kwargs else next(iter(kwargs))  # nn.GRU(hx=..., input=...)
     return args, {**kwargs, first: _times(kwargs[first], factor)}
 
 
@@ -384,6 +388,8 @@ def _attach(model: nn.Module, plan: Plan, masks: Mapping[str, Tensor]) -> None:
             silent.append(f"{path}.{FACTOR}")
     ignored = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *silent}
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    if any(compressed(model, name) is not None for name in masked):
+        watch_optimizers(model, ())  # copies, and models from a file, were not there when their weights were sparsified
     if not hasattr(model, _MARK):
         model.register_load_state_dict_pre_hook(_before_load)
         model.register_load_state_dict_post_hook(_after_load)
@@ -430,7 +436,7 @@ def _set_factor(module: nn.Module, factor: float, parameter: Tensor) -> None:
 
 def _before_load(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """A checkpoint without masks loads: the model's own masks stay. So does that of a model that keeps non-zeros alone."""
-    masked: tuple[str, ...] = getattr(model, _MARK).masked
+    masked = _every_name(model, getattr(model, _MARK).masked)
     for name in masked:
         if is_compressed(state, f"{prefix}{name}") and compressed(model, name) is None:
             expand_state(state, f"{prefix}{name}", shape_of(model, name))
@@ -445,6 +451,15 @@ def _before_load(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
             PlanWarning,
             stacklevel=6,
         )
+
+
+def _every_name(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """With those of modules in several places: a state dict holds their parameters, and the masks, under each."""
+    modules: dict[int, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        modules.setdefault(id(module), []).append(path)
+    places = ((modules[id(model.get_submodule(parent_path(name)))], name.rpartition(".")[2]) for name in names)
+    return [f"{path}.{leaf}".lstrip(".") for paths, leaf in places for path in paths]
 
 
 @torch.no_grad()

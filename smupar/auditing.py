@@ -30,7 +30,7 @@ from smupar.apply import (
 from smupar.optim import guard, num_steps, ratio_problem, wrong_groups
 from smupar.plan import Plan, PlanRow
 from smupar.planner import PlanWarning
-from smupar.rules import family_of
+from smupar.rules import FAMILIES, family_of
 from smupar.storage import compressed
 from smupar.tensors import is_lookup, parent_path
 from smupar.values import is_sharded, whole
@@ -76,10 +76,29 @@ def audit(
     if findings:
         raise AuditError(findings)
     guard(optimizer)
+    for kind in _may_mix(unwrapped(model), optimizers(optimizer)):
+        warnings.warn(
+            f"{kind} is not known to update each weight by its own gradient alone; if it does not (preconditioners, centred "
+            "gradients, noise), weights off the mask are trained: call smupar.attach(model, plan, optimizer), which masks them",
+            PlanWarning,
+            stacklevel=2,
+        )
     left = [f"{name}: {text}" for name, text in plan.pending.items()]
     for line in left:
         warnings.warn(f"not set yet: {line}", PlanWarning, stacklevel=2)
     return left
+
+
+def _may_mix(model: nn.Module, all_: list[torch.optim.Optimizer]) -> list[str]:
+    """Optimizers nothing is known about that train masked weights and leave their updates unmasked."""
+    masked = {id(p) for name, p in model.named_parameters() if mask_of(model, name) is not None and not compressed(model, name)}
+    return [
+        type(one).__name__
+        for one in all_
+        if type(one).__name__.lower() not in FAMILIES
+        and any(id(p) in masked for group in one.param_groups for p in group["params"])
+        and not masks_updates(one, model)
+    ]
 
 
 def differences(
@@ -285,7 +304,7 @@ def _optimizers(
         if family == "muon" and any(group.get("adjust_lr_fn") == "match_rms_adamw" for group in groups):
             text = "Muon with adjust_lr_fn='match_rms_adamw' sizes its update in another way than the rule: use the default"
             findings.append(Finding(text, "LR"))
-        if family == "muon" and masked and not masks_updates(optimizer):
+        if family == "muon" and masked and not masks_updates(optimizer, model):
             text = "Muon mixes entries, so its updates must be masked as well: call smupar.attach(model, plan, optimizer)"
             findings.append(Finding(text, "off-mask weights"))
     for name, parameter in parameters.items():

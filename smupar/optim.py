@@ -238,6 +238,8 @@ def wrong_groups(optimizer: torch.optim.Optimizer) -> tuple[float, list[dict[str
         return 0.0, []
     # While a step is made, ``rates`` may have put another learning rate in the place of the scheduled one.
     bases = [float(group.get("scheduled_lr", group["lr"])) / group["lr_factor"] for group in groups]
+    if all(_same(bases[0], other) for other in bases):  # as a rule: at each step, over a group for each hidden weight
+        return bases[0], []
     base = max(bases, key=lambda one: sum(_same(one, other) for other in bases))
     return base, [group for group, own in zip(groups, bases, strict=True) if not _same(own, base)]
 

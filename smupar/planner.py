@@ -163,8 +163,13 @@ class _Planner:
         """The user's own masks by parameter name; keys may be those of a state dict (``<name>_mask``)."""
         roles = {role.name: role for role in self.roles}
         given: dict[str, Tensor] = {}
+        first = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        aliases = {name: first[id(p)] for name, p in self.model.named_parameters(remove_duplicate=False)}
         for key, mask in masks.items():
             name = key if key in roles else key.removesuffix("_mask")
+            own = aliases.get(name, name)
+            if own != name and any(other in masks for other in (own, f"{own}_mask")):
+                continue  # a state dict has the mask of a shared layer under each of its names
             if name in given:
                 raise ValueError(f"masks: {name!r} is there twice, as {name!r} and as {name + '_mask'!r}")
             if name not in roles:
@@ -397,11 +402,13 @@ class _Planner:
                 "then plan.waive('output_factor')."
             )
         unreached = [role.name for role in self.roles if role.role == "embedding" and not role.uses]
-        if unreached and self._forward("embedding", Fraction(1)) != 1:
-            pending["input_factor"] = (
-                f"{', '.join(unreached)} belongs to no layer that could be scaled: multiply what the model reads from it by "
-                f"alpha_input = {self.alphas['embedding']:g}; then plan.waive('input_factor')."
+        if ("embedding" not in uses or unreached) and self._forward("embedding", Fraction(1)) != 1:
+            found = (
+                f"{', '.join(unreached)} belongs to no layer that could be scaled: multiply what the model reads from it by"
+                if unreached
+                else "no layer that reads the inputs was found, so nothing applies it: multiply what the model makes of them by"
             )
+            pending["input_factor"] = f"{found} alpha_input = {self.alphas['embedding']:g}; then plan.waive('input_factor')."
         return pending
 
 

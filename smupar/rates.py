@@ -58,8 +58,8 @@ def layer_rates(model: nn.Module, plan: Plan, optimizer: Any) -> LayerRates:
 
     names = hidden()
     fresh = [one for one in every if id(one) not in found]
-    for one in fresh:
-        _refuse(one, names)
+    for one in every:
+        (_refuse if id(one) not in found else _refuse_other_model)(one, names)
     rates = next(iter(found.values()), LayerRates(list(names.values())))
     for one in fresh:
         _split(one, names)
@@ -102,6 +102,17 @@ def _refuse(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
                 "a scheduler was made for this optimizer already, and would miss the groups that hidden weights get of their "
                 "own: make the scheduler afterwards"
             )
+
+
+def _refuse_other_model(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
+    """Rates are by name, and two models may share names."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) in names and group.get(_WEIGHT) != names[id(parameter)]:
+                raise ValueError(
+                    f"{names[id(parameter)]!r} has no group of its own in this optimizer, whose hidden weights were split for "
+                    "another model already: give each model an optimizer of its own"
+                )
 
 
 def _name(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:

@@ -152,7 +152,7 @@ class _Inference:
             )
         elif self.equal_widths:
             self._ask(tensor, f"belongs to a {owner}, which does not tell its inputs", ("hidden", 1) if square else "vector")
-        elif len(tensor.scaling) == 1 and tensor.name.endswith(".weight") and not _is_torchs(tensor.module):
+        elif len(tensor.scaling) == 1 and tensor.name.endswith(".weight") and not _acts_by_element(tensor.module):
             some: RoleSetting = "embedding" if tensor is self.tensors[0] else "unembedding"
             if some == "unembedding" and self.readouts:  # of which there is one already: a router
                 some = ("hidden", tensor.scaling[0])
@@ -294,8 +294,9 @@ class _Inference:
         )
 
 
-def _is_torchs(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.")
+def _acts_by_element(module: nn.Module) -> bool:
+    """torch's own modules with a weight of several dimensions that are no layers: norms. nn.Bilinear sums over its inputs."""
+    return type(module).__module__.startswith("torch.") and not isinstance(module, nn.Bilinear)
 
 
 def _related(size: int, other: int) -> bool:

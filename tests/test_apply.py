@@ -1138,3 +1138,79 @@ def test_random_resets_follow_the_seed_of_the_plan_and_leave_torchs_generator_al
         gains.append(model[1].gain.detach())
     assert torch.equal(gains[0], gains[1])
     assert not torch.equal(gains[0], gains[2])
+
+
+# Several places, several models
+
+
+class Repeated(nn.Module):
+    """One layer in three places: a state dict has it, and its mask, under three names."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.first = nn.Linear(8, width)
+        self.blocks = nn.ModuleList([nn.Linear(width, width)] * 3)
+        self.last = nn.Linear(width, 3)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = F.relu(block(x))
+        return self.last(x)
+
+
+def make_repeated(seed=0):
+    model = Repeated(32)
+    return model, smupar.parameterize(model, base=Repeated(16), density=0.25, seed=seed)
+
+
+def test_checkpoint_without_masks_loads_into_a_layer_in_several_places():
+    model, _ = make_repeated()
+    with pytest.warns(smupar.PlanWarning, match="no mask"):
+        model.load_state_dict(Repeated(32).state_dict())
+    assert not model.blocks[0].weight.detach()[~model.blocks[0].weight_mask].any()
+
+
+def test_checkpoint_of_non_zeros_loads_into_a_layer_in_several_places():
+    (sparse, plan), (dense, _) = make_repeated(), make_repeated(1)
+    smupar.sparsify_storage(sparse, plan, backend="csr")
+    dense.load_state_dict(sparse.state_dict())
+    x = torch.randn(4, 8)
+    torch.testing.assert_close(dense(x), sparse(x))
+
+
+def test_masks_of_a_state_dict_are_taken_for_a_layer_in_several_places():
+    model, _ = make_repeated()
+    masks = {name: mask for name, mask in model.state_dict().items() if name.endswith("_mask")}
+    assert len(masks) == 3
+    again = Repeated(32)
+    with pytest.warns(smupar.PlanWarning, match="masks of your own"):
+        smupar.parameterize(again, base=Repeated(16), masks=masks)
+    assert torch.equal(again.blocks[2].weight_mask, model.blocks[0].weight_mask)
+
+
+def test_muon_that_trains_two_models_keeps_both_on_their_masks():
+    pairs = [make(), make(model=Net(), seed=1)]
+    groups = [group for m, p in pairs for group in smupar.param_groups(m, p, lr=0.02, optimizer="muon", only="hidden")]
+    muon = torch.optim.Muon(groups)
+    for model, plan in pairs:
+        smupar.attach(model, plan, muon)
+    tokens, _ = batch()
+    sum(model(tokens).square().mean() for model, _ in pairs).backward()
+    muon.step()
+    for model, _ in pairs:
+        for layer in model.hidden:
+            assert not layer.weight.detach()[~layer.weight_mask].any()
+
+
+class Recurrent(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.gru, self.last = nn.GRU(5, width, batch_first=True), nn.Linear(width, 3)
+
+
+def test_input_factor_is_on_the_input_in_whichever_order_keywords_come():
+    model = Recurrent(16)
+    smupar.parameterize(model, base=Recurrent(8), alpha_input=5.0)
+    x, state = torch.randn(2, 4, 5), torch.ones(1, 2, 16)
+    torch.testing.assert_close(model.gru(hx=state, input=x)[0], model.gru(x, state)[0])

@@ -662,3 +662,27 @@ def test_large_embedding_passes():
         base = make(64)
     plan = smupar.parameterize(model, base=base, density=1 / 8)
     assert smupar.audit(model, plan, adamw(model, plan)) == []
+
+
+class Centred(torch.optim.AdamW):
+    """An optimizer that nothing is known of, and which mixes entries."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.ndim > 1:
+                    parameter.grad -= parameter.grad.mean(1, keepdim=True)
+        return super().step(closure)
+
+
+def test_optimizer_that_may_mix_entries_is_warned_of_until_its_updates_are_masked(recwarn):
+    model, plan = mlp()
+    optimizer = Centred(smupar.param_groups(model, plan, lr=1e-3, optimizer="adamw"))
+    with pytest.warns(smupar.PlanWarning, match="Centred is not known to update each weight by its own gradient alone"):
+        smupar.audit(model, plan, optimizer)
+    smupar.attach(model, plan, optimizer)
+    recwarn.clear()
+    smupar.audit(model, plan, optimizer)
+    assert not recwarn.list
+    train(model, optimizer)
+    assert not model.fc2.weight.detach()[~model.fc2.weight_mask].any()

@@ -1641,3 +1641,64 @@ def test_optimizer_that_keeps_its_state_on_other_ranks_is_refused():
             smupar.RigL(model, plan, optimizer, every=2, stop=8)
     finally:
         dist.destroy_process_group()
+
+
+# Steps that were skipped, gradients that were thrown away, models that share an optimizer
+
+
+@pytest.mark.parametrize("num_steps", [2, 3], ids=["after a move", "later"])
+def test_restart_leaves_weights_alone_where_a_fused_step_overflowed(num_steps):
+    model, plan = make()
+    optimizer = make_adamw(model, plan, fused=True)
+    sparsifier = smupar.SET(model, plan, optimizer, every=2, stop=4, restart_bias_correction=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+    def step(factor):
+        tokens = torch.arange(VOCAB)[None]
+        scaler.scale(factor * F.cross_entropy(model(tokens)[0], tokens[0])).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        sparsifier.step()
+
+    for _ in range(num_steps):
+        step(1.0)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    step(math.inf)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+def test_rates_of_two_models_in_one_optimizer_are_refused():
+    (one, its), (other, others) = make(1.0), make(1.0, seed=1)
+    groups = [smupar.param_groups(model, plan, lr=0.01) for model, plan in ((one, its), (other, others))]
+    optimizer = torch.optim.AdamW(groups[0] + groups[1])
+    smupar.GMP(one, its, optimizer, density=1 / 2, every=1, stop=2)
+    with pytest.raises(ValueError, match="give each model an optimizer of its own"):
+        smupar.GMP(other, others, optimizer, density=1 / 16, every=1, stop=2)
+
+
+def _grown(backend, *, thrown_away, set_to_none=True, num_parts=1):
+    """The mask after a move, behind a gradient that was thrown away or not."""
+    model, plan = make()
+    smupar.sparsify_storage(model, plan, backend=backend)
+    optimizer = torch.optim.SGD(smupar.param_groups(model, plan, lr=0.01, optimizer="sgd"))
+    sparsifier = smupar.RigL(model, plan, optimizer, every=1, stop=3, drop_fraction=0.5)
+    rng = torch.Generator().manual_seed(1)
+    if thrown_away:
+        (1e3 * model(torch.randint(VOCAB, (16, 4), generator=rng)).square().mean()).backward()
+        optimizer.zero_grad(set_to_none=set_to_none)
+    tokens = torch.randint(VOCAB, (16, 4), generator=rng.manual_seed(2))
+    for part in tokens.chunk(num_parts):
+        (model(part).square().mean() / num_parts).backward()
+    optimizer.step()
+    sparsifier.step()
+    return mask_of(model, "up.weight")
+
+
+@pytest.mark.parametrize("backend", ["csr", "dense"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_rigl_grows_as_if_a_gradient_that_was_thrown_away_had_never_been(backend, set_to_none):
+    wanted = _grown("dense", thrown_away=False)
+    for num_parts in (1, 4):
+        found = _grown(backend, thrown_away=True, set_to_none=set_to_none, num_parts=num_parts)
+        assert torch.equal(found, wanted)

@@ -697,3 +697,14 @@ def test_weights_that_were_tied_and_are_not_any_more_are_to_be_tied_again():
         model["head"].weight = nn.Parameter(model["head"].weight.detach().clone())
     with pytest.raises(ValueError, match=r"'head\.weight' was one tensor with another when the plan was made"):
         smupar.param_groups(model, plan, lr=0.01)
+
+
+def test_guard_looks_at_each_group_a_few_times_only(monkeypatch):
+    from smupar import optim
+
+    weights = [nn.Parameter(torch.zeros(1)) for _ in range(300)]
+    groups = [{"params": [weight], "lr": 1e-3, "lr_factor": 1.0, "name": str(number)} for number, weight in enumerate(weights)]
+    optimizer, calls, same = torch.optim.SGD(groups), [], optim._same
+    monkeypatch.setattr(optim, "_same", lambda one, other: calls.append(1) or same(one, other))
+    assert optim.ratio_problem(optimizer) is None
+    assert len(calls) <= 4 * len(weights)

@@ -965,3 +965,25 @@ def test_positions_beside_a_tied_table_get_its_init():
 
     plan = smupar.make_plan(on_meta(Positions, 256), base=on_meta(Positions, 64))
     assert plan["tokens.weight"].init_std == plan["positions.weight"].init_std == 0.125
+
+
+class RawTable(nn.Module):
+    """Reads a parameter of its own."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.table, self.hidden, self.last = nn.Parameter(torch.randn(50, width)), nn.Linear(width, width), nn.Linear(width, 3)
+
+
+class GroupedInput(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.first, self.hidden = nn.Conv1d(6, width, 3, groups=2), nn.Conv1d(width, width, 3)
+        self.last = nn.Linear(width, 3)
+
+
+@pytest.mark.parametrize("kind", [RawTable, GroupedInput])
+def test_alpha_input_that_nothing_applies_is_pending(kind):
+    assert "alpha_input = 9" in smupar.make_plan(kind(64), base=kind(16), alpha_input=9.0).pending["input_factor"]
+    assert "input_factor" not in smupar.make_plan(kind(64), base=kind(16)).pending
+    assert "input_factor" not in smupar.make_plan(kind(64), base=kind(16), rule="sp", alpha_input=9.0).pending

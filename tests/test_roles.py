@@ -1126,3 +1126,17 @@ def test_matrix_of_the_users_own_beside_a_readout_is_suggested_to_be_hidden():
     plan = smupar.make_plan(make(32), base=make(8), roles={"router.weight": "unembedding"})
     assert "no layer of router.weight could be scaled" in plan.pending["output_factor"]
     assert not smupar.make_plan(make(32), base=make(8), roles={"router.weight": ("hidden", 1)}).pending
+
+
+class Bilinear(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.first, self.hidden, self.mix = nn.Linear(6, width), nn.Linear(width, width), nn.Bilinear(width, 4, 5)
+        self.last = nn.Linear(width, 3)
+
+
+def test_bilinear_layer_sums_over_its_inputs_and_is_asked_for():
+    with pytest.raises(ValueError, match="roles=") as error:
+        smupar.make_plan(Bilinear(64), base=Bilinear(16))
+    plan = smupar.make_plan(Bilinear(64), base=Bilinear(16), roles=suggested(error.value))
+    assert plan["mix.weight"].lr_factor("adam") == 1 / 4

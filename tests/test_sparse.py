@@ -1106,3 +1106,17 @@ def test_optimizer_state_goes_on_whichever_way_weights_were_kept(saved, resumed)
     steps(model, again, range(3, 6))
     for name, tensor in smupar.dense_state_dict(model).items():
         torch.testing.assert_close(tensor, whole.state_dict()[name])
+
+
+def test_copy_of_a_sparse_model_takes_optimizer_state_of_matrices():
+    model, plan = parameterized()
+    before = adamw(model, plan)
+    model(torch.arange(VOCAB)[None]).sum().backward()
+    before.step()
+    smupar.sparsify_storage(model, plan, backend="csr")
+    again = copy.deepcopy(model)
+    optimizer = adamw(again, plan)
+    optimizer.load_state_dict(before.state_dict())
+    again(torch.arange(VOCAB)[None]).sum().backward()
+    optimizer.step()
+    assert optimizer.state[again.mix.weight]["exp_avg"].shape == again.mix.weight.shape

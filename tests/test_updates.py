@@ -1225,3 +1225,55 @@ def test_copy_of_a_measured_model_is_measured_for_itself():
     assert recorded.trace.num_steps == 1
     with pytest.raises(ValueError, match="measured already"):
         smupar.record_updates(model, plan, optimizer)
+
+
+# However a step is made and a layer is called
+
+
+def _closure_effects(*, in_step):
+    torch.manual_seed(0)
+    model = Net()
+    plan = smupar.parameterize(model, base=Net(16), density=1 / 2)
+    optimizer = torch.optim.AdamW(smupar.param_groups(model, plan, lr=1e-3))
+    with smupar.record_updates(model, plan, optimizer) as trace:
+        for _ in range(3):
+            x = torch.randn(32, 6)
+
+            def closure(x=x):
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                return loss
+
+            if in_step:
+                assert optimizer.step(closure) > 0
+            else:
+                closure()
+                optimizer.step()
+    return trace.effects
+
+
+def test_step_with_a_closure_is_measured_with_the_inputs_of_its_own_forward_pass():
+    assert _closure_effects(in_step=True) == _closure_effects(in_step=False)
+
+
+class Keyword(Net):
+    def forward(self, x):
+        x = F.relu(self.first(x))
+        for block in self.blocks:
+            x = x + F.relu(block(input=x))
+        return self.last(x)
+
+
+@pytest.mark.parametrize("how", ["keyword", "one row", "bfloat16", "double"])
+def test_updates_are_measured_however_a_layer_is_called(how):
+    make = Keyword if how == "keyword" else Net
+    model = make()
+    plan = smupar.parameterize(model, base=make(16), density=1 / 2)
+    optimizer = torch.optim.AdamW(smupar.param_groups(model, plan, lr=1e-3))
+    dtype = {"bfloat16": torch.bfloat16, "double": torch.float64}.get(how, torch.float32)
+    with smupar.record_updates(model, plan, optimizer) as trace:
+        model.to(dtype)
+        model(torch.randn(6 if how == "one row" else (4, 6), dtype=dtype)).square().mean().backward()
+        optimizer.step()
+    assert all(values[0] > 0 for values in trace.effects.values())

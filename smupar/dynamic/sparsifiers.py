@@ -347,6 +347,8 @@ class _Restart:
 
     @torch.no_grad()
     def _correct(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if trained_nothing(optimizer):  # a fused step under a GradScaler that found an overflow: nothing to correct
+            return
         names = {id(parameter): name for name, parameter in self.sparsifier.parameters.items()}
         for group in optimizer.param_groups:
             for parameter in group["params"]:

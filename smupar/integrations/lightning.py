@@ -118,10 +118,6 @@ class SmuparCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         audit(pl_module, self.plan, trainer.optimizers, trained=trainer.global_step > 0)
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer) -> None:
-        if self.updates is not None:  # Lightning's forward pass is inside optimizer.step
-            self.updates.look(optimizer)
-
     def _move(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         assert self.sparsifier is not None
         self.sparsifier.step()

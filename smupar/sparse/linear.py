@@ -39,6 +39,8 @@ class SparseLinear(Compressed):
 
     _index: Index | None = None
     _made_of: tuple[object, ...] | None = None
+    _kept_in = -1
+    """The backward pass that added to ``dense`` last; a layer may be in it several times."""
 
     def forward(self, x: Tensor) -> Tensor:
         self._refuse_device(x)
@@ -178,6 +180,10 @@ class SparseLinear(Compressed):
     def keep(self, grad: Tensor, x: Tensor) -> None:
         here = grad.T @ x if self.out_dim == 0 else x.T @ grad
         here = here.to(torch.promote_types(here.dtype, self.weight.dtype))  # micro-batches are added in no less than the weight
+        backward = torch._C._current_graph_task_id()
+        if backward != self._kept_in and (self.weight.grad is None or not bool(self.weight.grad.any())):
+            self.dense = None  # what earlier ones made was thrown away
+        self._kept_in = backward
         self.dense = here if self.dense is None else self.dense + here
 
     # Copies, conversions, checkpoints
@@ -229,7 +235,8 @@ def expand(layer: SparseLinear) -> None:
     weight = nn.Parameter(layer.expand(layer.weight.detach()), requires_grad=layer.weight.requires_grad)
     layer.forget_index()
     del layer.weight_columns, layer.weight_row_starts
-    for name in ("original", "matrix_shape", "out_dim", "backend", "kernel", "keeps_dense", "dense", "_index", "_made_of"):
+    own = ("original", "matrix_shape", "out_dim", "backend", "kernel", "keeps_dense", "dense", "_kept_in", "_index", "_made_of")
+    for name in own:
         layer.__dict__.pop(name, None)
     layer.__class__ = original  # type: ignore[assignment]
     layer.weight = weight

@@ -39,7 +39,7 @@ class UpdatesWarning(UserWarning):
 
 def some_rows(x: Tensor) -> Tensor:
     """The first tokens of a batch; repeated where there are fewer, so that a mean is over them alone."""
-    rows = x.flatten(0, -2)[:NUM_TOKENS]
+    rows = x.reshape(-1, x.shape[-1])[:NUM_TOKENS]
     return rows if len(rows) == NUM_TOKENS else rows.repeat(-(-NUM_TOKENS // max(1, len(rows))), 1)[:NUM_TOKENS]
 
 
@@ -56,16 +56,20 @@ class _Probe:
         if not self.is_conv:
             size = (NUM_TOKENS, plan[name].shape[in_dim])
             self._make(torch.zeros(size, device=local(parameter).device))
-        self.hook = module.register_forward_pre_hook(self._keep)
+        self.hook = module.register_forward_pre_hook(self._keep, with_kwargs=True)
 
     @property
     def inputs(self) -> Tensor:
-        return getattr(self.module, self.buffer)
+        held: Tensor = getattr(self.module, self.buffer)
+        if held.dtype != torch.float32:  # the model was converted, and its buffers with it
+            self._make(held := held.float())
+        return held
 
     def _make(self, value: Tensor) -> None:
         self.module.register_buffer(self.buffer, value, persistent=False)
 
-    def _keep(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        args = args or tuple(kwargs.values())
         if not (args and torch.is_grad_enabled() and args[0].numel()):  # validation, or an expert without tokens
             return
         x = args[0].detach()
@@ -182,19 +186,29 @@ class _Meter:
         """The step, since the run started anew."""
         return self.step % self.period if self.period else self.step
 
-    @torch.no_grad()
-    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self.last[id(optimizer)].remove()  # behind hooks that came later and change weights too
         self.last[id(optimizer)] = optimizer.register_step_post_hook(self._after)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+        if closure is None:
+            self._look(optimizer)
+            return None
+
+        def looked() -> Any:  # the closure's forward pass brings the inputs of this step
+            loss = closure()
+            self._look(optimizer)
+            return loss
+
+        return ((args[0], looked, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": looked})
+
+    @torch.no_grad()
+    def _look(self, optimizer: torch.optim.Optimizer) -> None:
+        """What the weights make of the inputs of this step, before they change: behind its last forward pass."""
         if due(self.place):
             with exact():
                 for name, group in group_of_weight(optimizer).items():
                     if name in self.probes and float(group["lr"]) > 0:
                         self.probes[name].before = self.probes[name].outputs()
-
-    def look(self, optimizer: torch.optim.Optimizer) -> None:
-        """Behind backward, in loops whose forward pass is inside ``optimizer.step(closure)``: there hooks come too early."""
-        self._before(optimizer, (), {})
 
     @torch.no_grad()
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
