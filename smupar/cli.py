@@ -250,9 +250,10 @@ def commands(name: str, start: RunConfig) -> dict[str, Callable[..., None]]:
             hps: best.json of `smupar tune`: what is not swept.
         """
         from smupar.study.engines import run_study
-        from smupar.study.transfer import stages
+        from smupar.study.transfer import axis_values, stages
 
         study = checked(config)
+        study = replace(study, values=tuple(axis_values(study)))  # which the study remembers, and may be added to
         definition = {"kind": "transfer", **dataclasses.asdict(study)}
         print(run_study(out, definition, _command(), stages(study), checked(how)))
 
@@ -351,7 +352,7 @@ def _ending(summary: Summary, config: RunConfig) -> str:
     return (
         f"train loss {summary.train_loss:.3f}, validation loss {summary.valid_loss:.3f} nats per token at "
         f"{summary.sparsity:.1%} sparsity, rule {config.rule}, base LR {config.lr:g}; {summary.seconds:.0f} s; "
-        f"sample from it: smupar generate {summary.folder}"
+        f"sample from it: smupar generate {shlex.quote(summary.folder)}"
     )
 
 
@@ -367,7 +368,7 @@ def prepare(config: Prepare) -> None:
     print(
         f"{index.num_tokens:,} tokens of {index.num_documents:,} documents ({index.tokenizer.name}, vocabulary "
         f"{index.tokenizer.vocab_size:,}) in {len(index.shards)} shard{'s' if len(index.shards) > 1 else ''}: "
-        f"smupar train --data {config.out}"
+        f"smupar train --data {shlex.quote(config.out)}"
     )
 
 
@@ -456,7 +457,7 @@ def main(argv: list[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except (ValueError, OSError, ModuleNotFoundError) as error:
-        print(f"smupar: {error}", file=sys.stderr)
+        print(f"smupar: {_told(error)}", file=sys.stderr)
         sys.exit(2)
     except Exception as error:
         if not _is_of_the_machine(error):
@@ -466,6 +467,12 @@ def main(argv: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("\nsmupar: interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename and error.strerror:  # the system's, not one of ours
+        return f"{error.filename}: {error.strerror}. Name another path, or make this one usable"
+    return str(error)
 
 
 def _is_of_the_machine(error: Exception) -> bool:
@@ -531,11 +538,29 @@ _OF_MASKS = {
 }
 
 
-def _refuse_what_does_nothing(argv: list[str]) -> None:
-    dynamic = _flag(argv, "--dynamic") or "none"
-    for flag, kinds in _OF_MASKS.items():
-        if _flag(argv, flag) is not None and dynamic not in kinds:
-            raise ValueError(f"{flag} does nothing with --dynamic {dynamic}: it is for {', '.join(kinds)}")
+# Flags of optimizers, likewise.
+_OF_OPTIMIZERS = {
+    "--momentum": ("sgd", "muon"),
+    "--betas": ("adamw", "adam", "adamax", "nadam", "radam", "lion", "muon"),
+}
+_OF_DRY_RUNS = ("--gpus", "--gpu-gib", "--peak-share")
+
+
+def _refuse_what_does_nothing(argv: list[str], start: RunConfig) -> None:
+    optimizer = (_flag(argv, "--optimizer") or start.optimizer).lower()
+    optimizers = {} if _flag(argv, "--rest-lr") else _OF_OPTIMIZERS  # with it there is an AdamW beside
+    positions = _flag(argv, "--positions") or start.model.positions
+    for flags, by, chosen in (
+        (_OF_MASKS, "--dynamic", _flag(argv, "--dynamic") or start.dynamic),
+        (optimizers, "--optimizer", optimizer),
+        ({"--context": ("learned",)}, "--positions", positions),
+    ):
+        for flag, kinds in flags.items():
+            if _flag(argv, flag) is not None and chosen not in kinds:
+                raise ValueError(f"{flag} does nothing with {by} {chosen}: it is for {', '.join(kinds)}")
+    for flag in _OF_DRY_RUNS:
+        if _flag(argv, flag) is not None and "--dry-run" not in argv:
+            raise ValueError(f"{flag} is for --dry-run; on several GPUs: torchrun --nproc-per-node 8 -m smupar train ...")
 
 
 def _refuse_what_transfer_sets(argv: list[str]) -> None:
@@ -555,18 +580,22 @@ def _start(argv: list[str]) -> tuple[str, RunConfig]:
     """Where the flags of a run begin: its recipe, which depends on the rule, with a vocabulary that fits its data."""
     if argv[0] == "transfer":
         _refuse_what_transfer_sets(argv)
-    if argv[0] == "train":
-        _refuse_what_does_nothing(argv)
     name = argv[1] if argv[0] in ("train", "plan") and len(argv) > 1 and not argv[1].startswith("-") else "demo"
     width = _flag(argv, "--width") or ""
     start = recipe(name, _flag(argv, "--rule") or "smupar", int(width) if width.isdigit() else None)
+    if argv[0] == "train":
+        _refuse_what_does_nothing(argv, start)
     if (tuned := _flag(argv, "--hps")) is not None:  # flags come after it, and win
         from smupar.study.space import with_fields
-        from smupar.study.tune import read_hps
+        from smupar.study.tune import doubts, read_hps
 
         hps = read_hps(tuned)
         if (asked := _flag(argv, "--base-width")) not in (None, str(hps["base_width"])):
             raise ValueError(f"what {tuned} holds is for --base-width {hps['base_width']}, not {asked}: leave the flag out")
+        if argv[0] != "transfer" and _flag(argv, "--lr") is None:
+            chosen = {"optimizer": _flag(argv, "--optimizer") or start.optimizer, "rule": _flag(argv, "--rule") or start.rule}
+            for doubt in doubts(tuned, **chosen):
+                warnings.warn(doubt, UserWarning, stacklevel=2)
         start = with_fields(start, hps)
     base = _flag(argv, "--base-width") or ""
     if argv[0] == "tune" and base.isdigit():  # the proxy's width, unless --width says another
@@ -594,9 +623,11 @@ def _refuse_late(command: str, given: str, begun: str) -> None:
 
 
 def _flag(argv: list[str], flag: str) -> str | None:
+    """Its value; of several the last, as tyro has it."""
+    found = None
     for word, after in zip(argv, [*argv[1:], None], strict=True):
         if word == flag:
-            return after
-        if word.startswith(flag + "="):
-            return word.partition("=")[2]
-    return None
+            found = after
+        elif word.startswith(flag + "="):
+            found = word.partition("=")[2]
+    return found

@@ -135,3 +135,21 @@ def test_bad_head_size_exits_with_2_and_one_line():
 
 def test_version_is_printed():
     assert _smupar("--version").stdout.startswith(f"smupar {smupar.__version__}")
+
+
+def test_of_a_flag_given_twice_the_last_counts():
+    wanted = _smupar("plan", "paper-610m", "--rule", "smupar").stdout
+    assert "rule SmuPar" in wanted
+    assert _smupar("plan", "paper-610m", "--rule", "sp", "--rule", "smupar").stdout == wanted
+
+
+def test_errors_of_the_system_name_the_path_and_what_to_do(tmp_path):
+    (tmp_path / "file").write_text("")
+    said = _smupar("reproduce", "tab01", "--out", "file/x")
+    assert (said.returncode, said.stderr) == (
+        2,
+        "smupar: file/x/cpu/tab01: Not a directory. Name another path, or make this one usable\n",
+    )
+    (tmp_path / "proxy").mkdir()
+    said = _smupar("train", "--follow", "proxy", "--steps", "2")
+    assert "smupar: proxy is a folder: name the trace in it, proxy/trace.json" in said.stderr

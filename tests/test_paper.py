@@ -39,12 +39,13 @@ from smupar.paper import (
     tab04,
     thin,
 )
-from smupar.paper.figure import Claim, curve, farthest_move
+from smupar.paper.figure import Claim, curve
 from smupar.paper.reproduce import FIGURES, FINDINGS, Reproduced, dry_run, figure, listed, make_scale, reproduce
 from smupar.paper.settings import TABLE_4, Scale, iso_width, wpn_width
 from smupar.study.config import EngineConfig
 from smupar.study.engines import execute
 from smupar.study.store import Result, Study
+from smupar.study.transfer import farthest_move
 
 PAPER = Scale("paper", "data/slimpajama", 50257)
 CPU = Scale("cpu")

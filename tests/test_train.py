@@ -530,3 +530,13 @@ def test_ranks_that_do_not_divide_the_batch_raise():
 
     with pytest.raises(ValueError, match="batch_size 5 does not divide among 2 ranks"):
         World(0, 2, torch.device("cpu"), "ddp").share_of(5)
+
+
+def test_run_goes_on_where_its_text_lies_now(finished, config, text, tmp_path):
+    reference, _ = finished
+    folder = resumable(reference, tmp_path / "run", 27)
+    moved = shutil.copytree(text, tmp_path / "moved")
+    summary = train(replace(config, data=f"{moved}/"), replace(HOW, out=str(folder)))
+    assert_same_run(folder, reference, 30)
+    assert summary.id == config.id
+    assert replace(config, data=f"{text}/").id == config.id

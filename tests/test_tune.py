@@ -17,7 +17,7 @@ from smupar.lm.config import ModelConfig, RunConfig
 from smupar.study.config import TUNED, EngineConfig, TuneConfig
 from smupar.study.space import with_fields
 from smupar.study.store import Study
-from smupar.study.tune import propose, read_hps, sensitivity, tune
+from smupar.study.tune import FORMAT, doubts, propose, read_hps, sensitivity, tune
 
 PROXY = RunConfig(
     model=ModelConfig(width=32, depth=1, head_dim=16),
@@ -249,3 +249,13 @@ def test_other_base_width_than_that_of_the_search_is_refused(tmp_path, capsys):
 def test_proxy_of_a_search_is_as_wide_as_its_base(tmp_path):
     main(["tune", "--base_width", "32", "--num-samples", "1", "--steps", "2", "--seq-len", "16", "--out", str(tmp_path / "x")])
     assert json.loads((tmp_path / "x" / "best.json").read_text())["source"]["width"] == 32
+
+
+def test_values_tuned_for_another_optimizer_or_rule_are_doubted(tmp_path):
+    best = {"format": FORMAT, **dict.fromkeys(TUNED, 0.1), "base_width": 64, "source": {"rule": "smupar", "optimizer": "adamw"}}
+    (tmp_path / "best.json").write_text(json.dumps(best))
+    assert doubts(tmp_path, optimizer="adamw", rule="mup") == []
+    (line,) = doubts(tmp_path, optimizer="sgd", rule="smupar")
+    assert "was tuned with adamw, this is sgd" in line
+    (line,) = doubts(tmp_path / "best.json", optimizer="adamw", rule="sp")
+    assert "was tuned under smupar, this is sp" in line

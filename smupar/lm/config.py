@@ -16,6 +16,8 @@ from pathlib import PurePath
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 _LARGEST = 1e30  # beyond it fp32 overflows
+_FEW_MOVES = 5
+_ROUNDING = 1e-3  # of a sparsity that a pattern fixes
 
 STANDARD_LIBRARY = "stdlib"
 """The text that needs no download: the source of the running Python's standard library, as bytes."""
@@ -26,6 +28,12 @@ def _known(config: object) -> None:
     for name, hint in get_type_hints(type(config)).items():
         if get_origin(hint) is Literal and getattr(config, name) not in get_args(hint):
             raise ValueError(f"{name} must be one of {', '.join(map(str, get_args(hint)))}, got {getattr(config, name)!r}")
+
+
+def _sparsities(*values: float) -> None:
+    for value in values:
+        if not 0 <= value < 1:
+            raise ValueError(f"sparsity must lie in [0, 1), got {value}: 0.75 keeps a quarter of the hidden weights")
 
 
 def _positive(config: object, *names: str) -> None:
@@ -162,8 +170,11 @@ class RunConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.sparsity is not None and not 0 <= self.sparsity < 1:
-            raise ValueError(f"sparsity must lie in [0, 1), got {self.sparsity}: 0.75 keeps a quarter of the hidden weights")
+        for name in ("data", "valid_data"):  # d and d/ are the same run
+            if getattr(self, name):
+                object.__setattr__(self, name, str(PurePath(getattr(self, name))))
+        if self.sparsity is not None:
+            _sparsities(self.sparsity)
         _known(self)
         _positive(self, "steps", "batch_size", "seq_len", "base_width", "valid_batches")
         _not_negative(self, "lr", "weight_decay", "eps", "momentum", "init_std", "alpha_input", "alpha_output")
@@ -189,11 +200,16 @@ class RunConfig:
         if self.dynamic != "none" and self.pattern not in ("random", "bernoulli"):
             raise ValueError(f"masks that move are unstructured: --dynamic {self.dynamic} needs --pattern random")
         kept, _, of = self.pattern.partition("-")[0].partition(":")
-        if kept.isdigit() and of.isdigit() and self.sparsity not in (None, 0.0, 1 - int(kept) / int(of)):
-            raise ValueError(
-                f"the pattern {self.pattern} keeps {kept} of {of} weights: leave --sparsity out, or say "
-                f"{1 - int(kept) / int(of):g} (or 0 for a dense model), not {self.sparsity:g}"
-            )
+        if kept.isdigit() and of.isdigit() and not 0 < int(kept) < int(of):
+            raise ValueError(f"pattern {self.pattern!r}: N:M needs 0 < N < M")
+        if kept.isdigit() and of.isdigit() and self.sparsity:
+            its = 1 - int(kept) / int(of)
+            if abs(self.sparsity - its) > _ROUNDING:
+                raise ValueError(
+                    f"the pattern {self.pattern} keeps {kept} of {of} weights: leave --sparsity out, or say {its:g} "
+                    f"(or 0 for a dense model), not {self.sparsity:g}"
+                )
+            object.__setattr__(self, "sparsity", its)  # 0.667 of 1:3
         if self.dynamic == "imp" and (self.rounds < 1 or self.steps % (self.rounds + 1)):
             raise ValueError(
                 f"{self.steps} steps are not {self.rounds + 1} equal rounds: choose --steps as a multiple of --rounds plus one"
@@ -261,6 +277,17 @@ class RunConfig:
     def last_move(self) -> int:
         """The last step at which masks move."""
         return int(self.mask_stop * self.steps)
+
+    @property
+    def few_moves(self) -> str | None:
+        """What to say of masks that hardly move, as they do in short runs: one would not learn much about them."""
+        if self.dynamic not in ("rigl", "set", "gmp") or self.density == 1:
+            return None
+        num = -(-self.last_move // self.mask_every) if self.prunes else self.last_move // self.mask_every
+        if num >= _FEW_MOVES:
+            return None
+        times = "once" if num == 1 else f"{num} times"
+        return f"masks move {times} in {self.steps} steps: a smaller --mask-every than {self.mask_every} moves them more often"
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -375,6 +402,9 @@ class CheckConfig:
     def __post_init__(self) -> None:
         _positive(self, "steps", "seeds", "depth", "batch_size", "seq_len", "base_width")
         _not_negative(self, "lr", "init_std", "alpha_input", "alpha_output")
+        _sparsities(*self.sparsities)
+        if not self.widths or min(self.widths) < 1:
+            raise ValueError(f"widths must be whole numbers from 1 on, got {self.widths}")
 
 
 @dataclass(frozen=True)

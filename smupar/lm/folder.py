@@ -17,7 +17,7 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -25,7 +25,7 @@ from typing import IO, Any, Literal
 import torch
 
 from smupar import __version__
-from smupar.lm.config import RunConfig
+from smupar.lm.config import STANDARD_LIBRARY, RunConfig
 from smupar.lm.data import Text, TextFacts
 from smupar.lm.files import locked, write_atomic
 from smupar.lm.tokenizer import TOKENIZER_FILE, Tokenizer
@@ -94,6 +94,8 @@ class RunFolder:
 
     def __init__(self, path: Path, config: RunConfig, text: Text) -> None:
         self.path = path
+        self.config = config
+        """As the folder has it: its text may lie elsewhere now."""
         self._metrics: IO[str] | None = None
         if path.exists() and not path.is_dir():
             raise ValueError(f"{path} is a file: choose another --out")
@@ -113,7 +115,8 @@ class RunFolder:
     def _refuse_another(self, config: RunConfig, text: Text) -> None:
         if (self.path / "config.json").exists():
             old = read_config(self.path)
-            if old.anywhere != config.anywhere:
+            self.config = _with_texts_of(old, config)
+            if old.anywhere != self.config.anywhere:
                 raise ValueError(f"{self.path} holds another run ({_differences(old, config)}): choose another --out")
             facts = read_facts(self.path)
             if facts.sha256 != text.facts.sha256:
@@ -214,6 +217,14 @@ def _read(file: Path, remedy: str) -> dict[str, Any]:
 def read_run_tokenizer(path: Path) -> Tokenizer:
     file = path / TOKENIZER_FILE
     return Tokenizer(read_facts(path).tokenizer["name"], file.read_text() if file.exists() else None)
+
+
+def _with_texts_of(old: RunConfig, new: RunConfig) -> RunConfig:
+    """A folder of text may have moved: whether it is the same is told by its content."""
+    if STANDARD_LIBRARY not in (old.data, new.data):
+        new = replace(new, data=old.data)
+    both = old.valid_data is not None and new.valid_data is not None
+    return replace(new, valid_data=old.valid_data) if both else new
 
 
 def _differences(old: RunConfig, new: RunConfig) -> str:

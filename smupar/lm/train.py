@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +30,7 @@ from smupar.lm.folder import RunFolder, Status, Summary, default_folder, read_fo
 from smupar.lm.schedule import lr_share
 from smupar.lm.step import Stepper
 from smupar.lm.tracking import Tracker
+from smupar.planner import PlanWarning
 
 _SAVE_SECONDS = 300.0
 _NUM_VALIDATIONS = 5
@@ -52,7 +54,7 @@ def train(config: RunConfig, how: Execution | None = None) -> Summary:
             summary = read_summary(path)
             if summary:
                 print(f"{path} has ended already; for another run of the same configuration choose another --out")
-            return summary or _Loop(config, how, world, text, path, folder, stop).run()
+            return summary or _Loop(folder.config, how, world, text, path, folder, stop).run()
         finally:
             folder.close()
 
@@ -95,6 +97,8 @@ class _Loop:
 
     def run(self) -> Summary:
         self._say(str(self.stepper.plan))
+        if self.world.is_main and self.config.few_moves:
+            warnings.warn(self.config.few_moves, PlanWarning, stacklevel=2)
         if self.stepper.storage is not None:
             self._say(str(self.stepper.storage))
         self._resume()

@@ -6,9 +6,10 @@ from functools import partial
 
 from smupar.lm.config import RunConfig
 from smupar.paper.fig06 import curves
-from smupar.paper.figure import STABLE, Claim, Rows, all_of, farthest_move, moves_more, panel, sweep, title
+from smupar.paper.figure import STABLE, Claim, Rows, all_of, moves_more, panel, sweep, title
 from smupar.paper.settings import Scale, iso_width
 from smupar.study.curves import Panel
+from smupar.study.transfer import farthest_move
 
 TITLE = "Learning-rate transfer in Iso-Parameter scaling"
 SHOWS = "SmuPar's best learning rate stays, SP's and muP's move more, and its loss improves with width and sparsity."

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from smupar.lm.config import RunConfig
 from smupar.paper.fig06 import curves
-from smupar.paper.figure import Claim, Rows, all_of, at_dense_optimum, edge, farthest_move, panel, sweep, title
+from smupar.paper.figure import Claim, Rows, all_of, at_dense_optimum, edge, panel, sweep, title
 from smupar.paper.settings import Scale
 from smupar.study.curves import Panel
-from smupar.study.transfer import Curve, times
+from smupar.study.transfer import Curve, farthest_move, times
 
 TITLE = "Both corrections are needed: learning rate"
 SHOWS = "muP with SmuPar's init alone, or its learning rate alone, does not keep the best learning rate."

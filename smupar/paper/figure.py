@@ -12,7 +12,7 @@ from smupar.rules import get_rule
 from smupar.study.curves import LOSS, Panel, Point, Series
 from smupar.study.space import with_fields
 from smupar.study.store import Result
-from smupar.study.transfer import Curve, moved, times
+from smupar.study.transfer import Curve, farthest_move, move_in_words, times
 
 Rows = Sequence[Result]
 STABLE = 2.0
@@ -92,11 +92,6 @@ def sparsities(rows: Rows) -> list[float]:
     return sorted({row.config.sparsity for row in rows if row.config.sparsity is not None})
 
 
-def farthest_move(curves: Sequence[Curve]) -> float:
-    """The largest factor between the optimum of the first curve, the dense model's, and another's."""
-    return max(moved(curves[0], other) for other in curves[1:])
-
-
 def at_dense_optimum(curves: Sequence[Curve], index: int) -> float:
     """Loss of a curve at the value of the grid that is best for the first one."""
     best = curves[0].values[curves[0].best_index]
@@ -122,7 +117,7 @@ def panel(curves: Sequence[Curve], heading: str, x_label: str = "learning rate")
         )
         for number, one in enumerate(curves)
     )
-    return Panel(f"{heading}: best moves {times(farthest_move(curves))}", x_label, LOSS, series, curves[0].best)
+    return Panel(f"{heading}: best moves {move_in_words(curves)}", x_label, LOSS, series, curves[0].best)
 
 
 def over_sparsity(lines: dict[str, dict[float, float]], heading: str, y_label: str, x_label: str = "density") -> Panel:

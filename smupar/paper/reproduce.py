@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import import_module
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import ModuleType
 from typing import Any
 
@@ -93,7 +93,7 @@ def make_scale(name: ScaleName, data: str | None, *, reads: bool = True) -> Scal
         raise ValueError(f"scale {name} needs text: make some with `smupar data prepare` and pass --data FOLDER")
     if data == STANDARD_LIBRARY:
         return Scale(name)
-    return Scale(name, data, padded_vocab(read_index(data).tokenizer.vocab_size))
+    return Scale(name, str(PurePath(data)), padded_vocab(read_index(data).tokenizer.vocab_size))
 
 
 def reproduce(name: str, scale: Scale, how: EngineConfig, *, out: str, data_dir: str | None = None) -> Reproduced:

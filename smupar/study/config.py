@@ -53,8 +53,8 @@ class TransferConfig:
             object.__setattr__(self, name, tuple(dict.fromkeys(getattr(self, name))))
         if "moment" in self.rules and not self.run.prunes:
             raise ValueError("moment is SmuPar with the density of the moment: it needs --dynamic gmp or imp")
-        if self.seeds < 1:
-            raise ValueError(f"seeds must be at least 1, got {self.seeds}")
+        if self.seeds < 1 or min(self.widths) < 1:
+            raise ValueError(f"seeds and widths must be at least 1, got {self.seeds} and {min(self.widths)}")
         if self.values and (len(set(self.values)) < 3 or min(self.values) <= 0):
             raise ValueError("values needs three or more different numbers above 0: an optimum has neighbours")
 

@@ -99,7 +99,7 @@ def draw_png(panels: Sequence[Panel], path: Path, title: str = "", *, columns: i
         axis.set_xlabel(panel.x_label)
         axis.grid(True, alpha=0.25)
         if panel is panels[-1] or [series.label for series in panel.series] != shared:
-            axis.legend(fontsize=8, loc="upper right")
+            axis.legend(fontsize=8, loc="best")
     for row in grid:
         row[0].set_ylabel(panels[0].y_label)
     if title:

@@ -7,12 +7,16 @@ the trainer.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import math
 import os
+import signal
 import sys
+import threading
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,8 +32,11 @@ from smupar.lm.cost import estimate
 from smupar.lm.data import Text
 from smupar.lm.distributed import device_name, pick_device
 from smupar.lm.folder import Status, Summary, versions
+from smupar.lm.gpt import plan_on_meta
 from smupar.lm.stack import GPTStack, stack_key
 from smupar.lm.train import train
+from smupar.planner import PlanWarning
+from smupar.rules import family_of
 from smupar.study.config import EngineConfig
 from smupar.study.report import write_report
 from smupar.study.store import Stage, Study
@@ -42,6 +49,7 @@ _USABLE = 0.8
 _MOST = 64
 _MEASURED_STEPS = 8
 _LONG_SECONDS = 600.0
+_TERMINATED = 143
 
 
 @dataclass
@@ -96,18 +104,34 @@ def settle(study: Study, propose: Stage, how: EngineConfig) -> Sequence[RunConfi
         configs = propose(study)
         missing = study.missing(configs)
         _refuse_other_files(study, configs)
+        _refuse_impossible(missing)
         if configs:
             print(f"{len(configs)} runs, {len(configs) - len(missing)} of them done, in {study.folder}", flush=True)
         if not missing:
             return configs
         try:
-            execute(study, missing, engine=how.engine, device=how.device, address=how.address)
-        except KeyboardInterrupt:
+            with _ended_by_sigterm():
+                execute(study, missing, engine=how.engine, device=how.device, address=how.address)
+        except (KeyboardInterrupt, SystemExit):
             done = len(configs) - len(study.missing(configs))
-            print(f"\n{done} of {len(configs)} runs are done and kept: the same command goes on", file=sys.stderr)
+            kept = f"{done} of {len(configs)} runs are done and kept; stacked ones that were running begin again"
+            print(f"\n{kept}: the same command goes on", file=sys.stderr)
             raise
         if left := study.missing(missing):
             raise ValueError(f"{len(left)} runs of {study.folder} have not ended: the same command goes on")
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """A job that is preempted ends in order, with the exit code that a shell would give it."""
+    if threading.current_thread() is not threading.main_thread():  # where Python does not allow it
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _refuse_other_files(study: Study, configs: Sequence[RunConfig]) -> None:
@@ -117,6 +141,19 @@ def _refuse_other_files(study: Study, configs: Sequence[RunConfig]) -> None:
         study.remember("text", facts.name, facts.sha256)
     for trace in dict.fromkeys(Path(config.follow) for config in configs if config.follow):
         study.remember("trace", trace.name, hashlib.sha256(trace.read_bytes()).hexdigest())
+
+
+def _refuse_impossible(configs: Sequence[RunConfig]) -> None:
+    """Raises before the first run, not when its turn comes, if one names what there is not; and says what is doubtful."""
+    kinds = {(c.rule, c.pattern, c.allocation, c.optimizer.lower(), c.sparsity, c.model): c for c in configs}
+    for kind in kinds.values():
+        family_of(kind.optimizer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # which the run itself will say
+            plan_on_meta(kind)
+    for said in dict.fromkeys(config.few_moves for config in configs):
+        if said:
+            warnings.warn(said, PlanWarning, stacklevel=2)
 
 
 def execute(
@@ -153,7 +190,9 @@ def run_group(study: Study, group: list[RunConfig], engine: EngineName, device: 
     if stack_key(group[0]) is None or fitting(group[0], device) < 1:  # the trainer takes a batch in parts
         for config in group:
             summary = train(config, Execution(out=str(study.runs / config.id), device=str(device)))
-            if summary.status not in ("finished", "diverged"):
+            if summary.status == "terminated":
+                sys.exit(_TERMINATED)
+            if summary.status == "interrupted":
                 raise KeyboardInterrupt
             board.done(summary)
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from smupar.lm.config import RunConfig
@@ -38,10 +39,11 @@ def write_report(study: Study) -> str:
     elif definition.get("kind") == "tune":
         drawn, found = tune_panels(results), best_of(results)
     else:
-        drawn, found = sweep_panels(results, definition.get("axes", {})), best_of(results)
+        unfinished = ""
         if definition.get("kind") == "sweep" and "run" in definition:
-            base = RunConfig.from_json(json.dumps(definition["run"]))
-            found = " ".join(filter(None, (_unfinished(study, [lambda study: list(grid(base, definition["axes"]))]), found)))
+            wanted = list(grid(RunConfig.from_json(json.dumps(definition["run"])), definition["axes"]))
+            unfinished, results = _unfinished(study, [lambda study: wanted]), study.results(wanted)  # in the grid's order
+        drawn, found = sweep_panels(results, definition.get("axes", {})), f"{unfinished} {best_of(results)}".strip()
     page = _page(found, drawn, results, described["command"], json.dumps(definition, indent=1))
     write_atomic(study.folder / "report.html", page)
     if drawn:
@@ -68,14 +70,31 @@ def transfer_from(definition: dict[str, object]) -> TransferConfig:
 
 
 def best_of(results: Sequence[Result]) -> str:
-    best = min(results, key=lambda result: result.loss)
+    """In one sentence; runs that differ in their seed alone count by their mean."""
+    best = min(_by_seeds(results), key=_mean)
     diverged = sum(result.summary.status == "diverged" for result in results)
-    row = row_of(best)
-    where = ", ".join(f"{name} {_cell(row[name])}" for name in _varied([row_of(one) for one in results], _OF_RESULTS))
+    row, several = row_of(best[0]), len(best) > 1
+    varied = _varied([row_of(one) for one in results], (*_OF_RESULTS, "seed") if several else _OF_RESULTS)
+    where = ", ".join(f"{name} {_cell(row[name])}" for name in varied)
+    runs = f"run{'s' if several else ''} {', '.join(one.config.id for one in best)}"
+    losses = [one.loss for one in best]
+    spread = f", the mean of {len(best)} seeds ({min(losses):.4f} to {max(losses):.4f})" if several else ""
     return (
-        f"Of {len(results)} runs, {diverged} diverged; the best ends at a loss of {best.loss:.4f}: "
-        f"{where + ', ' if where else ''}run {best.config.id}."
+        f"Of {len(results)} runs, {diverged} diverged; the best ends at a loss of {_mean(best):.4f}{spread}: "
+        f"{where + ', ' if where else ''}{runs}."
     )
+
+
+def _by_seeds(results: Sequence[Result]) -> list[list[Result]]:
+    """Those that differ in their seed alone, together."""
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        groups.setdefault(replace(result.config, seed=0).id, []).append(result)
+    return list(groups.values())
+
+
+def _mean(results: Sequence[Result]) -> float:
+    return sum(result.loss for result in results) / len(results)
 
 
 def tune_panels(results: Sequence[Result]) -> list[Panel]:
@@ -89,16 +108,17 @@ def tune_panels(results: Sequence[Result]) -> list[Panel]:
 
 
 def sweep_panels(results: Sequence[Result], axes: dict[str, list[object]]) -> list[Panel]:
-    """Loss over the numeric axis with most values, one curve for each combination of the others."""
+    """Mean loss over seeds, over the numeric axis with most values, one curve for each combination of the others."""
+    axes = {name: values for name, values in axes.items() if name != "seed"}
     numeric = {name: values for name, values in axes.items() if all(type(value) in (int, float) for value in values)}
     if not numeric:
         return []
     axis = max(numeric, key=lambda name: len(numeric[name]))
     curves: dict[str, list[Point]] = {}
-    for result in results:
-        row = row_of(result)
+    for same in _by_seeds(results):
+        row, ids = row_of(same[0]), ", ".join(result.config.id for result in same)
         others = ", ".join(f"{name} {row[name]}" for name in axes if name != axis)
-        curves.setdefault(others or "loss", []).append(Point(row[axis], result.loss, result.config.id))
+        curves.setdefault(others or "loss", []).append(Point(row[axis], _mean(same), ids))
     series = tuple(
         Series(label, tuple(points), number / max(1, len(curves) - 1)) for number, (label, points) in enumerate(curves.items())
     )

@@ -64,9 +64,7 @@ class Study:
         is_new = not study.folder.exists()
         with locked(study.folder), study._undone_if_empty(is_new):
             described = {"format": FORMAT, "version": __version__, "definition": _plain(definition), "command": command}
-            if (study.folder / "study.json").exists():
-                _refuse_another(study, described)
-            else:
+            if not (study.folder / "study.json").exists() or _has_grown(study, described):
                 write_atomic(study.folder / "study.json", json.dumps(described, indent=1))
             study.runs.mkdir(exist_ok=True)
             yield study
@@ -169,18 +167,36 @@ def row_of(result: Result) -> dict[str, Any]:
     return {"id": result.config.id, **model, **config, **summary}
 
 
-def _refuse_another(study: Study, wanted: dict[str, Any]) -> None:
+def _has_grown(study: Study, wanted: dict[str, Any]) -> bool:
+    """Whether it asks for more runs than before; raises if it is another study."""
     there = study.describe()
     if there.get("format") != FORMAT or there["version"] != wanted["version"]:
         raise ValueError(
             f"{study.folder} was made by smupar {there.get('version')}, this is {wanted['version']}: choose another --out"
         )
     old, new = _flat(there["definition"]), _flat(wanted["definition"])
+    changed = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     different = [
-        f"{name} {old.get(name)} there, {new.get(name)} here" for name in {**old, **new} if old.get(name) != new.get(name)
+        f"{name} {old.get(name)} there, {new.get(name)} here"
+        for name in changed
+        if not _grows(name, old.get(name), new.get(name))
     ]
     if different:
         raise ValueError(f"{study.folder} holds another study ({'; '.join(different[:4])}): choose another --out")
+    return bool(changed)
+
+
+def _grows(name: str, old: Any, new: Any) -> bool:
+    """Runs go by their ids, so a study may ask for more: values, rules, sparsities, widths, seeds."""
+    if old is None or new is None:
+        return False
+    if name == "axes":
+        return old.keys() == new.keys() and all(_holds(new[axis], old[axis]) for axis in old)
+    return new >= old if name == "seeds" else name in ("values", "rules", "sparsities", "widths") and _holds(new, old)
+
+
+def _holds(new: list[Any], old: list[Any]) -> bool:
+    return all(value in new for value in old)
 
 
 def _flat(definition: dict[str, Any]) -> dict[str, Any]:

@@ -84,7 +84,11 @@ class Verdict:
     @property
     def moved(self) -> float:
         """The largest factor between the proxy's optimum and a target's; infinite if a target has none."""
-        return max(moved(self.proxy, curve) for curve in self.targets)
+        return farthest_move((self.proxy, *self.targets))
+
+    @property
+    def moved_words(self) -> str:
+        return move_in_words((self.proxy, *self.targets))
 
     @property
     def farthest(self) -> Curve:
@@ -94,6 +98,20 @@ class Verdict:
 
 def moved(proxy: Curve, curve: Curve) -> float:
     return math.inf if curve.diverged else 2 ** abs(math.log2(curve.best / proxy.best))
+
+
+def farthest_move(curves: Sequence[Curve]) -> float:
+    """The largest factor between the optimum of the first curve, the proxy's or the dense model's, and another's."""
+    return max(moved(curves[0], other) for other in curves[1:])
+
+
+def move_in_words(curves: Sequence[Curve]) -> str:
+    """The farthest move, and what the ends of the grid leave open: optima on the same end may be any factor apart."""
+    factor = farthest_move(curves)
+    if math.isinf(factor) or not any(one.on_edge for one in curves):
+        return times(factor)
+    unknown = all(one.on_edge and one.best_value == curves[0].best_value for one in curves)
+    return "?x (edge of the grid)" if unknown else f"{times(factor)} or further"
 
 
 def stages(config: TransferConfig) -> list[Stage]:
@@ -182,7 +200,7 @@ def analyse(config: TransferConfig, results: Iterable[Result]) -> list[Verdict]:
 def sentence(config: TransferConfig, verdicts: Sequence[Verdict]) -> str:
     """The study in one sentence, with the numbers it measured, and what to doubt about them."""
     name = _NAMES[config.axis]
-    moves = ", ".join(f"{_whose(_title(one.rule))} {times(one.moved)}" for one in verdicts)
+    moves = ", ".join(f"{_whose(_title(one.rule))} {one.moved_words}" for one in verdicts)
     first = f"From the dense proxy of width {config.run.base_width} the best {name} moved: {moves}"
     far = verdicts[0].farthest
     costs = ", ".join(f"{_title(one.rule)} {_percent(one.farthest.excess(one.proxy.best_value))}" for one in verdicts)
@@ -191,7 +209,7 @@ def sentence(config: TransferConfig, verdicts: Sequence[Verdict]) -> str:
     lost = _named(curve for curve in curves if curve.diverged)
     edges = _named(curve for curve in curves if curve.on_edge and not curve.diverged)
     doubts = [f"No run ended, so there is no best {name}: {lost}."] if lost else []
-    doubts += [f"On the edge of the grid, so further away than said: {edges}."] if edges else []
+    doubts += [f"On the edge of the grid, so the best may lie beyond it (more --values would tell): {edges}."] if edges else []
     return " ".join([f"{first}; {second}.", *doubts])
 
 
@@ -211,7 +229,7 @@ def panels(config: TransferConfig, verdicts: Sequence[Verdict]) -> list[Panel]:
         for number, curve in enumerate(curves):
             label = f"sparsity {curve.sparsity:.4g}" + (f", width {curve.width}" if len(config.widths) > 1 else "")
             series.append(_series(curve, label, number / max(1, len(curves) - 1)))
-        title = f"{_title(verdict.rule)}: best moves {times(verdict.moved)}"
+        title = f"{_title(verdict.rule)}: best moves {verdict.moved_words}"
         marked = f"best on the proxy: {verdict.proxy.best:.4g}"
         made.append(Panel(title, name, LOSS, tuple(series), verdict.proxy.best, marked))
     return made

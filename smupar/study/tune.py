@@ -62,6 +62,7 @@ class Tuned:
         run, search = self.best.config, self.config
         source = {
             "rule": run.rule,
+            "optimizer": run.optimizer,
             "width": run.model.width,
             "depth": run.model.depth,
             "steps": run.steps,
@@ -204,9 +205,26 @@ def _edge(value: float, ends: tuple[float, float]) -> str | None:
     return "lower" if place < _EDGE else "upper" if place > 1 - _EDGE else None
 
 
+def doubts(path: str | Path, *, optimizer: str, rule: str) -> list[str]:
+    """Why what a best.json holds may not fit a run."""
+    source, found = _read_best(path).get("source", {}), []
+    if source.get("optimizer", optimizer) != optimizer:
+        found.append(
+            f"what {path} holds was tuned with {source['optimizer']}, this is {optimizer}: its learning rate is another"
+        )
+    if (source.get("rule", rule) == "sp") != (rule == "sp"):  # all others are the same on a dense proxy
+        found.append(f"what {path} holds was tuned under {source['rule']}, this is {rule}: it need not hold there")
+    return found
+
+
 def read_hps(path: str | Path) -> dict[str, float]:
     """The hyperparameters in a best.json, or in the one of a study's folder: fields of a run, to be set together. With them
     comes base_width, the width at which they hold as they are."""
+    values = _read_best(path)
+    return {**{name: float(values[name]) for name in TUNED}, "base_width": int(values["base_width"])}
+
+
+def _read_best(path: str | Path) -> dict[str, Any]:
     file = Path(path) / "best.json" if Path(path).is_dir() else Path(path)
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
@@ -222,4 +240,4 @@ def read_hps(path: str | Path) -> dict[str, float]:
             raise ValueError(
                 f"{file} is damaged: {name} must be a number above 0, got {value!r}: `smupar tune` writes it again"
             )
-    return {**{name: float(values[name]) for name in TUNED}, "base_width": int(values["base_width"])}
+    return values

@@ -69,6 +69,8 @@ class Trace:
     def load(cls, path: str | PathLike[str]) -> Trace:
         try:
             return cls.from_json(Path(path).read_text())
+        except IsADirectoryError as error:
+            raise ValueError(f"{path} is a folder: name the trace in it, {Path(path) / 'trace.json'}") from error
         except OSError as error:
             raise ValueError(f"the trace {path} cannot be read: {error.strerror or error}") from error
         except ValueError as error:
