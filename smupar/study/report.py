@@ -14,7 +14,7 @@ from smupar.study.config import TUNED, TransferConfig
 from smupar.study.curves import LOSS, Panel, Point, Series, draw_png, draw_svg, legend
 from smupar.study.space import grid
 from smupar.study.store import Result, Stage, Study, row_of
-from smupar.study.transfer import analyse, panels, sentence, stages
+from smupar.study.transfer import analyse, followed_trace, panels, sentence, stages
 
 # Columns that are not of the configuration.
 _OF_RESULTS = ("id", "status", "steps_done", "train_loss", "valid_loss", "num_parameters", "hidden_sparsity")
@@ -34,7 +34,7 @@ def write_report(study: Study) -> str:
         config = transfer_from(definition)
         found = _unfinished(study, stages(config))
         if not found:
-            verdicts = analyse(config, results)
+            verdicts = analyse(config, results, followed_trace(config, study))
             drawn, found = panels(config, verdicts), sentence(config, verdicts)
     elif definition.get("kind") == "tune":
         drawn, found = tune_panels(results), best_of(results)

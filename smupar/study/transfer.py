@@ -150,15 +150,20 @@ def proposals(config: TransferConfig) -> list[RunConfig]:
 
 def measured_proposals(config: TransferConfig, study: Study) -> list[RunConfig]:
     """The runs that follow the updates of the proxy at its best value, once that is known."""
+    trace = followed_trace(config, study)
+    targets = [wanted for wanted in _curves_wanted(config) if wanted.rule == MEASURED and not wanted.is_proxy]
+    return _proposed(config, targets, trace) if trace else []
+
+
+def followed_trace(config: TransferConfig, study: Study) -> str | None:
+    """That of the proxy at its best value, if anything follows it. As a study grows it may become another."""
     if MEASURED not in config.rules:
-        return []
+        return None
     wanted = _Wanted(MEASURED, config.run.base_width, 0.0, is_proxy=True)
     proxy = _curve(config, {result.config.id: result for result in study.results()}, wanted)
     if proxy.diverged:
         raise ValueError(f"all runs of the proxy diverged: sweep smaller values of {config.axis} (--values)")
-    trace = write_trace(study, _run(config, wanted, proxy.best_value))
-    targets = [wanted for wanted in _curves_wanted(config) if wanted.rule == MEASURED and not wanted.is_proxy]
-    return _proposed(config, targets, str(trace))
+    return str(write_trace(study, _run(config, wanted, proxy.best_value)))
 
 
 def write_trace(study: Study, proxy: RunConfig) -> Path:
@@ -184,10 +189,9 @@ def axis_values(config: TransferConfig) -> list[float]:
     return [tuned * 2.0**exponent for exponent in range(-3, 4)]
 
 
-def analyse(config: TransferConfig, results: Iterable[Result]) -> list[Verdict]:
-    """One verdict per rule, from the results that are there."""
+def analyse(config: TransferConfig, results: Iterable[Result], trace: str | None = None) -> list[Verdict]:
+    """One verdict per rule, from the results that are there; ``trace``: the one that measured updates follow."""
     by_id = {result.config.id: result for result in results}
-    trace = next((one.config.follow for one in by_id.values() if one.config.follow), None)
     verdicts = []
     for rule in config.rules:
         proxy, *targets = (_curve(config, by_id, wanted, trace) for wanted in _curves_wanted(config) if wanted.rule == rule)
