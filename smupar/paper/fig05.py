@@ -13,7 +13,7 @@ from smupar.paper.figure import Claim, all_of, title
 from smupar.paper.settings import Scale
 
 TITLE = "Coordinate check over density"
-SHOWS = "Activations of SP and muP vanish as weights are removed, and gradients with them; SmuPar's keep their size."
+SHOWS = "Activations of SP and muP vanish as weights are removed, SmuPar's keep their size; gradients are in its text."
 FINDING = 1
 RULES = ("sp", "mup", "smupar")
 

@@ -42,7 +42,7 @@ FIGURES = (
     *("tab02", "tab03", "tab04", "patterns", "thin"),
 )
 FINDINGS = {
-    1: "Activations and gradients vanish with sparsity under SP and muP, and keep their size under SmuPar",
+    1: "Increasing sparsity makes activations and gradients vanish under SP and muP",
     2: "With SP and muP, dense and sparse networks do not share the same optimal hyperparameters",
     3: "SmuPar enables stable activation and stable optimal hyperparameters for any width and sparsity",
     4: "Sparse networks trained with SmuPar improve over SP and muP due to improved tuning",
