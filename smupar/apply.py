@@ -26,7 +26,18 @@ from smupar.plan import Plan
 from smupar.planner import MaskSetting, PlanWarning, Settings, plan_with_cautions, warn
 from smupar.storage import compressed, expand_state, is_compressed, shape_of, watch_optimizers
 from smupar.tensors import is_lookup, parent_path
-from smupar.values import initialise, is_sharded, like, local, num_ranks, padding_rows, plan_resets, whole, zero_off_mask
+from smupar.values import (
+    in_process_group,
+    initialise,
+    is_sharded,
+    like,
+    local,
+    num_ranks,
+    padding_rows,
+    plan_resets,
+    whole,
+    zero_off_mask,
+)
 
 FACTOR = "smupar_factor"
 _MARK, _MOVING = "_smupar_attached", "_smupar_masks_move"
@@ -313,13 +324,15 @@ class MaskGradient:
             here = local(parameter.grad)
             # A gradient that was thrown away, such as one that is not finite, must not count. (Ranks may replace theirs.)
             same = self._summed is not None and self._summed() is parameter.grad
-            if num_ranks() == 1 and not (same and parameter.grad._version == self._version + 1):  # +1: this micro-batch
+            # zero_grad(set_to_none=False) writes to it; so do DDP and FSDP2, on one rank too, and the latter uncounted.
+            written = not in_process_group() and parameter.grad._version != self._version + 1  # +1: this micro-batch
+            if num_ranks() == 1 and (not same or written):
                 self.dense = None
             self._summed = weakref.ref(parameter.grad)
             # On the mask the gradient is the sum so far; off it earlier micro-batches were masked away.
             self.dense = here.clone() if self.dense is None else torch.where(local(mask), here, self.dense + here)
         zero_off_mask(parameter.grad, mask)
-        self._version = parameter.grad._version  # zero_grad(set_to_none=False) writes to it
+        self._version = parameter.grad._version
 
 
 class _MaskWeights:

@@ -37,6 +37,8 @@ from smupar.values import is_sharded, whole
 
 # A sample std of n weights scatters by 1 / sqrt(2 n); six of those are never reached by chance.
 _SIGMAS = 6.0
+# Optimizers of other packages whose updates stay where the gradient is.
+_BY_ELEMENT = {"fusedadam", "deepspeedcpuadam", "adam8bit", "adamw8bit", "adamwschedulefree", "sgdschedulefree", "prodigy"}
 
 
 class Finding(str):
@@ -91,11 +93,12 @@ def audit(
 
 def _may_mix(model: nn.Module, all_: list[torch.optim.Optimizer]) -> list[str]:
     """Optimizers nothing is known about that train masked weights and leave their updates unmasked."""
-    masked = {id(p) for name, p in model.named_parameters() if mask_of(model, name) is not None and not compressed(model, name)}
+    dense = {name: p for name, p in model.named_parameters() if not compressed(model, name)}
+    masked = {id(p) for name, p in dense.items() if mask_of(model, name) is not None}
     return [
         type(one).__name__
         for one in all_
-        if type(one).__name__.lower() not in FAMILIES
+        if type(one).__name__.lower() not in FAMILIES.keys() | _BY_ELEMENT
         and any(id(p) in masked for group in one.param_groups for p in group["params"])
         and not masks_updates(one, model)
     ]

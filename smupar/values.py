@@ -122,8 +122,12 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
+def in_process_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
 def num_ranks() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size() if in_process_group() else 1
 
 
 def zero_off_mask(tensor: Tensor, mask: Tensor) -> None:

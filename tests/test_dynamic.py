@@ -14,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lion_pytorch import Lion
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import smupar
 from smupar.apply import add_masks, gradient_mask, mask_of, masks_gradient
@@ -1702,3 +1704,28 @@ def test_rigl_grows_as_if_a_gradient_that_was_thrown_away_had_never_been(backend
     for num_parts in (1, 4):
         found = _grown(backend, thrown_away=True, set_to_none=set_to_none, num_parts=num_parts)
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped")
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+def test_rigl_sums_micro_batches_in_a_process_group_of_one(wrap):
+    def dense(num_parts):
+        model, plan = make()
+        wrapped = model
+        if wrap == "ddp":
+            wrapped = nn.parallel.DistributedDataParallel(model)
+        else:
+            fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+            smupar.attach(model, plan)
+        optimizer = torch.optim.SGD(smupar.param_groups(model, plan, lr=0.01, optimizer="sgd"))
+        smupar.RigL(model, plan, optimizer, every=1, stop=3)
+        tokens = torch.randint(VOCAB, (16, 4), generator=torch.Generator().manual_seed(2))
+        for part in tokens.chunk(num_parts):
+            (wrapped(part).square().mean() / num_parts).backward()
+        return gradient_mask(model.up.weight).dense
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        torch.testing.assert_close(dense(4), dense(1))
+    finally:
+        dist.destroy_process_group()

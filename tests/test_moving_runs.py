@@ -692,15 +692,6 @@ def test_study_that_lost_a_measured_run_runs_that_alone(study, tmp_path):
     assert (moved / "runs" / lost.id / "summary.json").exists()
 
 
-def test_study_whose_new_values_move_the_proxys_best_follows_its_new_trace(tmp_path):
-    few = MEASURED.replace("0.002 0.008 0.03", "0.0005 0.001 0.002")
-    more = MEASURED.replace("0.002 0.008 0.03", "0.0005 0.001 0.002 0.008 0.03")
-    run_transfer(tmp_path / "grown", few)
-    grown = run_transfer(tmp_path / "grown", more)
-    assert len(list((tmp_path / "grown").glob("*.trace.json"))) == 2
-    assert grown == run_transfer(tmp_path / "fresh", more)
-
-
 def test_serial_engine_gives_the_same_study(study, tmp_path):
     run_transfer(tmp_path / "study", FLAGS + "--rules measured --sparsities 0.75", engine="serial")
     theirs = {

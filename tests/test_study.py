@@ -624,3 +624,32 @@ def test_tune_page_has_a_panel_for_each_hyperparameter(tmp_path):
     page = (tmp_path / "study" / "report.html").read_text()
     assert page.count("<svg") == 4
     assert page.count("<circle") == 12
+
+
+def test_study_whose_growth_has_a_mistake_stays_as_it_was(tmp_path, capsys):
+    sweep = ["sweep", "rule=sp,mup", *TINY_FLAGS, "--width", "32", "--out", str(tmp_path / "study")]
+    main(sweep)
+    with pytest.raises(SystemExit):
+        main([sweep[0], "rule=sp,mup,smupr", *sweep[2:]])
+    main([sweep[0], "rule=sp,mup,smupar", *sweep[2:]])
+    assert "3 runs, 2 of them done" in capsys.readouterr().out
+
+
+def test_run_that_a_sweep_names_twice_counts_once(tmp_path, capsys):
+    main(["sweep", "lr=0.02,0.01,0.02", *TINY_FLAGS, "--width", "32", "--out", str(tmp_path / "study")])
+    said = capsys.readouterr().out
+    assert "Of 2 runs" in said
+    assert "seeds" not in said
+
+
+@pytest.mark.parametrize("seed", range(3))  # ids, and with them the order of the runs, differ
+def test_measured_updates_of_a_grown_study_are_judged_by_the_trace_of_its_best_proxy(seed, tmp_path, capsys):
+    flags = ["--widths", "64", "--sparsities", "0.5", "--rules", "measured", "--seed", str(seed)]
+    few, more = ("0.0001", "0.0002", "0.0004"), ("0.0001", "0.0002", "0.0004", "0.004")
+
+    def transfer(out, values):
+        main(["transfer", *TINY_FLAGS, *flags, "--values", *values, "--out", str(tmp_path / out)])
+        return capsys.readouterr().out.splitlines()[-2]
+
+    transfer("grown", few)
+    assert transfer("grown", more) == transfer("fresh", more)

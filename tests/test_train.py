@@ -540,3 +540,4 @@ def test_run_goes_on_where_its_text_lies_now(finished, config, text, tmp_path):
     assert_same_run(folder, reference, 30)
     assert summary.id == config.id
     assert replace(config, data=f"{text}/").id == config.id
+    assert RunConfig(data="./stdlib").data == "./stdlib"  # a folder of that name, not the text that needs none

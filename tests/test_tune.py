@@ -254,7 +254,7 @@ def test_proxy_of_a_search_is_as_wide_as_its_base(tmp_path):
 def test_values_tuned_for_another_optimizer_or_rule_are_doubted(tmp_path):
     best = {"format": FORMAT, **dict.fromkeys(TUNED, 0.1), "base_width": 64, "source": {"rule": "smupar", "optimizer": "adamw"}}
     (tmp_path / "best.json").write_text(json.dumps(best))
-    assert doubts(tmp_path, optimizer="adamw", rule="mup") == []
+    assert doubts(tmp_path, optimizer="AdamW", rule="mup") == []
     (line,) = doubts(tmp_path, optimizer="sgd", rule="smupar")
     assert "was tuned with adamw, this is sgd" in line
     (line,) = doubts(tmp_path / "best.json", optimizer="adamw", rule="sp")

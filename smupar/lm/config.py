@@ -23,6 +23,12 @@ STANDARD_LIBRARY = "stdlib"
 """The text that needs no download: the source of the running Python's standard library, as bytes."""
 
 
+def name_of_text(data: str) -> str:
+    """d and d/ are the same text; ./stdlib is a folder."""
+    path = str(PurePath(data))
+    return data if path == STANDARD_LIBRARY else path
+
+
 def _known(config: object) -> None:
     """Every choice is one of those that its annotation lists."""
     for name, hint in get_type_hints(type(config)).items():
@@ -170,9 +176,9 @@ class RunConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("data", "valid_data"):  # d and d/ are the same run
+        for name in ("data", "valid_data"):
             if getattr(self, name):
-                object.__setattr__(self, name, str(PurePath(getattr(self, name))))
+                object.__setattr__(self, name, name_of_text(getattr(self, name)))
         if self.sparsity is not None:
             _sparsities(self.sparsity)
         _known(self)

@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import import_module
-from pathlib import Path, PurePath
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from smupar import __version__
-from smupar.lm.config import STANDARD_LIBRARY, RunConfig
+from smupar.lm.config import STANDARD_LIBRARY, RunConfig, name_of_text
 from smupar.lm.cost import Cost, estimate
 from smupar.lm.data import padded_vocab
 from smupar.lm.distributed import device_name, pick_device
@@ -93,7 +93,7 @@ def make_scale(name: ScaleName, data: str | None, *, reads: bool = True) -> Scal
         raise ValueError(f"scale {name} needs text: make some with `smupar data prepare` and pass --data FOLDER")
     if data == STANDARD_LIBRARY:
         return Scale(name)
-    return Scale(name, str(PurePath(data)), padded_vocab(read_index(data).tokenizer.vocab_size))
+    return Scale(name, name_of_text(data), padded_vocab(read_index(data).tokenizer.vocab_size))
 
 
 def reproduce(name: str, scale: Scale, how: EngineConfig, *, out: str, data_dir: str | None = None) -> Reproduced:

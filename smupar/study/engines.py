@@ -130,6 +130,8 @@ def _ended_by_sigterm() -> Iterator[None]:
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
     try:
         yield
+    except SystemExit as error:
+        raise SystemExit(_TERMINATED) from error  # where Ray waits it becomes its own, with 1
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -10,7 +10,9 @@ import contextlib
 import itertools
 import math
 import os
+import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -69,6 +71,7 @@ def _connected(address: str) -> Iterator[Any]:
         yield ray
         return
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     if address == "local":
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         ray.init(address="local", include_dashboard=False, **quiet)
@@ -78,6 +81,8 @@ def _connected(address: str) -> Iterator[Any]:
             ray.init(address=address, **quiet)
         except ConnectionError as error:
             raise ValueError(_nobody(address)) from error
+    if callable(on_sigterm) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, on_sigterm)  # ray.init puts its own there, which ends with other codes
     try:
         yield ray
     finally:

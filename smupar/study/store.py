@@ -62,7 +62,7 @@ class Study:
         if study.folder.exists() and not (study.folder / "study.json").exists() and any(study.folder.iterdir()):
             raise ValueError(f"{folder} holds other files and no study: choose another --out")
         is_new = not study.folder.exists()
-        with locked(study.folder), study._undone_if_empty(is_new):
+        with locked(study.folder), study._undone_if_nothing_ran(is_new):
             described = {"format": FORMAT, "version": __version__, "definition": _plain(definition), "command": command}
             if not (study.folder / "study.json").exists() or _has_grown(study, described):
                 write_atomic(study.folder / "study.json", json.dumps(described, indent=1))
@@ -70,12 +70,16 @@ class Study:
             yield study
 
     @contextlib.contextmanager
-    def _undone_if_empty(self, is_new: bool) -> Iterator[None]:
+    def _undone_if_nothing_ran(self, is_new: bool) -> Iterator[None]:
         """A command that fails before its first run has a mistake: it must not keep the right one out of the folder."""
+        file, runs = self.folder / "study.json", set(self.runs.glob("*"))
+        before = file.read_text() if file.exists() else None
         try:
             yield
         except BaseException:
-            if is_new and not any(self.runs.glob("*")):
+            if set(self.runs.glob("*")) == runs and before is not None:
+                write_atomic(file, before)  # as it was before it grew
+            elif is_new and not any(self.runs.glob("*")):
                 shutil.rmtree(self.folder, ignore_errors=True)
             raise
 

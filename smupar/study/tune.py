@@ -208,7 +208,7 @@ def _edge(value: float, ends: tuple[float, float]) -> str | None:
 def doubts(path: str | Path, *, optimizer: str, rule: str) -> list[str]:
     """Why what a best.json holds may not fit a run."""
     source, found = _read_best(path).get("source", {}), []
-    if source.get("optimizer", optimizer) != optimizer:
+    if source.get("optimizer", optimizer).lower() != optimizer.lower():
         found.append(
             f"what {path} holds was tuned with {source['optimizer']}, this is {optimizer}: its learning rate is another"
         )
