@@ -43,7 +43,8 @@ def write_report(study: Study) -> str:
         if definition.get("kind") == "sweep" and "run" in definition:
             every = grid(RunConfig.from_json(json.dumps(definition["run"])), definition["axes"])
             wanted = list({config.id: config for config in every}.values())  # 0.01,0.02,0.01 names a run twice
-            unfinished, results = _unfinished(study, [lambda study: wanted]), study.results(wanted)  # in the grid's order
+            unfinished = _unfinished(study, [lambda study: wanted])
+            results = study.results(wanted) or results  # in the grid's order
         drawn, found = sweep_panels(results, definition.get("axes", {})), f"{unfinished} {best_of(results)}".strip()
     page = _page(found, drawn, results, described["command"], json.dumps(definition, indent=1))
     write_atomic(study.folder / "report.html", page)
