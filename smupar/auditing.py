@@ -93,8 +93,7 @@ def audit(
 
 def _may_mix(model: nn.Module, all_: list[torch.optim.Optimizer]) -> list[str]:
     """Optimizers nothing is known about that train masked weights and leave their updates unmasked."""
-    dense = {name: p for name, p in model.named_parameters() if not compressed(model, name)}
-    masked = {id(p) for name, p in dense.items() if mask_of(model, name) is not None}
+    masked = {id(p) for name, p in model.named_parameters() if has_mask(model, name) and not compressed(model, name)}
     return [
         type(one).__name__
         for one in all_
@@ -304,6 +303,9 @@ def _optimizers(
         findings += _unused_decay(optimizer)
         owned = [names[id(p)] for group in groups for p in group["params"] if id(p) in names]
         masked = any(has_mask(model, name) for name in owned)
+        if masked and any(group.get("eps") == 0 for group in groups):
+            text = "an epsilon of 0 divides 0 by 0 where weights are off the mask, and they become no numbers: leave it at 1e-8"
+            findings.append(Finding(text, "optimizer"))
         if family == "muon" and any(group.get("adjust_lr_fn") == "match_rms_adamw" for group in groups):
             text = "Muon with adjust_lr_fn='match_rms_adamw' sizes its update in another way than the rule: use the default"
             findings.append(Finding(text, "LR"))

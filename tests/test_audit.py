@@ -686,3 +686,13 @@ def test_optimizer_that_may_mix_entries_is_warned_of_until_its_updates_are_maske
     assert not recwarn.list
     train(model, optimizer)
     assert not model.fc2.weight.detach()[~model.fc2.weight_mask].any()
+
+
+def test_epsilon_of_zero_is_refused_with_masks():
+    model, plan = mlp()
+    optimizer = torch.optim.AdamW(smupar.param_groups(model, plan, lr=0.01), eps=0.0)
+    assert "an epsilon of 0 divides 0 by 0" in only_finding(model, plan, optimizer)
+    train(model, optimizer)
+    assert model.fc2.weight.isnan().any()  # or it would be no fault
+    dense, plan = mlp(density=1)
+    smupar.audit(dense, plan, torch.optim.AdamW(smupar.param_groups(dense, plan, lr=0.01), eps=0.0))
