@@ -59,7 +59,10 @@ def layer_rates(model: nn.Module, plan: Plan, optimizer: Any) -> LayerRates:
     names = hidden()
     fresh = [one for one in every if id(one) not in found]
     for one in every:
-        (_refuse if id(one) not in found else _refuse_other_model)(one, names)
+        if id(one) in found:
+            _refuse_other_model(one, names)
+        else:
+            _refuse(one, names)
     rates = next(iter(found.values()), LayerRates(list(names.values())))
     for one in fresh:
         _split(one, names)

@@ -13,7 +13,7 @@ from smupar.paper.figure import Claim, all_of, title
 from smupar.paper.settings import Scale
 
 TITLE = "Coordinate check over density"
-SHOWS = "Activations of SP and muP vanish as weights are removed, SmuPar's keep their size; gradients are in its text."
+SHOWS = "Activations of SP and muP vanish as weights are removed, SmuPar's keep their size. The text names gradients too."
 FINDING = 1
 RULES = ("sp", "mup", "smupar")
 
