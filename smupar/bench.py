@@ -24,7 +24,7 @@ from smupar.lm.config import Execution, ModelConfig, RunConfig
 from smupar.lm.cost import peak_flops
 from smupar.lm.distributed import World, pick_device
 from smupar.lm.gpt import GPT, on_meta, plan_on_meta, use_flex_attention
-from smupar.lm.recipes import gpt_610m
+from smupar.lm.presets import gpt_610m
 from smupar.lm.shard_writer import write_tokens
 from smupar.lm.shards import TokenizerInfo, Tokens, open_tokens
 from smupar.lm.stack import GPTStack

@@ -21,7 +21,7 @@ from smupar.lm.gpt import (
     rotate,
     use_flex_attention,
 )
-from smupar.lm.recipes import recipe
+from smupar.lm.presets import preset
 
 POSITIONS = ("alibi", "rotary", "learned", "none")
 SMALL = ModelConfig(width=64, depth=2, head_dim=16, vocab_size=101, context=32)
@@ -209,7 +209,7 @@ def test_610m_model_has_the_parameters_of_the_paper():
     d, inner, vocab, depth = 2048, 5461, 50257, 10  # 12.13B tokens of Table 4 are 20 for each of them
     block = (4 * d * d + 4 * d) + (3 * d * inner + 2 * inner + d) + 4 * d  # attention, MLP, norms, all with biases
     assert vocab * d + depth * block + 2 * d == 606_519_972
-    config = recipe("paper-610m")
+    config = preset("paper-610m")
     assert (config.model.width, config.model.depth, config.model.inner_width, config.model.vocab_size) == (
         d,
         depth,

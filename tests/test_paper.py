@@ -17,7 +17,7 @@ from smupar.lm.config import ExportConfig, ModelConfig, RunConfig
 from smupar.lm.export import export
 from smupar.lm.folder import Summary
 from smupar.lm.gpt import plan_on_meta
-from smupar.lm.recipes import TABLE_3
+from smupar.lm.presets import TABLE_3
 from smupar.paper import (
     fig01,
     fig03,

@@ -40,7 +40,7 @@ _LINE_SECONDS = 10.0
 
 def train(config: RunConfig, how: Execution | None = None) -> Summary:
     """Trains one GPT as configured: prints its plan, shows progress, leaves metrics and checkpoints in the run's folder."""
-    how = how or Execution()
+    config, how = config.normalised, how or Execution()
     path = Path(how.out) if how.out else default_folder(config)
     with join(how) as world, _Stop() as stop:
         if not world.is_main:

@@ -21,9 +21,8 @@ from typing import Any
 import torch
 
 from smupar import __version__
-from smupar.lm.config import STANDARD_LIBRARY, RunConfig, name_of_text
+from smupar.lm.config import STANDARD_LIBRARY, RunConfig, name_of_text, padded_vocab
 from smupar.lm.cost import Cost, estimate
-from smupar.lm.data import padded_vocab
 from smupar.lm.distributed import device_name, pick_device
 from smupar.lm.files import write_atomic
 from smupar.lm.folder import versions

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from smupar.lm.config import RunConfig
-from smupar.lm.recipes import TABLE_3
+from smupar.lm.presets import TABLE_3
 from smupar.paper.figure import Claim, Rows
 from smupar.paper.settings import Scale
 from smupar.study.config import TUNED, TuneConfig

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from smupar.lm.config import ModelConfig, RunConfig
@@ -50,13 +50,23 @@ class TransferConfig:
         for name in ("rules", "sparsities", "widths"):
             if not getattr(self, name):
                 raise ValueError(f"{name} is empty: give at least one")
-            object.__setattr__(self, name, tuple(dict.fromkeys(getattr(self, name))))
         if "moment" in self.rules and not self.run.prunes:
             raise ValueError("moment is SmuPar with the density of the moment: it needs --dynamic gmp or imp")
         if self.seeds < 1 or min(self.widths) < 1:
             raise ValueError(f"seeds and widths must be at least 1, got {self.seeds} and {min(self.widths)}")
         if self.values and (len(set(self.values)) < 3 or min(self.values) <= 0):
             raise ValueError("values needs three or more different numbers above 0: an optimum has neighbours")
+
+    @property
+    def normalised(self) -> TransferConfig:
+        """The same study without what is named twice."""
+        return replace(
+            self,
+            run=self.run.normalised,
+            rules=tuple(dict.fromkeys(self.rules)),
+            sparsities=tuple(dict.fromkeys(self.sparsities)),
+            widths=tuple(dict.fromkeys(self.widths)),
+        )
 
 
 @dataclass(frozen=True)
@@ -88,6 +98,10 @@ class TuneConfig:
         for name, (low, high) in self.ranges.items():
             if not 0 < low < high < math.inf:
                 raise ValueError(f"{name}_range must be two numbers above 0, the smaller first, got {low:g} and {high:g}")
+
+    @property
+    def normalised(self) -> TuneConfig:
+        return replace(self, run=self.run.normalised)
 
     @property
     def ranges(self) -> dict[str, tuple[float, float]]:

@@ -193,7 +193,7 @@ def analyse(config: TransferConfig, results: Iterable[Result], trace: str | None
     """One verdict per rule, from the results that are there; ``trace``: the one that measured updates follow."""
     by_id = {result.config.id: result for result in results}
     verdicts = []
-    for rule in config.rules:
+    for rule in config.normalised.rules:
         proxy, *targets = (_curve(config, by_id, wanted, trace) for wanted in _curves_wanted(config) if wanted.rule == rule)
         if proxy.diverged:
             raise ValueError(f"all runs of {rule} on the proxy diverged: sweep smaller values of {config.axis} (--values)")
@@ -255,7 +255,7 @@ class _Wanted(NamedTuple):
 
 def _curves_wanted(config: TransferConfig) -> list[_Wanted]:
     """Of every rule, the proxy first."""
-    wanted = []
+    config, wanted = config.normalised, []
     for rule in config.rules:
         title = _title(rule)  # names an unknown one
         if config.axis.startswith("alpha") and rule not in _OURS and not get_rule(rule).has_alphas:
