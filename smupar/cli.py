@@ -19,7 +19,7 @@ import tyro
 from smupar import commands
 from smupar.flags import Call, parser_of
 from smupar.lm.config import RunConfig
-from smupar.resolve import start
+from smupar.resolve import Request, start
 from smupar.study.config import TransferConfig, TuneConfig
 
 _COMMANDS: dict[str, Callable[..., None]] = {
@@ -38,19 +38,21 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "data": commands.data,
     "eval": commands.evaluate,
 }
-_EVAL_STEPS: dict[str, Callable[..., None]] = {
-    "requests": commands.requests,
-    "score": commands.score,
-    "table": commands.table,
+_STEPS: dict[tuple[str, ...], Callable[..., None]] = {
+    ("data", "prepare"): commands.prepare,
+    ("data", "verify"): commands.verify,
+    ("eval", "requests"): commands.requests,
+    ("eval", "score"): commands.score,
+    ("eval", "table"): commands.table,
 }
-_KINDS: dict[Callable[..., None], type[Any]] = {
-    commands.plan: RunConfig,
-    commands.train: RunConfig,
-    commands.sweep: RunConfig,
-    commands.transfer: TransferConfig,
-    commands.tune: TuneConfig,
+_STARTS: dict[str, type[Any]] = {
+    "plan": RunConfig,
+    "train": RunConfig,
+    "sweep": RunConfig,
+    "transfer": TransferConfig,
+    "tune": TuneConfig,
 }
-"""Commands whose flags have defaults that depend on what else is typed."""
+"""The configurations whose defaults depend on what is typed, by command."""
 _HELP = ("-h", "--help")
 
 
@@ -94,17 +96,30 @@ def _is_of_the_machine(error: Exception) -> bool:
 
 
 def _run(argv: list[str]) -> None:
-    shown = _defaults([word for word in argv if word not in _HELP]) if set(argv) & set(_HELP) else {}
+    shown: dict[type, Any] = {}
+    if set(argv) & set(_HELP) and (kind := _STARTS.get(argv[0])):
+        shown[kind] = start(kind, _request([word for word in argv if word not in _HELP]))
     parse(argv, shown)()
+
+
+def _request(argv: list[str]) -> Request:
+    """What was typed beside the wish for help; nothing if there is a mistake in it."""
+    if len(argv) > 1:
+        with suppress(SystemExit):
+            call = parse(argv, {}, prints=False)
+            (preset,) = call.args or ("demo",)
+            return commands.request_of(call.keywords["config"], preset, call.keywords.get("hps"))
+    return Request()
 
 
 def parse(argv: list[str], shown: Mapping[type, Any], *, prints: bool = True) -> Call:
     """The call that argv asks for. Help and mistakes end the program; help names the fields of ``shown`` as defaults."""
-    if argv[:1] == ["eval"] and len(argv) > 1 and (step := _EVAL_STEPS.get(argv[1])):  # else a folder
-        prog = f"smupar eval {argv[1]}"
+    if step := _STEPS.get(tuple(argv[:2])):
+        prog = " ".join(("smupar", *argv[:2]))
         return tyro.cli(parser_of(step, shown), prog=prog, args=argv[2:], console_outputs=prints)
+    read = set(_COMMANDS) if "completion" in argv[0] else {argv[0]}  # of the others tyro reads the first line
     call: Call = tyro.extras.subcommand_cli_from_dict(
-        {name: parser_of(command, shown) for name, command in _COMMANDS.items()},
+        {name: parser_of(command, shown) if name in read else command for name, command in _COMMANDS.items()},
         prog="smupar",
         description="Tune a small dense model, train wide sparse ones with the same hyperparameters. "
         "--version says what is installed; --tyro-print-completion bash (or zsh) prints what completes these commands.",
@@ -112,13 +127,3 @@ def parse(argv: list[str], shown: Mapping[type, Any], *, prints: bool = True) ->
         console_outputs=prints,
     )
     return call
-
-
-def _defaults(argv: list[str]) -> Mapping[type, Any]:
-    """What the flags of a command start from: its preset under the rule that is typed, tuned values, the text's vocabulary."""
-    with suppress(SystemExit):  # a mistake beside the wish for help
-        call = parse(argv, {}, prints=False)
-        if kind := _KINDS.get(call.func):
-            (preset,) = call.args or ("demo",)
-            return {kind: start(kind, commands.request_of(call.keywords["config"], preset, call.keywords.get("hps")))}
-    return {}

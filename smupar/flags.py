@@ -11,9 +11,10 @@ import ast
 import inspect
 import itertools
 import shlex
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Annotated, Any, Required, TypeAlias, TypedDict, get_args, get_type_hints
 
 import tyro
@@ -49,9 +50,9 @@ def parser_of(command: Callable[..., None], shown: Mapping[type, Any]) -> Callab
 
 def _flags(kind: type[Any], shown: Any = None, described: str | None = None) -> Any:
     """A dictionary type, of which tyro leaves out the keys whose flags are not typed."""
-    hints, docs, keys = get_type_hints(kind), _docs_of_fields(kind), {}
+    hints, docs, keys = get_type_hints(kind), _docs_of_fields(kind.__module__), {}
     for item in fields(kind):
-        hint, doc = hints[item.name], docs.get(item.name)
+        hint, doc = hints[item.name], docs.get((kind.__name__, item.name))
         default = default_of(item) if shown is None else getattr(shown, item.name)
         if is_dataclass(default):
             keys[item.name] = _flags(hint, default, doc)
@@ -69,15 +70,16 @@ def _words(value: Any) -> str:
     return " ".join(shlex.quote(str(part)) for part in (value if isinstance(value, tuple) else (value,)))
 
 
-def _docs_of_fields(kind: type[Any]) -> dict[str, str]:
-    """The string that follows a field in the source, for each that has one."""
-    (definition,) = ast.parse(inspect.getsource(kind)).body
-    assert isinstance(definition, ast.ClassDef)
+@lru_cache
+def _docs_of_fields(module: str) -> dict[tuple[str, str], str]:
+    """The string that follows a field in the source, by the names of its class and itself."""
+    classes = (node for node in ast.parse(inspect.getsource(sys.modules[module])).body if isinstance(node, ast.ClassDef))
     docs = {}
-    for pair in itertools.pairwise(definition.body):
-        match pair:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                docs[name] = " ".join(text.split())
+    for node in classes:
+        for pair in itertools.pairwise(node.body):
+            match pair:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    docs[node.name, name] = " ".join(text.split())
     return docs
 
 
