@@ -91,7 +91,7 @@ def _told(error: Exception) -> str:
 
 
 def _is_of_the_machine(error: Exception) -> bool:
-    """Out of memory or disk, told by libraries in their own words."""
+    """Out of memory or disk, told by libraries in their own words; torch has no class for a CPU without memory left."""
     return type(error).__name__ in ("SafetensorError", "OutOfMemoryError", "MemoryError") or "not enough memory" in str(error)
 
 
@@ -117,9 +117,8 @@ def parse(argv: list[str], shown: Mapping[type, Any], *, prints: bool = True) ->
     if step := _STEPS.get(tuple(argv[:2])):
         prog = " ".join(("smupar", *argv[:2]))
         return tyro.cli(parser_of(step, shown), prog=prog, args=argv[2:], console_outputs=prints)
-    read = set(_COMMANDS) if "completion" in argv[0] else {argv[0]}  # of the others tyro reads the first line
     call: Call = tyro.extras.subcommand_cli_from_dict(
-        {name: parser_of(command, shown) if name in read else command for name, command in _COMMANDS.items()},
+        {name: parser_of(command, shown) for name, command in _COMMANDS.items()},
         prog="smupar",
         description="Tune a small dense model, train wide sparse ones with the same hyperparameters. "
         "--version says what is installed; --tyro-print-completion bash (or zsh) prints what completes these commands.",

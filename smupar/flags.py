@@ -43,7 +43,11 @@ def parser_of(command: Callable[..., None], shown: Mapping[type, Any]) -> Callab
         return partial(command, *args, **{name: _flat(value) if name in kinds else value for name, value in options.items()})
 
     parsed.__doc__ = command.__doc__
-    parsed.__annotations__ = hints | {name: _flags(kind, shown.get(kind)) for name, kind in kinds.items()}
+    parsed.__annotations__ = hints | {
+        # A factory, because tyro reads the parameters of the chosen command only.
+        name: Annotated[Any, tyro.conf.arg(constructor_factory=partial(_flags, kind, shown.get(kind)))]
+        for name, kind in kinds.items()
+    }
     parsed.__signature__ = inspect.signature(command)  # type: ignore[attr-defined]
     return parsed
 

@@ -418,7 +418,9 @@ def test_studies_without_sense_are_refused_before_they_start(command, message, t
 
 def test_values_that_are_given_twice_are_taken_once():
     config = TransferConfig(run=TINY, rules=("sp", "sp"), sparsities=(0.75, 0.75), widths=(64, 64))
-    assert (config.rules, config.sparsities, config.widths) == (("sp",), (0.75,), (64,))
+    once = TransferConfig(run=TINY, rules=("sp",), sparsities=(0.75,), widths=(64,))
+    assert config.normalised == once
+    assert proposals(config) == proposals(once)
 
 
 def test_mistaken_command_leaves_no_folder_behind(tmp_path, capsys):

@@ -16,13 +16,14 @@ _ROUNDING = 1e-3  # of a sparsity that a pattern fixes
 
 
 @lru_cache
-def _choices(kind: type[Any]) -> dict[str, tuple[Any, ...]]:
+def _choices(kind: Any) -> dict[str, tuple[Any, ...]]:
     return {name: get_args(hint) for name, hint in get_type_hints(kind).items() if get_origin(hint) is Literal}
 
 
-def check_choices(config: Any) -> None:
+def check_choices(config: object) -> None:
     """Every choice is one of those that its annotation lists."""
-    for name, known in _choices(type(config)).items():
+    kind: Any = type(config)
+    for name, known in _choices(kind).items():
         if getattr(config, name) not in known:
             raise ValueError(f"{name} must be one of {', '.join(map(str, known))}, got {getattr(config, name)!r}")
 
