@@ -22,7 +22,7 @@ from smupar.lm.config import RunConfig
 from smupar.resolve import Request, start
 from smupar.study.config import TransferConfig, TuneConfig
 
-_COMMANDS: dict[str, Callable[..., None]] = {
+COMMANDS: dict[str, Callable[..., None]] = {
     "rules": commands.rules,
     "plan": commands.plan,
     "check": commands.check,
@@ -118,7 +118,7 @@ def parse(argv: list[str], shown: Mapping[type, Any], *, prints: bool = True) ->
         prog = " ".join(("smupar", *argv[:2]))
         return tyro.cli(parser_of(step, shown), prog=prog, args=argv[2:], console_outputs=prints)
     call: Call = tyro.extras.subcommand_cli_from_dict(
-        {name: parser_of(command, shown) for name, command in _COMMANDS.items()},
+        {name: parser_of(command, shown) for name, command in COMMANDS.items()},
         prog="smupar",
         description="Tune a small dense model, train wide sparse ones with the same hyperparameters. "
         "--version says what is installed; --tyro-print-completion bash (or zsh) prints what completes these commands.",

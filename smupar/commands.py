@@ -37,7 +37,7 @@ Preset = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="[PRESET]")]]
 Run = Annotated[Typed, RunConfig]
 How = Annotated[Typed, Execution]
 Engine = Annotated[Typed, EngineConfig]
-_EXIT_CODES = {"finished": 0, "diverged": 3, "interrupted": 130, "terminated": 143}
+EXIT_CODES = {"finished": 0, "diverged": 3, "interrupted": 130, "terminated": 143}
 
 
 def rules(markdown: bool = False) -> None:
@@ -183,7 +183,7 @@ def train(
     summary = carry_out(run, Execution(**how))
     if int(os.environ.get("RANK", 0)) == 0:
         print(_ending(summary, run))
-    sys.exit(_EXIT_CODES[summary.status])
+    sys.exit(EXIT_CODES[summary.status])
 
 
 def sweep(
