@@ -1,4 +1,5 @@
-"""The command line: argv is parsed once, into a call of one of ``commands``, which is then made.
+"""The command line: argv is parsed into a call of a command, which is then made. Help is shown with the defaults that hold for
+what else was typed.
 
 Exit codes, as in docs/command-line.md: 0 done, 1 a check or a claim that does not hold, 2 bad input or a full disk (one line
 says what and the remedy), 3 a run that diverged, 130 interrupted, 141 nobody reads on, 143 ended by SIGTERM; a training run

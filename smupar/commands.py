@@ -27,7 +27,8 @@ from smupar.lm.config import (
     TasksConfig,
     changed,
 )
-from smupar.resolve import Hps, Request, resolve, resolve_training
+from smupar.lm.validation import refuse
+from smupar.resolve import Request, resolve, resolve_training
 from smupar.study.config import EngineConfig, TransferConfig, TuneConfig
 
 if TYPE_CHECKING:
@@ -124,12 +125,9 @@ def bench(
     """
     from smupar.bench import BENCHES
 
-    if repeats < 1:
-        raise ValueError(f"--repeats must be at least 1, got {repeats}")
-    if out is not None and what != "sparse":
-        raise ValueError(f"--out is for bench sparse, {what} writes no files: leave it out")
-    if device is not None and what != "sparse":
-        raise ValueError(f"--device is for bench sparse, {what} runs where it can: leave it out")
+    refuse(repeats < 1, f"--repeats must be at least 1, got {repeats}")
+    refuse(out is not None and what != "sparse", f"--out is for bench sparse, {what} writes no files: leave it out")
+    refuse(device is not None and what != "sparse", f"--device is for bench sparse, {what} runs where it can: leave it out")
     print(BENCHES[what](repeats=repeats, **{k: v for k, v in {"out": out, "device": device}.items() if v is not None}))
 
 
@@ -279,7 +277,7 @@ def reproduce(
         print(ended[-1], flush=True)
         if publish is not None:
             print(write_page(ended[-1], wanted, publish))
-    sys.exit(0 if all(one.claim.holds for one in ended) else 1)
+    sys.exit(0 if all(done.claim.holds for done in ended) else 1)
 
 
 def tune(config: Annotated[Typed, TuneConfig], how: Engine, out: str = "runs/tune") -> None:
@@ -417,12 +415,12 @@ def request_of(typed: Typed, preset: str = "demo", hps: str | None = None) -> Re
     if hps is not None:
         from smupar.study.tune import read_hps
 
-        tuned = Hps(hps, read_hps(hps))
+        tuned = read_hps(hps)
     if (text := typed.get("data", STANDARD_LIBRARY)) != STANDARD_LIBRARY:
         from smupar.lm.shards import read_index
 
         vocab_size = read_index(text).tokenizer.vocab_size
-    return Request(typed, preset, tuned, vocab_size)
+    return Request(typed, preset, vocab_size, tuned, hps)
 
 
 def _command() -> str:

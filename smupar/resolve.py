@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from smupar.lm.config import RunConfig, changed, padded_vocab
 from smupar.lm.presets import preset
+from smupar.lm.validation import refuse
 from smupar.study.config import TransferConfig, TuneConfig
 
 Kind = TypeVar("Kind", RunConfig, TransferConfig, TuneConfig)
@@ -43,23 +44,17 @@ _SHORT = {"steps": 200, "warmup": None, "valid_batches": 1}
 
 
 @dataclass(frozen=True)
-class Hps:
-    """Tuned hyperparameters, with the base width that they are for, and the file that holds them."""
-
-    file: str
-    values: Mapping[str, float]
-
-
-@dataclass(frozen=True)
 class Request:
     """What was typed, and what the files that it names hold."""
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     """The fields of a configuration whose flags were typed."""
     preset: str = "demo"
-    hps: Hps | None = None
     vocab_size: int = 0
     """Number of tokens of the text's tokenizer."""
+    hps: Mapping[str, float] | None = None
+    """Tuned hyperparameters, with the base width that they are for."""
+    hps_file: str | None = None
 
 
 def start(kind: type[Kind], request: Request) -> Kind:
@@ -80,10 +75,7 @@ def resolve_training(request: Request, *, dry_run: bool = False, machine: Mappin
     """The run to train, or to compute the cost of on a ``machine``."""
     _refuse_what_does_nothing(request.fields, start(RunConfig, request))
     for name in machine or {}:
-        if not dry_run:
-            raise ValueError(
-                f"{_flag(name)} is for --dry-run; on several GPUs: torchrun --nproc-per-node 8 -m smupar train ..."
-            )
+        refuse(not dry_run, f"{_flag(name)} is for --dry-run; on several GPUs: torchrun --nproc-per-node 8 -m smupar train ...")
     return resolve(RunConfig, request)
 
 
@@ -94,10 +86,10 @@ def _origin(kind: type[Kind], request: Request) -> tuple[Kind, dict[str, Any]]:
     if request.vocab_size > run.model.vocab_size:
         values["vocab_size"] = padded_vocab(request.vocab_size)
     if request.hps:
-        file, tuned = request.hps.file, request.hps.values
-        if (asked := typed.get("base_width", tuned["base_width"])) != tuned["base_width"]:
-            raise ValueError(f"what {file} holds is for --base-width {tuned['base_width']}, not {asked}: leave the flag out")
-        values |= tuned
+        width = request.hps["base_width"]
+        asked = typed.get("base_width", width)
+        refuse(asked != width, f"what {request.hps_file} holds is for --base-width {width}, not {asked}: leave the flag out")
+        values |= request.hps
     if issubclass(kind, RunConfig):
         return run, values
     if issubclass(kind, TransferConfig):
@@ -109,8 +101,7 @@ def _origin(kind: type[Kind], request: Request) -> tuple[Kind, dict[str, Any]]:
 def _refuse_what_transfer_sets(typed: Mapping[str, Any]) -> None:
     swept = {typed.get("axis", "lr"): "it is what is swept, name its values with --values"}
     for name, remedy in (_SET_BY_TRANSFER | swept).items():
-        if name in typed:
-            raise ValueError(f"transfer has no use for {_flag(name)}: {remedy}")
+        refuse(name in typed, f"transfer has no use for {_flag(name)}: {remedy}")
 
 
 def _refuse_what_does_nothing(typed: Mapping[str, Any], before: RunConfig) -> None:
@@ -118,8 +109,10 @@ def _refuse_what_does_nothing(typed: Mapping[str, Any], before: RunConfig) -> No
     for name, (other, values) in _NEEDS.items():
         value = chosen[other].lower()
         has_adamw_beside = other == "optimizer" and typed.get("rest_lr") is not None
-        if name in typed and value not in values and not has_adamw_beside:
-            raise ValueError(f"{_flag(name)} does nothing with {_flag(other)} {value}: it is for {', '.join(values)}")
+        refuse(
+            name in typed and value not in values and not has_adamw_beside,
+            f"{_flag(name)} does nothing with {_flag(other)} {value}: it is for {', '.join(values)}",
+        )
 
 
 def _flag(name: str) -> str:

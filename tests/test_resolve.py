@@ -10,10 +10,10 @@ import pytest
 from smupar.cli import parse
 from smupar.lm.config import FIRST_FIELDS, LATER_FIELDS, ModelConfig, RunConfig, changed
 from smupar.lm.presets import PRESETS, TABLE_3, preset
-from smupar.resolve import Hps, Request, resolve, resolve_training, start
+from smupar.resolve import Request, resolve, resolve_training, start
 from smupar.study.config import TransferConfig, TuneConfig
 
-HPS = Hps("best.json", {"lr": 0.01, "init_std": 0.1, "alpha_input": 9.0, "alpha_output": 1.0, "base_width": 32})
+HPS = {"lr": 0.01, "init_std": 0.1, "alpha_input": 9.0, "alpha_output": 1.0, "base_width": 32}
 
 
 def test_without_flags_a_run_is_its_preset():
@@ -22,7 +22,7 @@ def test_without_flags_a_run_is_its_preset():
 
 
 def test_flags_win_over_tuned_values_and_these_over_the_preset():
-    request = Request({"lr": 0.5, "width": 1024}, "paper-610m", Hps("best.json", {**HPS.values, "base_width": 128}))
+    request = Request({"lr": 0.5, "width": 1024}, "paper-610m", hps={**HPS, "base_width": 128})
     run = resolve(RunConfig, request)
     assert (run.lr, run.init_std, run.base_width, run.model.width) == (0.5, 0.1, 128, 1024)
     assert run.steps == preset("paper-610m").steps
@@ -51,7 +51,7 @@ def test_vocabulary_is_that_of_the_text_unless_typed(needed, typed, size):
 
 def test_tuned_values_are_for_their_base_width():
     with pytest.raises(ValueError, match=r"what best\.json holds is for --base-width 32, not 64: leave the flag out"):
-        resolve(RunConfig, Request({"base_width": 64}, hps=HPS))
+        resolve(RunConfig, Request({"base_width": 64}, hps=HPS, hps_file="best.json"))
     assert resolve(RunConfig, Request({"base_width": 32}, hps=HPS)).lr == 0.01
 
 

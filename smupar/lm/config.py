@@ -24,6 +24,7 @@ from smupar.lm.validation import (
     check_run,
     check_sparsities,
     n_of_m,
+    refuse,
 )
 
 _Config = TypeVar("_Config")
@@ -345,8 +346,10 @@ class Execution:
         check_choices(self)
         check_positive(self, "keep", "log_every")
         check_not_negative(self, "micro_batch", "save_every", "valid_every")
-        if self.peak_tflops is not None and not 0 < self.peak_tflops < math.inf:
-            raise ValueError(f"peak_tflops must be a number above 0, got {self.peak_tflops}")
+        refuse(
+            self.peak_tflops is not None and not 0 < self.peak_tflops < math.inf,
+            f"peak_tflops must be a number above 0, got {self.peak_tflops}",
+        )
 
 
 @dataclass(frozen=True)
@@ -419,8 +422,7 @@ class CheckConfig:
         check_positive(self, "steps", "seeds", "depth", "batch_size", "seq_len", "base_width")
         check_not_negative(self, "lr", "init_std", "alpha_input", "alpha_output")
         check_sparsities(*self.sparsities)
-        if not self.widths or min(self.widths) < 1:
-            raise ValueError(f"widths must be whole numbers from 1 on, got {self.widths}")
+        refuse(not self.widths or min(self.widths) < 1, f"widths must be whole numbers from 1 on, got {self.widths}")
 
 
 @dataclass(frozen=True)
@@ -472,13 +474,13 @@ class TasksConfig:
     """Only the first so many documents of each task."""
 
     def __post_init__(self) -> None:
-        unknown = [task for task in self.tasks if task not in TASKS]
-        if unknown:
-            raise ValueError(f"unknown task {unknown[0]!r}: choose among {', '.join(TASKS)}")
-        if not self.tasks or len(set(self.tasks)) < len(self.tasks):
-            raise ValueError(f"--tasks names each task once, at least one, got {' '.join(self.tasks) or 'none'}")
-        if self.limit is not None:
-            check_positive(self, "limit")
+        for task in self.tasks:
+            refuse(task not in TASKS, f"unknown task {task!r}: choose among {', '.join(TASKS)}")
+        refuse(
+            not self.tasks or len(set(self.tasks)) < len(self.tasks),
+            f"--tasks names each task once, at least one, got {' '.join(self.tasks) or 'none'}",
+        )
+        check_positive(self, *(() if self.limit is None else ("limit",)))
 
 
 @dataclass(frozen=True)
@@ -510,7 +512,7 @@ class EvalConfig:
     """Folder for results.json, table.md, table.csv. Started again, only what is missing is computed."""
 
     def __post_init__(self) -> None:
-        if not self.folders:
-            raise ValueError("no model: give the folder of a run, a checkpoint, an export, or a model that transformers reads")
-        if len(set(self.folders)) < len(self.folders):
-            raise ValueError("a folder is given twice: name each model once")
+        refuse(
+            not self.folders, "no model: give the folder of a run, a checkpoint, an export, or a model that transformers reads"
+        )
+        refuse(len(set(self.folders)) < len(self.folders), "a folder is given twice: name each model once")
