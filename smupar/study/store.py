@@ -21,7 +21,7 @@ from typing import Any
 from smupar import __version__
 from smupar.lm.config import RunConfig
 from smupar.lm.files import locked, write_atomic
-from smupar.lm.folder import TRACE_FILE, Summary, read_config, read_summary
+from smupar.lm.folder import TRACE_FILE, Row, Summary, metrics_line, read_config, read_summary
 from smupar.lm.tokenizer import optional
 from smupar.updates.trace import Trace
 
@@ -116,14 +116,12 @@ class Study:
         unique = {config.id: config for config in configs}
         return [config for id_, config in unique.items() if not (self.runs / id_ / "summary.json").exists()]
 
-    def add(
-        self, config: RunConfig, summary: Summary, metrics: Sequence[dict[str, Any]] = (), trace: Trace | None = None
-    ) -> None:
+    def add(self, config: RunConfig, summary: Summary, metrics: Sequence[Row] = (), trace: Trace | None = None) -> None:
         """Writes a finished run; its summary comes last."""
         folder = self.runs / config.id
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / "config.json", config.to_json())
-        write_atomic(folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in metrics))
+        write_atomic(folder / "metrics.jsonl", "".join(map(metrics_line, metrics)))
         if trace is not None:
             write_atomic(folder / TRACE_FILE, trace.to_json())
         write_atomic(folder / "summary.json", json.dumps(asdict(summary), indent=1))
