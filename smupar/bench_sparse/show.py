@@ -10,6 +10,7 @@ import torch
 
 from smupar.bench_sparse import cpu, gpu
 from smupar.bench_sparse.rows import Machine, Part, Row
+from smupar.pictures import new_figure
 from smupar.sparse.compiled import NoKernel, library
 
 
@@ -65,11 +66,7 @@ def _line(row: Row, long: int, on_gpu: bool) -> str:
 def draw(rows: list[Row], width: int) -> Any:
     """Time against density at one width, and against width at one density, with the floor; dense at that one width takes 1.
     Of training steps on a CPU, of a layer's passes on a GPU."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("the picture needs matplotlib: pip install 'smupar[plot]'") from error
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    figure = new_figure(figsize=(11, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     on_gpu = any(row.what == "layer" for row in rows)
     what, dense, density = ("layer", gpu.DENSE, 1 / 128) if on_gpu else ("layers", cpu.DENSE, 1 / 32)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from smupar.sparse.backends import BACKENDS, DENSE, out_dim_of
+from smupar.timing import Call, in_turns, seconds_of
 from smupar.values import num_ranks
 
 _ROUNDS = 3
@@ -77,11 +77,8 @@ def _measured(layer: nn.Module, mask: Tensor, backends: list[str], work: Work) -
             failures[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         else:
             steps[name] = step
-    seconds = dict.fromkeys(steps, float("inf"))
-    for _ in range(_ROUNDS):
-        for name, step in steps.items():
-            seconds[name] = min(seconds[name], _seconds(step, mask.device))
-    return Timing(seconds, failures)
+    rounds = in_turns(steps, _ROUNDS, lambda _, step: _seconds(step, mask.device))
+    return Timing({name: min(seconds) for name, seconds in rounds.items()}, failures)
 
 
 def _like(layer: nn.Module, mask: Tensor) -> nn.Module:
@@ -128,22 +125,8 @@ def training_step(
     return step
 
 
-def _seconds(step: Callable[[], None], device: torch.device) -> float:
+def _seconds(step: Call, device: torch.device) -> float:
     if device.type != "cuda":
-        return _seconds_of(step, 1, device)
-    once = _seconds_of(step, 3, device)
-    return _seconds_of(step, min(50, max(3, round(_GPU_SECONDS / once))), device)
-
-
-def _seconds_of(step: Callable[[], None], num_steps: int, device: torch.device) -> float:
-    _wait(device)
-    start = time.perf_counter()
-    for _ in range(num_steps):
-        step()
-    _wait(device)
-    return (time.perf_counter() - start) / num_steps
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        return seconds_of(step)
+    once = seconds_of(step, 3, device)
+    return seconds_of(step, min(50, max(3, round(_GPU_SECONDS / once))), device)
