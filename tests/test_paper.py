@@ -44,8 +44,8 @@ from smupar.paper.reproduce import FIGURES, FINDINGS, Reproduced, dry_run, figur
 from smupar.paper.settings import TABLE_4, Scale, iso_width, wpn_width
 from smupar.study.config import EngineConfig
 from smupar.study.engines import execute
+from smupar.study.optima import farthest_move
 from smupar.study.store import Result, Study
-from smupar.study.transfer import farthest_move
 
 PAPER = Scale("paper", "data/slimpajama", 50257)
 CPU = Scale("cpu")
@@ -141,9 +141,9 @@ def test_iso_widths_keep_the_number_of_weights_or_of_weights_per_neuron():
 def test_every_run_of_every_figure_can_be_planned_at_every_scale():
     for scale in (CPU, Scale("small", "data/text", 8192), PAPER):
         for name in FIGURES:
-            module = figure(name)
-            if hasattr(module, "runs"):
-                kinds = {(run.model, run.rule, run.sparsity, run.dynamic): run for run in module.runs(scale)}
+            wanted = figure(name)
+            if wanted.runs:
+                kinds = {(run.model, run.rule, run.sparsity, run.dynamic): run for run in wanted.runs(scale)}
                 assert len(plan_on_meta(list(kinds.values())[-1])) > 10
 
 
@@ -396,7 +396,7 @@ def test_published_numbers_can_be_followed_to_their_runs(path):
     assert all((RESULTS / name).exists() for name in re.findall(r"!\[[^]]*\]\(([^)]*)\)", page))
 
 
-@pytest.mark.parametrize("name", [name for name in FIGURES if hasattr(figure(name), "draw")])
+@pytest.mark.parametrize("name", [name for name in FIGURES if figure(name).draw])
 def test_published_claims_are_those_of_the_published_rows(name):
     facts = json.loads((RESULTS / f"{name}.json").read_text())
     rows = [

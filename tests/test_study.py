@@ -24,21 +24,11 @@ from smupar.lm.prepare import prepare
 from smupar.study.config import EngineConfig, TransferConfig
 from smupar.study.curves import Panel, Point, Series, draw_png
 from smupar.study.engines import execute, groups, largest_stack, settle
+from smupar.study.optima import Curve, move_in_words, moved
 from smupar.study.report import write_report
 from smupar.study.space import grid, parse_axes, parse_axis
 from smupar.study.store import Study
-from smupar.study.transfer import (
-    Curve,
-    Verdict,
-    analyse,
-    axis_values,
-    more_seeds,
-    move_in_words,
-    moved,
-    panels,
-    proposals,
-    sentence,
-)
+from smupar.study.transfer import Verdict, analyse, axis_values, more_seeds, panels, proposals, sentence
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["smupar.study.engines"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from smupar.lm.config import RunConfig
 from smupar.paper.figure import (
     Claim,
+    Figure,
     Rows,
     all_of,
     at_dense_optimum,
@@ -18,18 +19,14 @@ from smupar.paper.figure import (
 )
 from smupar.paper.settings import Scale
 from smupar.study.curves import Panel
-from smupar.study.transfer import Curve
+from smupar.study.optima import Curve
 
-TITLE = "Learning-rate transfer over sparsity"
-SHOWS = "SmuPar's best learning rate is the dense model's at every sparsity; SP's and muP's move."
-FINDING = 2
-SWEPT = ("sweep", "lr")
 RULES = ("sp", "mup", "smupar")
 _SPARSE = 0.75
 
 
 def runs(scale: Scale) -> list[RunConfig]:
-    return sweep(scale, SWEPT[0], RULES)
+    return sweep(scale, "sweep", RULES)
 
 
 def curves(rows: Rows, rule: str) -> list[Curve]:
@@ -59,3 +56,14 @@ def _better(smupar: list[Curve], others: dict[str, list[Curve]]) -> Claim:
             gaps += [(name, one.sparsity, at_dense_optimum(curves, index) / ours - 1) for name, curves in others.items()]
     words = ", ".join(f"{name} {gap:+.1%} at {sparsity:.4g}" for name, sparsity, gap in gaps)
     return Claim(all(gap > 0 for _, _, gap in gaps), f"at dense-tuned learning rates others lose more than SmuPar: {words}")
+
+
+FIGURE = Figure(
+    title="Learning-rate transfer over sparsity",
+    shows="SmuPar's best learning rate is the dense model's at every sparsity; SP's and muP's move.",
+    finding=2,
+    runs=runs,
+    swept=("sweep", "lr"),
+    draw=draw,
+    claim=claim,
+)

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from smupar.lm.config import RunConfig
-from smupar.paper.figure import Claim, Rows, all_of, curve, moves_more, panel, sparsities, stable, sweep, title
+from smupar.paper.figure import Claim, Figure, Rows, all_of, curve, moves_more, panel, sparsities, stable, sweep, title
 from smupar.paper.settings import Scale
 from smupar.study.curves import Panel
-from smupar.study.transfer import Curve
+from smupar.study.optima import Curve
 
-TITLE = "Transfer of the init over sparsity"
-SHOWS = "SmuPar's best init std is stable, SP's and muP's are not."
-FINDING = 2
-SWEPT = ("init", "init_std")
 RULES = ("sp", "mup", "smupar")
 
 
 def runs(scale: Scale) -> list[RunConfig]:
-    return sweep(scale, SWEPT[0], RULES, axis=SWEPT[1])
+    return sweep(scale, "init", RULES, axis="init_std")
 
 
 def curves(rows: Rows, rule: str) -> list[Curve]:
@@ -34,3 +30,14 @@ def claim(rows: Rows) -> Claim:
         moves_more(sp, smupar, "SP", "SmuPar"),
         moves_more(mup, smupar, "muP", "SmuPar"),
     )
+
+
+FIGURE = Figure(
+    title="Transfer of the init over sparsity",
+    shows="SmuPar's best init std is stable, SP's and muP's are not.",
+    finding=2,
+    runs=runs,
+    swept=("init", "init_std"),
+    draw=draw,
+    claim=claim,
+)

@@ -6,15 +6,11 @@ from functools import partial
 
 from smupar.lm.config import RunConfig
 from smupar.paper.fig06 import curves
-from smupar.paper.figure import STABLE, Claim, Rows, all_of, moves_more, panel, sweep, title
+from smupar.paper.figure import STABLE, Claim, Figure, Rows, all_of, moves_more, panel, sweep, title
 from smupar.paper.settings import Scale, iso_width
 from smupar.study.curves import Panel
-from smupar.study.transfer import farthest_move
+from smupar.study.optima import farthest_move
 
-TITLE = "Learning-rate transfer in Iso-Parameter scaling"
-SHOWS = "SmuPar's best learning rate stays, SP's and muP's move more, and its loss improves with width and sparsity."
-FINDING = 3
-SWEPT = ("iso", "lr")
 RULES = ("sp", "mup", "smupar")
 # Losses of two seeds differ by about as much.
 _HOLDS = 0.005
@@ -22,7 +18,7 @@ _HOLDS = 0.005
 
 def runs(scale: Scale) -> list[RunConfig]:
     head_dim = scale.run("iso").model.head_dim
-    return sweep(scale, SWEPT[0], RULES, width=partial(_width, scale.size("iso").width, head_dim))
+    return sweep(scale, "iso", RULES, width=partial(_width, scale.size("iso").width, head_dim))
 
 
 def _width(width: int, head_dim: int, sparsity: float) -> int:
@@ -42,3 +38,14 @@ def claim(rows: Rows) -> Claim:
         *(moves_more(curves(rows, rule), smupar, title(rule), "SmuPar") for rule in ("sp", "mup")),
         Claim(all(loss <= losses[0] * (1 + _HOLDS) for loss in losses), f"its loss improves or holds: {text}"),
     )
+
+
+FIGURE = Figure(
+    title="Learning-rate transfer in Iso-Parameter scaling",
+    shows="SmuPar's best learning rate stays, SP's and muP's move more, and its loss improves with width and sparsity.",
+    finding=3,
+    runs=runs,
+    swept=("iso", "lr"),
+    draw=draw,
+    claim=claim,
+)

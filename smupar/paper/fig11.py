@@ -6,18 +6,13 @@ from functools import partial
 
 from smupar.lm.config import RunConfig
 from smupar.paper.fig06 import curves
-from smupar.paper.figure import Claim, Rows, panel, stable, sweep
+from smupar.paper.figure import Claim, Figure, Rows, panel, stable, sweep
 from smupar.paper.settings import Scale, wpn_width
 from smupar.study.curves import Panel
 
-TITLE = "Learning-rate transfer under SP in Iso-WPN scaling"
-SHOWS = "With width times density constant SP's best learning rate stays between 2^-7 and 2^-6."
-FINDING = 3
-SWEPT = ("wpn", "lr")
-
 
 def runs(scale: Scale) -> list[RunConfig]:
-    return sweep(scale, SWEPT[0], ("sp",), width=partial(wpn_width, scale.size("wpn").width))
+    return sweep(scale, "wpn", ("sp",), width=partial(wpn_width, scale.size("wpn").width))
 
 
 def draw(rows: Rows) -> list[Panel]:
@@ -26,3 +21,14 @@ def draw(rows: Rows) -> list[Panel]:
 
 def claim(rows: Rows) -> Claim:
     return stable(curves(rows, "sp"), "SP")
+
+
+FIGURE = Figure(
+    title="Learning-rate transfer under SP in Iso-WPN scaling",
+    shows="With width times density constant SP's best learning rate stays between 2^-7 and 2^-6.",
+    finding=3,
+    runs=runs,
+    swept=("wpn", "lr"),
+    draw=draw,
+    claim=claim,
+)

@@ -5,18 +5,13 @@ from __future__ import annotations
 from smupar.lm.config import RunConfig
 from smupar.paper.fig07 import curves
 from smupar.paper.fig14 import ABLATIONS, RULES, worse
-from smupar.paper.figure import Claim, Rows, all_of, panel, sweep, title
+from smupar.paper.figure import Claim, Figure, Rows, all_of, panel, sweep, title
 from smupar.paper.settings import Scale
 from smupar.study.curves import Panel
 
-TITLE = "Both corrections are needed: init"
-SHOWS = "muP with SmuPar's init alone, or its learning rate alone, does not keep the best init std."
-FINDING = 3
-SWEPT = ("init", "init_std")
-
 
 def runs(scale: Scale) -> list[RunConfig]:
-    return sweep(scale, SWEPT[0], RULES, axis=SWEPT[1])
+    return sweep(scale, "init", RULES, axis="init_std")
 
 
 def draw(rows: Rows) -> list[Panel]:
@@ -25,3 +20,14 @@ def draw(rows: Rows) -> list[Panel]:
 
 def claim(rows: Rows) -> Claim:
     return all_of(*(worse(curves(rows, rule), curves(rows, "smupar"), title(rule)) for rule in ABLATIONS))
+
+
+FIGURE = Figure(
+    title="Both corrections are needed: init",
+    shows="muP with SmuPar's init alone, or its learning rate alone, does not keep the best init std.",
+    finding=3,
+    runs=runs,
+    swept=("init", "init_std"),
+    draw=draw,
+    claim=claim,
+)

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from smupar.lm.config import RunConfig
 from smupar.paper.fig06 import curves
-from smupar.paper.figure import Claim, Rows, all_of, at_dense_optimum, edge, panel, sweep, title
+from smupar.paper.figure import Claim, Figure, Rows, all_of, at_dense_optimum, edge, panel, sweep, title
 from smupar.paper.settings import Scale
 from smupar.study.curves import Panel
-from smupar.study.transfer import Curve, farthest_move, times
+from smupar.study.optima import Curve, farthest_move, times
 
-TITLE = "Both corrections are needed: learning rate"
-SHOWS = "muP with SmuPar's init alone, or its learning rate alone, does not keep the best learning rate."
-FINDING = 3
-SWEPT = ("sweep", "lr")
 RULES = ("sp", "mup", "smupar-init-only", "smupar-lr-only", "smupar")
 ABLATIONS = ("smupar-init-only", "smupar-lr-only")
 
 
 def runs(scale: Scale) -> list[RunConfig]:
-    return sweep(scale, SWEPT[0], RULES)
+    return sweep(scale, "sweep", RULES)
 
 
 def draw(rows: Rows) -> list[Panel]:
@@ -36,3 +32,14 @@ def worse(ablation: list[Curve], smupar: list[Curve], name: str) -> Claim:
     cost, their_cost = (at_dense_optimum(curves, last) for curves in (ablation, smupar))
     moves = f"{name} moves {times(mine)}{edge(ablation)} (SmuPar {times(theirs)})"
     return Claim(mine > theirs or cost > their_cost, f"{moves}, at the dense optimum {cost:.3f} ({their_cost:.3f})")
+
+
+FIGURE = Figure(
+    title="Both corrections are needed: learning rate",
+    shows="muP with SmuPar's init alone, or its learning rate alone, does not keep the best learning rate.",
+    finding=3,
+    runs=runs,
+    swept=("sweep", "lr"),
+    draw=draw,
+    claim=claim,
+)

@@ -5,15 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from smupar.lm.config import RunConfig
-from smupar.paper.figure import STABLE, Claim, Rows, all_of, curve, panel, sweep_values
+from smupar.paper.figure import STABLE, Claim, Figure, Rows, all_of, curve, panel, sweep_values
 from smupar.paper.settings import Scale
 from smupar.study.curves import Panel
-from smupar.study.transfer import Curve, moved
+from smupar.study.optima import Curve, moved
 
-TITLE = "Learning-rate transfer for 2:4, constant fan-in and ERK masks"
-SHOWS = "Not in the paper, whose masks are random and uniform."
-FINDING = None
-SWEPT = ("sweep", "lr")
 # Sparsity, pattern and allocation of each.
 KINDS = {
     "2:4": (0.5, "2:4", "uniform"),
@@ -28,7 +24,7 @@ def runs(scale: Scale) -> list[RunConfig]:
         replace(scale.run("sweep", sparsity=sparsity), pattern=pattern, allocation=allocation)  # type: ignore[arg-type]
         for sparsity, pattern, allocation in KINDS.values()
     ]
-    return sweep_values(scale, *SWEPT, [dense, *sparse])
+    return sweep_values(scale, "sweep", "lr", [dense, *sparse])
 
 
 def _curves(rows: Rows) -> dict[str, tuple[Curve, Curve]]:
@@ -49,3 +45,13 @@ def draw(rows: Rows) -> list[Panel]:
 def claim(rows: Rows) -> Claim:
     moves = {name: moved(*both) for name, both in _curves(rows).items()}
     return all_of(*(Claim(move <= STABLE, f"{name}: the best learning rate moves {move:.2g}x") for name, move in moves.items()))
+
+
+FIGURE = Figure(
+    title="Learning-rate transfer for 2:4, constant fan-in and ERK masks",
+    shows="Not in the paper, whose masks are random and uniform.",
+    runs=runs,
+    swept=("sweep", "lr"),
+    draw=draw,
+    claim=claim,
+)

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from smupar.lm.config import RunConfig
-from smupar.paper.figure import STABLE, Claim, Rows, curve, panel, sweep_values
+from smupar.paper.figure import STABLE, Claim, Figure, Rows, curve, panel, sweep_values
 from smupar.paper.settings import Scale
 from smupar.planner import MIN_WEIGHTS_PER_NEURON
 from smupar.study.curves import Panel
-from smupar.study.transfer import Curve, moved
+from smupar.study.optima import Curve, moved
 
-TITLE = "Where few weights per neuron break the rule"
-SHOWS = "The paper names the question and leaves it open."
-FINDING = None
-SWEPT = ("sweep", "lr")
 WEIGHTS_PER_NEURON = {"cpu": (16, 8, 4), "small": (64, 16, 8, 4, 2), "paper": (64, 16, 8, 4, 2)}
 
 
 def runs(scale: Scale) -> list[RunConfig]:
     width = scale.size("sweep").width
     sparse = [scale.run("sweep", sparsity=1 - num / width) for num in WEIGHTS_PER_NEURON[scale.name]]
-    return sweep_values(scale, *SWEPT, [scale.run("sweep", rule="mup", sparsity=0.0), *sparse])
+    return sweep_values(scale, "sweep", "lr", [scale.run("sweep", rule="mup", sparsity=0.0), *sparse])
 
 
 def _curves(rows: Rows) -> list[Curve]:
@@ -41,3 +37,13 @@ def claim(rows: Rows) -> Claim:
         f"with {MIN_WEIGHTS_PER_NEURON} weights per neuron and more the optimum stays; "
         f"moves and costs at the dense one by number: {words}",
     )
+
+
+FIGURE = Figure(
+    title="Where few weights per neuron break the rule",
+    shows="The paper names the question and leaves it open.",
+    runs=runs,
+    swept=("sweep", "lr"),
+    draw=draw,
+    claim=claim,
+)

@@ -13,7 +13,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -36,8 +36,8 @@ from smupar.lm.train import train
 from smupar.planner import PlanWarning
 from smupar.rules import family_of
 from smupar.study.config import EngineConfig
-from smupar.study.report import write_report
-from smupar.study.store import Stage, Study
+from smupar.study.kind import Stage
+from smupar.study.store import Study
 from smupar.timing import seconds_of
 
 EngineName = Literal["auto", "serial", "stacked", "ray"]
@@ -81,21 +81,6 @@ class Board:
     def done(self, summary: Summary) -> None:
         self.num_done += 1
         self.num_diverged += summary.status == "diverged"
-
-
-def run_study(
-    folder: str,
-    definition: dict[str, Any],
-    command: str,
-    stages: Iterable[Stage],
-    how: EngineConfig,
-) -> str:
-    """Runs what is missing of a study and writes its page; returns what it found, and where. A stage proposes runs that may
-    stand on the results of those before."""
-    with Study.open(folder, definition, command) as study:
-        for propose in stages:
-            settle(study, propose, how)
-        return write_report(study)
 
 
 def settle(study: Study, propose: Stage, how: EngineConfig) -> Sequence[RunConfig]:

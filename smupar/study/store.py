@@ -13,7 +13,7 @@ import csv
 import io
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -151,10 +151,6 @@ class Study:
         temporary = self.folder / "table.parquet.tmp"
         temporary.write_bytes(file.getvalue())
         temporary.replace(self.folder / "table.parquet")
-
-
-Stage = Callable[[Study], Sequence[RunConfig]]
-"""Proposes runs of a study, which may stand on the results that it has."""
 
 
 def row_of(result: Result) -> dict[str, Any]:
