@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import resource
-import statistics
 import sys
 import tempfile
 import time
@@ -105,9 +104,8 @@ def bench_train(*, repeats: int = 3, run: RunConfig | None = None, micro_batch: 
             seconds_of(step, 3, device)
         seconds = in_turns(sides, repeats, lambda _, step: seconds_of(step, num_steps, device))
         lines.append(f"{title}, {_num_parameters(config):,} parameters:")
-        plain = statistics.median(seconds["without smupar"])
-        for side, times in seconds.items():
-            median = statistics.median(times)
+        plain = seconds["without smupar"]
+        for side, median in seconds.items():
             share = 6 * _num_parameters(config) * tokens / median / peak
             lines.append(
                 f"  {side:<15} {median * 1e3:7.1f} ms a step  {tokens / median:9.0f} tokens/s  {share:.1%} of peak  "
@@ -189,7 +187,7 @@ def bench_updates(*, repeats: int = 3, run: RunConfig | None = None, micro_batch
         seconds_of(step, 21, device)
         peaks[side] = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     seconds = in_turns(sides, repeats, lambda _, step: seconds_of(step, num_steps, device))
-    plain, following = (statistics.median(seconds[side]) for side in sides)
+    plain, following = seconds["plain"], seconds["following"]
     later = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     return (
         f"{_device_name(device)}, torch {torch.__version__}, {run.dtype}, {_num_parameters(run):,} parameters, "
@@ -240,7 +238,7 @@ def bench_sweep(*, repeats: int = 3, cases: Sequence[tuple[int, int]] = _CASES, 
         for step in sides.values():
             seconds_of(step, 6, device)
         seconds = in_turns(sides, repeats, lambda _, step: seconds_of(step, num_steps, device))
-        each = {side: statistics.median(times) / (count if side == "stacked" else 1) for side, times in seconds.items()}
+        each = {side: median / (count if side == "stacked" else 1) for side, median in seconds.items()}
         single, stacked = min(each["captured"], each["serial"]), each["stacked"]
         share = 6 * _num_parameters(run) * tokens / min(single, stacked) / peak
         lines.append(

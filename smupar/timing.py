@@ -1,10 +1,11 @@
 """How long calls take: the one stopwatch of benchmarks, and of whatever chooses the faster of several ways.
 
-All of them return seconds of one call. Which number stands for several rounds, the median or the best, is the caller's choice.
+Everything here is in seconds of one call. Several rounds count by their median, or by the best where the caller says so.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Mapping
 
@@ -35,13 +36,19 @@ def gpu_seconds_of(call: Call, num: int = 1) -> float:
     return start.elapsed_time(end) / 1e3 / num
 
 
-def in_turns(calls: Mapping[str, Call], rounds: int, measure: Callable[[str, Call], float]) -> dict[str, list[float]]:
-    """Measures each call once in every round, so that a machine that slows down or speeds up does so for all of them."""
+def in_turns(
+    calls: Mapping[str, Call],
+    rounds: int,
+    measure: Callable[[str, Call], float],
+    pick: Callable[[list[float]], float] = statistics.median,
+) -> dict[str, float]:
+    """Measures each call once in every round, so that a machine that slows down or speeds up does so for all of them; what
+    ``pick`` makes of the rounds."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
             seconds[name].append(measure(name, call))
-    return seconds
+    return {name: pick(rounds_of) for name, rounds_of in seconds.items()}
 
 
 def _wait(device: torch.device) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -106,8 +105,7 @@ def bench_gpt(config: ModelConfig, tokens: int, density: float, repeats: int) ->
 def _interleaved(steps: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
     for step in steps.values():
         step()
-    times = in_turns(steps, repeats, lambda _, step: seconds_of(step))
-    return {side: statistics.median(own) for side, own in times.items()}
+    return in_turns(steps, repeats, lambda _, step: seconds_of(step))
 
 
 def measure_machine() -> Machine:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import math
-import statistics
 import warnings
 from collections.abc import Callable, Iterator
 from fractions import Fraction
@@ -281,11 +280,8 @@ def _captured(call: Call) -> Call:
 
 def _timed(calls: dict[str, Call], repeats: int) -> dict[str, float]:
     """Median seconds of a call; sides in turns, each several times between two looks at the clock."""
-    nums = {}
-    for side, call in calls.items():
-        nums[side] = min(50, max(2, round(_ROUND_SECONDS / max(1e-6, _seconds(call, 2)))))
-    times = in_turns(calls, repeats, lambda side, call: _seconds(call, nums[side]))
-    return {side: statistics.median(own) for side, own in times.items()}
+    nums = {side: min(50, max(2, round(_ROUND_SECONDS / max(1e-6, _seconds(call, 2))))) for side, call in calls.items()}
+    return in_turns(calls, repeats, lambda side, call: _seconds(call, nums[side]))
 
 
 def _seconds(call: Call, num: int) -> float:

@@ -28,15 +28,9 @@ _SLOW_SECONDS = 0.5
 class Runs(Protocol):
     """Runs that make the same step together; alike in steps, batch size and sequence length."""
 
-    @property
-    def configs(self) -> Sequence[RunConfig]: ...
-
-    @property
-    def world(self) -> World: ...
-
-    @property
-    def num_parameters(self) -> int:
-        """Of each run."""
+    configs: list[RunConfig]
+    world: World
+    num_parameters: int
 
     @property
     def sparsities(self) -> list[float]:

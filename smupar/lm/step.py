@@ -42,6 +42,7 @@ class Stepper:
         self.rows = world.share_of(config.batch_size)
         self.num_micro = _num_micro_batches(self.rows[1] - self.rows[0], how.micro_batch or _fitting(config, world))
         self.model, self.plan = place(config, world)
+        self.num_parameters = sum(math.prod(row.shape) for row in self.plan)
         self.storage = self._stored(how)
         on_gpu = world.device.type == "cuda"
         compiled = on_gpu if how.compile is None else how.compile
@@ -91,10 +92,6 @@ class Stepper:
             self.updates.load_state_dict(state["updates"])
         if self.sparsifier is not None:
             self.sparsifier.load_state_dict(state["sparsifier"])
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(math.prod(row.shape) for row in self.plan)
 
     @property
     def sparsities(self) -> list[float]:

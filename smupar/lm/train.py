@@ -57,14 +57,18 @@ def _train(
     stepper = Stepper(config, how, world, text, read_followed(path))
     if folder:
         folder.begin(config, text)  # only now: a configuration that cannot be built must not keep the folder
-    _introduce(stepper)
+    _say(world, str(stepper.plan) if stepper.storage is None else f"{stepper.plan}\n{stepper.storage}")
+    if world.is_main and config.few_moves:
+        warnings.warn(config.few_moves, PlanWarning, stacklevel=3)
     progress = _resumed(stepper, path, folder)
     cadence = Cadence(
         config.steps, how.log_every, how.valid_every or max(1, config.steps // _NUM_VALIDATIONS), save_every=how.save_every
     )
-    with Tracker(path, config, how, progress.step, writes=world.is_main) as tracker, _Report(stepper, how, progress) as report:
-        loop = Loop(stepper, cadence, _Keeper(stepper, path, folder, tracker, report, how.keep), stop, [progress])
-        status = loop.run()
+    with Tracker(path, config, how, progress.step, writes=world.is_main) as tracker:
+        keeper = _Keeper(stepper, how, path, folder, tracker, progress.step)
+        loop = Loop(stepper, cadence, keeper, stop, [progress])
+        with keeper.bar:
+            status = loop.run()
     [summary] = loop.summaries(status, [str(path)])
     if folder and summary.status in ("finished", "diverged"):
         [trace] = stepper.traces()
@@ -73,14 +77,6 @@ def _train(
         folder.write_summary(summary)
     world.wait()
     return summary
-
-
-def _introduce(stepper: Stepper) -> None:
-    _say(stepper.world, str(stepper.plan))
-    if stepper.world.is_main and stepper.config.few_moves:
-        warnings.warn(stepper.config.few_moves, PlanWarning, stacklevel=3)
-    if stepper.storage is not None:
-        _say(stepper.world, str(stepper.storage))
 
 
 def _resumed(stepper: Stepper, path: Path, folder: RunFolder | None) -> Progress:
@@ -103,13 +99,34 @@ def _say(world: World, text: str) -> None:
 
 
 class _Keeper:
-    """Rows and checkpoints of one run go into its folder, rows also to the trackers."""
+    """Rows and checkpoints of one run go into its folder, rows also to the trackers. Progress is a bar on a terminal, elsewhere
+    a line now and then, so that logs can be read."""
 
     def __init__(
-        self, stepper: Stepper, path: Path, folder: RunFolder | None, tracker: Tracker, report: _Report, num_kept: int
+        self, stepper: Stepper, how: Execution, path: Path, folder: RunFolder | None, tracker: Tracker, first: int
     ) -> None:
-        self.stepper, self.checkpoints, self.num_kept = stepper, path / "checkpoints", num_kept
-        self.folder, self.tracker, self.show = folder, tracker, report.show
+        self.stepper, self.checkpoints, self.num_kept = stepper, path / "checkpoints", how.keep
+        self.folder, self.tracker = folder, tracker
+        self.steps, world = stepper.config.steps, stepper.world
+        # As is usual, 6 FLOPs count for each parameter and token.
+        peak = peak_flops(world.device, stepper.config.dtype, how.peak_tflops) * world.size
+        self.peak_speed = peak / (6 * stepper.num_parameters)
+        self.on_terminal = sys.stderr.isatty()
+        shown = world.is_main and self.on_terminal
+        self.bar = tqdm(total=self.steps, initial=first, desc="training", unit="step", disable=not shown)
+        self.spoken = -math.inf
+
+    def show(self, done: int, loss: float, seconds: float) -> None:
+        speed = self.stepper.config.batch_size * self.stepper.config.seq_len / seconds
+        text = f"loss {loss:.3f}, {_short(speed)} tokens/s, {speed / self.peak_speed:.0%} of peak"
+        self.bar.set_postfix_str(text, refresh=False)
+        self.bar.update(done - self.bar.n)
+        now = time.perf_counter()
+        spoken_lately = now - self.spoken <= _LINE_SECONDS and done < self.steps
+        if self.stepper.world.is_main and not self.on_terminal and not spoken_lately:
+            left = timedelta(seconds=round(seconds * (self.steps - done)))
+            print(f"step {done} of {self.steps}: {text}, {left} left", file=sys.stderr, flush=True)
+            self.spoken = now
 
     def log(self, index: int, row: Row) -> None:
         if self.folder:
@@ -123,37 +140,6 @@ class _Keeper:
         checkpoint.save(self.checkpoints, run.step, stepper.model, stepper.optimizers, state, stepper.world)
         if stepper.world.is_main:
             checkpoint.prune(self.checkpoints, keep=self.num_kept, best=run.best_step)
-
-
-class _Report:
-    """Progress: a bar on a terminal, elsewhere a line now and then, so that logs can be read."""
-
-    def __init__(self, stepper: Stepper, how: Execution, progress: Progress) -> None:
-        config, world = stepper.config, stepper.world
-        self.steps, self.shown, self.on_terminal = config.steps, world.is_main, sys.stderr.isatty()
-        self.tokens = config.batch_size * config.seq_len
-        # As is usual, 6 FLOPs count for each parameter and token.
-        self.peak_tokens = peak_flops(world.device, config.dtype, how.peak_tflops) * world.size / (6 * stepper.num_parameters)
-        hidden = not (self.shown and self.on_terminal)
-        self.bar = tqdm(total=config.steps, initial=progress.step, desc="training", unit="step", disable=hidden)
-        self.spoken = -math.inf
-
-    def show(self, done: int, loss: float, seconds: float) -> None:
-        speed = self.tokens / seconds
-        text = f"loss {loss:.3f}, {_short(speed)} tokens/s, {speed / self.peak_tokens:.0%} of peak"
-        self.bar.set_postfix_str(text, refresh=False)
-        self.bar.update(done - self.bar.n)
-        now = time.perf_counter()
-        if self.shown and not self.on_terminal and (now - self.spoken > _LINE_SECONDS or done == self.steps):
-            left = timedelta(seconds=round(seconds * (self.steps - done)))
-            print(f"step {done} of {self.steps}: {text}, {left} left", file=sys.stderr, flush=True)
-            self.spoken = now
-
-    def __enter__(self) -> _Report:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.close()
 
 
 def _short(value: float) -> str:

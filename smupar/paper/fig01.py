@@ -2,19 +2,7 @@
 
 from __future__ import annotations
 
-from smupar.lm.config import RunConfig
-from smupar.paper.fig06 import curves
-from smupar.paper.figure import Claim, Figure, Rows, all_of, moves_more, panel, stable, sweep
-from smupar.paper.settings import Scale
-from smupar.study.curves import Panel
-
-
-def runs(scale: Scale) -> list[RunConfig]:
-    return sweep(scale, "sweep", ("sp", "smupar"))
-
-
-def draw(rows: Rows) -> list[Panel]:
-    return [panel(curves(rows, "sp"), "standard practice"), panel(curves(rows, "smupar"), "SmuPar")]
+from smupar.paper.figure import Claim, Figure, Rows, all_of, curves, moves_more, panel, stable, sweep
 
 
 def claim(rows: Rows) -> Claim:
@@ -26,8 +14,8 @@ FIGURE = Figure(
     title="Standard practice against SmuPar",
     shows="The best learning rate of standard practice shifts with sparsity, SmuPar's is stable.",
     finding=2,
-    runs=runs,
+    runs=lambda scale: sweep(scale, "sweep", ("sp", "smupar")),
     swept=("sweep", "lr"),
-    draw=draw,
+    draw=lambda rows: [panel(curves(rows, "sp"), "standard practice"), panel(curves(rows, "smupar"), "SmuPar")],
     claim=claim,
 )

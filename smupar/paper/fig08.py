@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from smupar.lm.config import RunConfig
 from smupar.paper import fig06
-from smupar.paper.figure import Claim, Figure, Rows, all_of, over_sparsity, title
-from smupar.paper.settings import Scale
+from smupar.paper.figure import Claim, Figure, Rows, all_of, curves, over_sparsity, title
 from smupar.study.curves import LOSS, Panel
 
 RULES = fig06.RULES
 
 
-def runs(scale: Scale) -> list[RunConfig]:
-    return fig06.runs(scale)
-
-
 def _best(rows: Rows) -> dict[str, dict[float, float]]:
-    return {rule: {one.sparsity: one.best_loss for one in fig06.curves(rows, rule)} for rule in RULES}
+    return {rule: {own.sparsity: own.best_loss for own in curves(rows, rule)} for rule in RULES}
 
 
 def draw(rows: Rows) -> list[Panel]:
@@ -37,7 +31,7 @@ FIGURE = Figure(
     title="The best of each rule at each sparsity",
     shows="SmuPar is on the frontier: on average 0.8 % better than SP and 2.1 % better than muP, even if those are tuned anew.",
     finding=4,
-    runs=runs,
+    runs=fig06.FIGURE.runs,
     swept=("sweep", "lr"),
     draw=draw,
     claim=claim,

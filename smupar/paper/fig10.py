@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from smupar.lm.config import RunConfig
-from smupar.paper.fig03 import losses
-from smupar.paper.figure import Claim, Figure, Rows, over_sparsity, title
+from smupar.paper.fig03 import draw, losses
+from smupar.paper.figure import Claim, Figure, Rows, title
 from smupar.paper.settings import Scale, iso_width
-from smupar.study.curves import Panel
 
 RULES = ("sp", "mup", "smupar")
 # SP has another learning rate for the wider half of the models: 6e-4 up to 1088 of 768 .. 2176, then 2e-4.
@@ -27,10 +26,6 @@ def runs(scale: Scale) -> list[RunConfig]:
                 run = replace(run, lr=_SP_LR_WIDER)
             made.append(run)
     return list({run.id: run for run in made}.values())
-
-
-def draw(rows: Rows) -> list[Panel]:
-    return [over_sparsity({title(rule): values for rule, values in losses(rows).items()}, "", "validation loss")]
 
 
 def claim(rows: Rows) -> Claim:

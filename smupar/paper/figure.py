@@ -142,6 +142,11 @@ def curve(
     return Curve(rule, width, sparsity, tuple(values), means)
 
 
+def curves(rows: Rows, rule: str, axis: str = "lr") -> list[Curve]:
+    """One for each sparsity, the dense one first."""
+    return [curve(rows, rule, sparsity, axis=axis) for sparsity in sparsities(rows)]
+
+
 def sparsities(rows: Rows) -> list[float]:
     return sorted({row.config.sparsity for row in rows if row.config.sparsity is not None})
 

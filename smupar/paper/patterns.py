@@ -7,7 +7,6 @@ from dataclasses import replace
 from smupar.lm.config import RunConfig
 from smupar.paper.figure import STABLE, Claim, Figure, Rows, all_of, curve, panel, sweep_values
 from smupar.paper.settings import Scale
-from smupar.study.curves import Panel
 from smupar.study.optima import Curve, moved
 
 # Sparsity, pattern and allocation of each.
@@ -38,10 +37,6 @@ def _curves(rows: Rows) -> dict[str, tuple[Curve, Curve]]:
     return found
 
 
-def draw(rows: Rows) -> list[Panel]:
-    return [panel(both, name) for name, both in _curves(rows).items()]
-
-
 def claim(rows: Rows) -> Claim:
     moves = {name: moved(*both) for name, both in _curves(rows).items()}
     return all_of(*(Claim(move <= STABLE, f"{name}: the best learning rate moves {move:.2g}x") for name, move in moves.items()))
@@ -52,6 +47,6 @@ FIGURE = Figure(
     shows="Not in the paper, whose masks are random and uniform.",
     runs=runs,
     swept=("sweep", "lr"),
-    draw=draw,
+    draw=lambda rows: [panel(both, name) for name, both in _curves(rows).items()],
     claim=claim,
 )

@@ -9,14 +9,9 @@ from smupar.integrations.table import Results
 from smupar.lm.config import EvalConfig, RunConfig, ScoringConfig, TasksConfig
 from smupar.paper import fig03
 from smupar.paper.figure import Claim, Figure, Place, Rows, title
-from smupar.paper.settings import Scale
 
 # Without the user's own copy of RACE, which may not be handed on.
 _LOCAL_TASKS = ("arc_easy", "lambada_openai", "piqa", "boolq")
-
-
-def runs(scale: Scale) -> list[RunConfig]:
-    return fig03.runs(scale)
 
 
 def tasks(data_dir: str | None) -> TasksConfig:
@@ -63,7 +58,7 @@ def claim(results: Results) -> Claim:
 FIGURE = Figure(
     title="Downstream accuracy",
     shows="SmuPar is best or within 0.01 of the best at almost every sparsity and task; at 99.2 % SP is close to chance.",
-    runs=runs,
+    runs=fig03.runs,
     keeps_weights=True,
     prepare=prepare,
     measure=measure,

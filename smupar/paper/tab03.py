@@ -9,7 +9,6 @@ from smupar.lm.recipes import TABLE_3
 from smupar.paper.figure import Claim, Figure, Rows
 from smupar.paper.settings import Scale
 from smupar.study.config import TUNED, TuneConfig
-from smupar.study.curves import Panel
 from smupar.study.space import with_fields
 from smupar.study.tune import propose, tune_panels
 
@@ -39,10 +38,6 @@ def runs(scale: Scale) -> list[RunConfig]:
     return [default(scale), printed(scale), *propose(config(scale))]
 
 
-def draw(rows: Rows) -> list[Panel]:
-    return tune_panels(rows)
-
-
 def claim(rows: Rows) -> Claim:
     best = min(rows[2:], key=lambda row: row.loss)
     values = ", ".join(f"{name} {getattr(best.config, name):.4g}" for name in TUNED)
@@ -54,6 +49,6 @@ FIGURE = Figure(
     title="Tuning the dense proxy",
     shows="350 random samples of learning rate, init std and alphas on a proxy of width 256 give the base hyperparameters.",
     runs=runs,
-    draw=draw,
+    draw=tune_panels,
     claim=claim,
 )

@@ -7,10 +7,6 @@ from smupar.paper.figure import Claim, Figure, Rows
 from smupar.paper.settings import Scale, table_4
 
 
-def text() -> str:
-    return table_4()
-
-
 def claim(rows: Rows = ()) -> Claim:
     """The printed numbers of tokens follow from steps, batch and T = 2048, and the largest model has 610M parameters."""
     paper = Scale("paper", "data/slimpajama", 50257)
@@ -27,6 +23,6 @@ def claim(rows: Rows = ()) -> Claim:
 FIGURE = Figure(
     title="Settings",
     shows="Widths, depths, batches, learning rates, init, schedules, steps and tokens of every figure.",
-    text=text,
+    text=table_4,
     claim=claim,
 )

@@ -77,8 +77,7 @@ def _measured(layer: nn.Module, mask: Tensor, backends: list[str], work: Work) -
             failures[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         else:
             steps[name] = step
-    rounds = in_turns(steps, _ROUNDS, lambda _, step: _seconds(step, mask.device))
-    return Timing({name: min(seconds) for name, seconds in rounds.items()}, failures)
+    return Timing(in_turns(steps, _ROUNDS, lambda _, step: _seconds(step, mask.device), pick=min), failures)
 
 
 def _like(layer: nn.Module, mask: Tensor) -> nn.Module:
