@@ -105,9 +105,10 @@ def report(folder: tyro.conf.Positional[str], parquet: bool = False) -> None:
         folder: Of the study.
         parquet: Write table.parquet beside table.csv and table.json.
     """
-    from smupar.study.report import read_study, write_report
+    from smupar.study.report import write_report
+    from smupar.study.store import Study
 
-    study = read_study(folder)
+    study = Study(folder)
     found = write_report(study)
     if parquet:
         study.write_parquet()

@@ -50,13 +50,13 @@ _T = TypeVar("_T")
 
 
 def bench(
-    *,
-    repeats: int,
     widths: tuple[int, ...],
-    width: int,
     densities: tuple[float, ...],
     tokens: int,
+    *,
+    width: int,
     depth: int,
+    repeats: int,
     machine: Machine,
 ) -> Iterator[Part]:
     """Case by case. What cannot be measured here is noted and does not end it."""

@@ -1,4 +1,8 @@
-"""``coord_check``: trains the same few steps at every width and density under every rule, and compares sizes."""
+"""``coord_check``: trains the same few steps at every width and density under every rule, and compares sizes.
+
+Its loop is not the trainer's (lm/loop.py). It has the user's model, loss and batches; it looks inside each step, before and after
+the update, so nothing can run ahead; and what is left of a run are sizes, not a model, losses or a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -78,25 +82,8 @@ def coord_check(
     if not seed_list or steps < 1:
         raise ValueError(f"steps and seeds must be at least 1, got steps={steps}, seeds={seeds!r}")
     rules = (rules,) if isinstance(rules, str) else rules
-    if not rules:
-        raise ValueError("rules is empty: name at least one, such as rules=['smupar']")
-    for rule in rules:
-        get_rule(rule)
-        if isinstance(lr, Mapping) and rule not in lr:
-            raise ValueError(f"lr has no learning rate for the rule {rule!r}: it has {', '.join(lr)}")
-    taken_by_grid = settings.keys() & {"rule", "density", "seed", "delta"}
-    if taken_by_grid:
-        raise TypeError(f"{sorted(taken_by_grid)[0]!r} is set by the grid: use rules=, densities=, seeds= and widths=")
-    if settings.get("pattern") == "neuron" and len(set(_listed(densities))) > 1:
-        raise ValueError(
-            "pattern 'neuron' is not compared over densities: outputs of dead neurons are 0 and would count. What is left is "
-            "the narrower dense network: pass widths instead, at one density"
-        )
-    taken = list(islice(batches, steps))
-    if len(taken) < steps:
-        raise ValueError(
-            f"batches ran out: {steps} steps need as many batches, there are {len(taken)}; pass more, or fewer steps"
-        )
+    _refuse(rules, lr, _listed(densities), settings)
+    taken = _taken(batches, steps)
     with torch.random.fork_rng():
         width_list = tuple(int(width) for width in _listed(widths)) or (int(base_width),)
         grid = _Grid(make_model, int(base_width), width_list, tuple(float(density) for density in _listed(densities)))
@@ -118,6 +105,32 @@ def coord_check(
     if not any(reading.quantity in JUDGED for reading in readings):
         raise ValueError("nothing could be measured: none of the model's layers is called as a module and returns a tensor")
     return Report(readings, faults={_label(cell): found for cell, found in faults.items() if found}, plans=plans)
+
+
+def _refuse(rules: Sequence[str], lr: float | Mapping[str, float], densities: Iterable[float], settings: Settings) -> None:
+    if not rules:
+        raise ValueError("rules is empty: name at least one, such as rules=['smupar']")
+    for rule in rules:
+        get_rule(rule)
+        if isinstance(lr, Mapping) and rule not in lr:
+            raise ValueError(f"lr has no learning rate for the rule {rule!r}: it has {', '.join(lr)}")
+    taken_by_grid = settings.keys() & {"rule", "density", "seed", "delta"}
+    if taken_by_grid:
+        raise TypeError(f"{sorted(taken_by_grid)[0]!r} is set by the grid: use rules=, densities=, seeds= and widths=")
+    if settings.get("pattern") == "neuron" and len(set(densities)) > 1:
+        raise ValueError(
+            "pattern 'neuron' is not compared over densities: outputs of dead neurons are 0 and would count. What is left is "
+            "the narrower dense network: pass widths instead, at one density"
+        )
+
+
+def _taken(batches: Iterable[Any], steps: int) -> list[Any]:
+    taken = list(islice(batches, steps))
+    if len(taken) < steps:
+        raise ValueError(
+            f"batches ran out: {steps} steps need as many batches, there are {len(taken)}; pass more, or fewer steps"
+        )
+    return taken
 
 
 def _listed(value: Any) -> Iterable[Any]:

@@ -37,10 +37,8 @@ def then(scale: Scale, study: Study) -> list[RunConfig]:
     if not results:
         raise ValueError("no run of the proxy has finished")
     trace = write_trace(study, min(results, key=lambda result: result.loss).config)
-    made: list[RunConfig] = []
-    for method in METHODS:
-        for run in sweep(scale, "dynamic", ("smupar",), change=partial(_moving, method, "moment")):
-            made.append(replace(run, rule="smupar", follow=str(trace)))
+    swept = (sweep(scale, "dynamic", ("smupar",), change=partial(_moving, method, "moment")) for method in METHODS)
+    made = (replace(run, rule="smupar", follow=str(trace)) for runs in swept for run in runs)
     return list({run.id: run for run in made}.values())
 
 

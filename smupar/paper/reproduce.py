@@ -6,8 +6,6 @@ once.
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import time
 from collections.abc import Sequence
@@ -33,7 +31,7 @@ from smupar.study.config import EngineConfig
 from smupar.study.curves import draw_png
 from smupar.study.engines import settle
 from smupar.study.kind import Stage
-from smupar.study.store import Result, Study, row_of
+from smupar.study.store import Result, Study, row_of, write_rows
 from smupar.study.transfer import more_seeds
 
 MADE_ON = "made-on.json"  # the device and versions of what is measured without runs
@@ -105,7 +103,8 @@ def reproduce(name: str, scale: Scale, how: EngineConfig, *, out: str, data_dir:
     rows, files = _trained(name, wanted, wanted.runs(scale), place, how) if wanted.runs else ([], {})
     place.folder.mkdir(parents=True, exist_ok=True)
     if rows:
-        _write_rows(place.folder, rows)
+        measures = [{**row_of(row), "seconds": row.summary.seconds, "device": row.summary.device} for row in rows]
+        write_rows(place.folder / "rows", measures)
     start = time.perf_counter()
     measured = wanted.measure(place, rows) if wanted.measure else rows
     if wanted.what:
@@ -164,16 +163,6 @@ def _refuse_device(name: str, scale: Scale, configs: Sequence[RunConfig], device
             f"{name} at scale {scale.name} needs {needed / _GIB:.0f} GiB for its largest model, this GPU has "
             f"{memory / _GIB:.0f}: try a smaller --scale"
         )
-
-
-def _write_rows(folder: Path, rows: Sequence[Result]) -> None:
-    flat = [{**row_of(row), "seconds": row.summary.seconds, "device": row.summary.device} for row in rows]
-    write_atomic(folder / "rows.json", json.dumps(flat, indent=1))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(flat[0]))
-    writer.writeheader()
-    writer.writerows(flat)
-    write_atomic(folder / "rows.csv", text.getvalue())
 
 
 # What it would cost

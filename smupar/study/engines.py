@@ -223,16 +223,13 @@ def _pick(group: list[RunConfig], text: Text, device: torch.device, most: int, *
     several = len({config.seed for config in group}) > 1
     stacked = GPTStack(group[:most], text, device, own_batches=several)
     # Where steps are compiled, the other engine is worth a look only if the study takes longer than its compilation.
-    if not measure or (device.type == "cuda" and _work(group) * _seconds(stacked, device) / most < _LONG_SECONDS):
+    if not measure or (
+        device.type == "cuda" and sum(config.steps for config in group) * _seconds(stacked, device) / most < _LONG_SECONDS
+    ):
         return stacked, most
     single = GPTStack(group[:1], text, device)
     together, alone = _seconds(stacked, device) / most, _seconds(single, device)
     return (stacked, most) if together <= alone else (single, 1)
-
-
-def _work(group: list[RunConfig]) -> int:
-    """Steps of all runs."""
-    return sum(config.steps for config in group)
 
 
 def _seconds(stack: GPTStack, device: torch.device) -> float:

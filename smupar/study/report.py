@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from smupar.lm.files import write_atomic
@@ -105,9 +104,3 @@ def _table(results: Sequence[Result]) -> str:
     head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
     body = "".join("<tr>" + "".join(f"<td>{html.escape(cell(row[name]))}</td>" for name in columns) + "</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def read_study(folder: str | Path) -> Study:
-    study = Study(folder)
-    study.describe()  # raises if there is none
-    return study

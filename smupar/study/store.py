@@ -135,13 +135,7 @@ class Study:
         return [Result(config, summary) for config, summary in found if summary is not None]
 
     def write_table(self) -> None:
-        rows = [row_of(result) for result in self.results()]
-        write_atomic(self.folder / "table.json", json.dumps(rows, indent=1))
-        text = io.StringIO()
-        writer = csv.DictWriter(text, fieldnames=list(rows[0]) if rows else [])
-        writer.writeheader()
-        writer.writerows(rows)
-        write_atomic(self.folder / "table.csv", text.getvalue())
+        write_rows(self.folder / "table", [row_of(result) for result in self.results()])
 
     def write_parquet(self) -> None:
         """The same rows, with their types."""
@@ -151,6 +145,16 @@ class Study:
         temporary = self.folder / "table.parquet.tmp"
         temporary.write_bytes(file.getvalue())
         temporary.replace(self.folder / "table.parquet")
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """The same rows as JSON and as CSV; ``path`` has no suffix."""
+    write_atomic(path.with_suffix(".json"), json.dumps(rows, indent=1))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]) if rows else [])
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomic(path.with_suffix(".csv"), text.getvalue())
 
 
 def row_of(result: Result) -> dict[str, Any]:
