@@ -1,7 +1,7 @@
 """``coord_check``: trains the same few steps at every width and density under every rule, and compares sizes.
 
-Its loop is not the trainer's (lm/loop.py). It has the user's model, loss and batches; it looks inside each step, before and after
-the update, so nothing can run ahead; and what is left of a run are sizes, not a model, losses or a checkpoint.
+Its loop is not the trainer's (lm/loop.py). It has the user's model, loss and batches; it looks inside each step, before and
+after the update, so nothing can run ahead; and what is left of a run are sizes, not a model, losses or a checkpoint.
 """
 
 from __future__ import annotations
@@ -78,9 +78,7 @@ def coord_check(
     allocation    density -> what ``parameterize`` takes as density, such as smupar.erk
     settings      as for ``parameterize``
     """
-    seed_list = tuple(range(int(seeds))) if isinstance(seeds, SupportsIndex) else tuple(int(seed) for seed in seeds)
-    if not seed_list or steps < 1:
-        raise ValueError(f"steps and seeds must be at least 1, got steps={steps}, seeds={seeds!r}")
+    seed_list = _seed_list(seeds, steps)
     rules = (rules,) if isinstance(rules, str) else rules
     _refuse(rules, lr, _listed(densities), settings)
     taken = _taken(batches, steps)
@@ -105,6 +103,13 @@ def coord_check(
     if not any(reading.quantity in JUDGED for reading in readings):
         raise ValueError("nothing could be measured: none of the model's layers is called as a module and returns a tensor")
     return Report(readings, faults={_label(cell): found for cell, found in faults.items() if found}, plans=plans)
+
+
+def _seed_list(seeds: int | Sequence[int], steps: int) -> tuple[int, ...]:
+    listed = tuple(range(int(seeds))) if isinstance(seeds, SupportsIndex) else tuple(int(seed) for seed in seeds)
+    if not listed or steps < 1:
+        raise ValueError(f"steps and seeds must be at least 1, got steps={steps}, seeds={seeds!r}")
+    return listed
 
 
 def _refuse(rules: Sequence[str], lr: float | Mapping[str, float], densities: Iterable[float], settings: Settings) -> None:

@@ -88,11 +88,7 @@ class Report:
             lines.append(f"  {len(unclear)} slopes are neither small nor large, such as {_told(worst)}: {remedy}")
         for quantity in JUDGED:
             failing = [slope for slope in own if slope.quantity == quantity and slope.verdict == FAIL]
-            if failing:
-                first = 1 if any(slope.step == 1 for slope in failing) else 2
-                failed = folded(failing)
-                shown = ", ".join(failed[:3]) + (f" and {len(failed) - 3} more" if len(failed) > 3 else "")
-                lines.append(f"  {quantity} from step {first} in {shown}; worst {_told(max(failing, key=_excess))}")
+            lines += [f"  {quantity} {_failure(failing)}"] if failing else []
         for diagnosis in self.diagnoses:
             if diagnosis.rule == rule:
                 lines.append(f"  {'note' if diagnosis.is_caution else 'likely cause'}: {diagnosis}")
@@ -144,6 +140,14 @@ def _axes(own: list[Slope]) -> str:
         if at:
             parts.append(f"{axis} (at {'density' if axis == 'width' else 'width'} {', '.join(f'{value:g}' for value in at)})")
     return " and ".join(parts)
+
+
+def _failure(failing: list[Slope]) -> str:
+    """Since when and where sizes of one quantity do not hold."""
+    first = 1 if any(slope.step == 1 for slope in failing) else 2
+    failed = folded(failing)
+    shown = ", ".join(failed[:3]) + (f" and {len(failed) - 3} more" if len(failed) > 3 else "")
+    return f"from step {first} in {shown}; worst {_told(max(failing, key=_excess))}"
 
 
 def _excess(slope: Slope) -> float:
