@@ -48,9 +48,9 @@ def _unfinished(study: Study, kind: Kind) -> str:
     """A sentence, if runs are missing. The first stage of which some are hides what would follow."""
     for propose in kind.stages:
         configs = propose(study)
-        missing = len(study.missing(configs))
+        missing, num_runs = len(study.missing(configs)), len({config.id for config in configs})
         if missing:
-            done = f"{len(configs) - missing} of {len(configs)} runs are done"
+            done = f"{num_runs - missing} of {num_runs} runs are done"
             return f"Not finished: {done}, in {study.folder}; its command, which study.json holds, goes on."
     return ""
 

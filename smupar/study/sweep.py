@@ -15,9 +15,10 @@ from smupar.study.store import Result, row_of
 
 
 def sweep(run: RunConfig, axes: Mapping[str, Sequence[Any]]) -> Kind:
-    wanted = list({config.id: config for config in grid(run, axes)}.values())  # lr=0.01,0.02,0.01 names a run twice
+    wanted = list(grid(run, axes))
+    once = list({config.id: config for config in wanted}.values())  # lr=0.01,0.02,0.01 names a run twice
     definition = {"kind": "sweep", "axes": axes, "run": asdict(run)}
-    return Kind(definition, [lambda study: wanted], lambda study: _read(study.results(wanted), axes))
+    return Kind(definition, [lambda study: wanted], lambda study: _read(study.results(once), axes))
 
 
 def read_sweep(definition: dict[str, Any]) -> Kind:
