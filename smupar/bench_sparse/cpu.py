@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -86,16 +87,13 @@ def bench_gpt(config: ModelConfig, tokens: int, density: float, repeats: int) ->
             sparsify_storage(model, plan, backend="auto", tokens=tokens)
         models[side], optimizers[side] = model, torch.optim.AdamW(param_groups(model, plan, lr=1e-3))
 
-    def step(side: str) -> Callable[[], object]:
-        def one() -> None:
-            logits = models[side](text[:, :-1])
-            F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten()).backward()
-            optimizers[side].step()
-            optimizers[side].zero_grad()
+    def step(side: str) -> None:
+        logits = models[side](text[:, :-1])
+        F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten()).backward()
+        optimizers[side].step()
+        optimizers[side].zero_grad()
 
-        return one
-
-    seconds = _interleaved({side: step(side) for side in models}, repeats)
+    seconds = _interleaved({side: partial(step, side) for side in models}, repeats)
     held = {side: state_bytes(model.blocks, optimizers[side]) for side, model in models.items()}
     return [
         Row("gpt", config.width, tokens, density, side, *against_dense(seconds, held, side, DENSE), math.nan) for side in models

@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import islice, product
 from typing import Any, SupportsIndex, Unpack
 
@@ -102,7 +102,7 @@ def coord_check(
         plans.setdefault((cell.rule, cell.width, cell.density), run.plan)
     if not any(reading.quantity in JUDGED for reading in readings):
         raise ValueError("nothing could be measured: none of the model's layers is called as a module and returns a tensor")
-    return Report(readings, faults={_label(cell): found for cell, found in faults.items() if found}, plans=plans)
+    return Report(readings, faults={astuple(cell): found for cell, found in faults.items() if found}, plans=plans)
 
 
 def _seed_list(seeds: int | Sequence[int], steps: int) -> tuple[int, ...]:
@@ -140,10 +140,6 @@ def _taken(batches: Iterable[Any], steps: int) -> list[Any]:
 
 def _listed(value: Any) -> Iterable[Any]:
     return value if isinstance(value, Iterable) else (value,)
-
-
-def _label(cell: Cell) -> tuple[str, int, float, int]:
-    return cell.rule, cell.width, cell.density, cell.seed
 
 
 class _Grid:

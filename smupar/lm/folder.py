@@ -33,8 +33,7 @@ from smupar.lm.tokenizer import TOKENIZER_FILE, Tokenizer
 from smupar.updates.trace import Trace
 
 Status = Literal["finished", "diverged", "interrupted", "terminated"]
-Row = Mapping[str, float | None]
-"""Metrics of a run at a step."""
+Row = Mapping[str, float | None]  # metrics of a run at a step
 
 TRACE_FILE, FOLLOWED_FILE = "trace.json", "followed.json"
 

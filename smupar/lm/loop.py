@@ -95,8 +95,7 @@ class Cadence:
     steps: int
     log_every: int
     valid_every: int
-    save_every: int = 0
-    """0: every few minutes. In any case at the end."""
+    save_every: int = 0  # every few minutes; in any case at the end
     look_every: int = 0
     """Steps between looks at the losses, for which the host waits for the GPU. 0: at each row, and after each step where steps
     take long, since ranks have to agree, and torchrun kills those that do not end soon."""

@@ -12,8 +12,7 @@ from typing import Any, Literal, NoReturn
 
 Ending = Literal["interrupted", "terminated"]
 
-_TERMINATED = 143
-"""The exit code that a shell gives to a process that SIGTERM ended."""
+_TERMINATED = 143  # the exit code that a shell gives to a process that SIGTERM ended
 
 
 @contextlib.contextmanager

@@ -54,13 +54,10 @@ class Place:
     """Where and how a figure is made."""
 
     scale: Scale
-    folder: Path
-    """For what the figure writes."""
-    runs: Path
-    """Holds the folders of runs, by their ids."""
+    folder: Path  # for what the figure writes
+    runs: Path  # holds the folders of runs, by their ids
     device: str = "auto"
-    data_dir: str | None = None
-    """Local copies of the tasks of Table 2."""
+    data_dir: str | None = None  # local copies of the tasks of Table 2
 
 
 @dataclass(frozen=True)
@@ -68,14 +65,11 @@ class Figure:
     """A figure or table of the paper, or one beside it."""
 
     title: str
-    shows: str
-    """What the paper shows, in a sentence."""
+    shows: str  # by the paper, in a sentence
     claim: Callable[[Any], Claim]
     """About what ``measure`` returns; without it, about the rows."""
-    finding: int | None = None
-    """Number of the paper's finding that it belongs to."""
-    prepare: Callable[[str | None], None] | None = None
-    """Given the folder with local copies of tasks (--data-dir)."""
+    finding: int | None = None  # of the paper's four
+    prepare: Callable[[str | None], None] | None = None  # given --data-dir
     runs: Callable[[Scale], list[RunConfig]] | None = None
     then: Callable[[Scale, Study], list[RunConfig]] | None = None
     swept: tuple[str, str] | None = None
@@ -85,8 +79,7 @@ class Figure:
     what: Callable[[Scale], str] | None = None
     """A sentence about what is measured, where nothing is trained for it."""
     draw: Callable[[Rows], list[Panel]] | None = None
-    columns: int | None = None
-    """Panels in a row of the picture; default all."""
+    columns: int | None = None  # panels in a row of the picture; default all
     text: Callable[[], str] | None = None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from smupar.lm.config import RunConfig
 from smupar.paper.figure import STABLE, Claim, Figure, Rows, all_of, curve, panel, sweep_values
@@ -29,12 +30,14 @@ def runs(scale: Scale) -> list[RunConfig]:
 def _curves(rows: Rows) -> dict[str, tuple[Curve, Curve]]:
     """Dense and sparse, of each kind."""
     dense = curve(rows, "smupar", 0.0)
-    found = {}
-    for name, (sparsity, pattern, allocation) in KINDS.items():
-        wanted = (pattern, allocation)
-        sparse = curve(rows, "smupar", sparsity, keep=lambda run, wanted=wanted: (run.pattern, run.allocation) == wanted)  # type: ignore[misc]
-        found[name] = (dense, sparse)
-    return found
+    return {
+        name: (dense, curve(rows, "smupar", sparsity, keep=partial(_has, pattern, allocation)))
+        for name, (sparsity, pattern, allocation) in KINDS.items()
+    }
+
+
+def _has(pattern: str, allocation: str, run: RunConfig) -> bool:
+    return (run.pattern, run.allocation) == (pattern, allocation)
 
 
 def claim(rows: Rows) -> Claim:

@@ -44,8 +44,7 @@ EngineName = Literal["auto", "serial", "stacked", "ray"]
 
 # How often losses of a stack are fetched from a GPU, and looked at for runs that diverged.
 _LOOK_EVERY = 50
-_NUM_ROWS = 50
-"""Of metrics, in a run of a stack."""
+_NUM_ROWS = 50  # of metrics, in a run of a stack
 _USABLE = 0.8
 _MOST = 64
 _MEASURED_STEPS = 8
@@ -196,6 +195,8 @@ def _train_stack(study: Study, stack: GPTStack, part: Sequence[RunConfig], board
     for config, summary, rows, trace in zip(part, summaries, keeper.rows, stack.traces(), strict=False):
         study.add(config, summary, rows, trace)
         board.done(summary)
+    if stop.asked:  # after the last step
+        end(stop.status)
 
 
 class _StackKeeper:

@@ -10,8 +10,8 @@ from smupar.lm.config import RunConfig
 from smupar.study.curves import Panel
 from smupar.study.store import Result, Study, row_of
 
+# Proposes runs of a study, which may depend on the results that it has.
 Stage = Callable[[Study], Sequence[RunConfig]]
-"""Proposes runs of a study, which may depend on the results that it has."""
 
 # Columns that are not of the configuration.
 _OF_RESULTS = ("id", "status", "steps_done", "train_loss", "valid_loss", "num_parameters", "hidden_sparsity")

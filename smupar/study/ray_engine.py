@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import operator
 import os
 import signal
 import socket
@@ -238,19 +239,17 @@ class _Teller(Board):
     """The board of a worker: passes on what happens, now and then."""
 
     def __init__(self, tell: Callable[[State], None], num_done: int) -> None:
-        self._tell, self._state, self._last = tell, State(done=num_done), -math.inf
-        self._now_and_then()
+        self._tell, self._state, self._last = tell, State(), -math.inf
+        self._add(done=num_done)
 
     def steps(self, num: int, running: int) -> None:
-        self._state = self._state._replace(steps=self._state.steps + num)
-        self._now_and_then()
+        self._add(steps=num)
 
     def done(self, summary: Summary) -> None:
-        diverged = self._state.diverged + (summary.status == "diverged")
-        self._state = self._state._replace(done=self._state.done + 1, diverged=diverged)
-        self._now_and_then()
+        self._add(done=1, diverged=int(summary.status == "diverged"))
 
-    def _now_and_then(self) -> None:
+    def _add(self, **more: int) -> None:
+        self._state = State(*map(operator.add, self._state, State(**more)))
         if time.monotonic() - self._last >= _TELL_EVERY:
             self._tell(self._state)
             self._last = time.monotonic()

@@ -15,12 +15,12 @@ from smupar.study.sweep import read_sweep
 from smupar.study.transfer import read_transfer
 from smupar.study.tune import read_search
 
+# What a folder holds, by the kind that its definition names. Anything else is read as a sweep without axes.
 READERS: dict[str, Callable[[dict[str, Any]], Kind]] = {
     "sweep": read_sweep,
     "transfer": read_transfer,
     "tune": read_search,
 }
-"""What a folder holds, by the kind that its definition names. Anything else is read as a sweep without axes."""
 
 
 def write_report(study: Study, kind: Kind | None = None) -> str:

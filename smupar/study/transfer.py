@@ -18,7 +18,7 @@ from smupar.rules import get_rule
 from smupar.study.config import TransferConfig
 from smupar.study.curves import LOSS, Panel, Point, Series
 from smupar.study.kind import Found, Kind, Stage
-from smupar.study.optima import Curve, farthest_move, move_in_words
+from smupar.study.optima import Curve, move_in_words
 from smupar.study.space import with_fields
 from smupar.study.store import Result, Study
 
@@ -34,11 +34,6 @@ class Verdict:
     rule: str
     proxy: Curve
     targets: tuple[Curve, ...]
-
-    @property
-    def moved(self) -> float:
-        """The largest factor between the proxy's optimum and a target's; infinite if a target has none."""
-        return farthest_move((self.proxy, *self.targets))
 
     @property
     def moved_words(self) -> str:
