@@ -25,7 +25,7 @@ from smupar.lm.prepare import prepare
 from smupar.lm.train import train
 from smupar.study.config import EngineConfig, TransferConfig
 from smupar.study.curves import Panel, Point, Series, draw_png
-from smupar.study.engines import execute, groups, largest_stack, settle
+from smupar.study.engines import Board, execute, groups, largest_stack, run_group, settle
 from smupar.study.optima import Curve, move_in_words, moved
 from smupar.study.report import write_report
 from smupar.study.space import grid, parse_axes, parse_axis
@@ -192,6 +192,19 @@ def test_rows_of_a_long_stack_are_means_and_their_last_one_is_validated(tmp_path
         [(losses[step - 1] + losses[step]) / 2 for step in range(2, 121, 2)], rel=1e-4
     )
     assert ["valid_loss" in row for row in rows] == [False] * 59 + [True]
+
+
+def test_losses_of_a_stack_are_fetched_every_fifty_steps(tmp_path):
+    seen = []
+
+    class Watched(Board):
+        def steps(self, num, running):
+            seen.append(num)
+
+    runs = [replace(TINY, steps=120, lr=lr) for lr in (0.01, 0.02)]
+    with Study.open(tmp_path / "study", {"kind": "x"}, "") as study:
+        run_group(study, runs, "stacked", torch.device("cpu"), Watched(2, 240))
+    assert seen == [100, 100, 40, 0]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

@@ -18,7 +18,7 @@ def sweep(run: RunConfig, axes: Mapping[str, Sequence[Any]]) -> Kind:
     wanted = list(grid(run, axes))
     once = list({config.id: config for config in wanted}.values())  # lr=0.01,0.02,0.01 names a run twice
     definition = {"kind": "sweep", "axes": axes, "run": asdict(run)}
-    return Kind(definition, [lambda study: wanted], lambda study: _read(study.results(once), axes))
+    return Kind(definition, [lambda study: wanted], lambda study: _read(study.results(once) or study.results(), axes))
 
 
 def read_sweep(definition: dict[str, Any]) -> Kind:
