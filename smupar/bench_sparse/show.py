@@ -80,8 +80,8 @@ def draw(rows: list[Row], width: int) -> Any:
     _draw_sides(left, "density", at_width, unit, colors, cpu.OURS if on_gpu else "smupar csr")
     _draw_sides(right, "width", at_density, unit, colors, cpu.OURS if on_gpu else "smupar csr")
     left.invert_xaxis()  # sparser to the right
-    one = "forward and backward" if on_gpu else "time of a training step"
-    left.set_ylabel(f"{one}, {dense} at {width} = 1" if units else f"{one}, seconds")
+    what_ran = "forward and backward" if on_gpu else "time of a training step"
+    left.set_ylabel(f"{what_ran}, {dense} at {width} = 1" if units else f"{what_ran}, seconds")
     left.set_title(f"width {width}", fontsize=10)
     right.set_title(f"density 1/{round(1 / density)}{', and 2:4' if on_gpu else ''}", fontsize=10)
     if at_density:
