@@ -277,9 +277,9 @@ class ByHand(nn.Module):
         return F.linear(self.gpt(ids), self.gpt.embedding.weight)
 
 
-def test_output_factor_that_was_waived_but_not_applied_shows_in_the_slopes():
+def test_output_factor_that_was_settled_but_not_applied_shows_in_the_slopes():
     report = check(
-        lambda model, plan: plan.waive("output_factor"), make=ByHand, widths=(64, 256), densities=(1,), seeds=(0, 1, 2)
+        lambda model, plan: plan.settle("output_factor"), make=ByHand, widths=(64, 256), densities=(1,), seeds=(0, 1, 2)
     )
     assert list(causes(report)) == ["output factor"], report.explain()
     assert "grad X" in report.explain()
