@@ -268,11 +268,11 @@ def check_registered(module: nn.Module) -> None:
         )
 
 
-def table() -> list[tuple[str, str, str, str]]:
-    """The layers that tell what their weights do, for docs/any_model.md: kind, weights, what is read and written."""
-    rows = [("layer", "weights", "reads", "writes")]
+def markdown() -> str:
+    """The layers that tell what their weights do, as docs/any_model.md shows them."""
+    lines = ["| layer | weights | reads | writes |", "|---|---|---|---|"]
     for kind in LAYERS:
         if kind.weights:
-            dims = [f"dimension {dim}" for dim in kind.in_dims] + ["the kernel's"] * (kind.reads == IMAGES)
-            rows.append((kind.name, f"`{kind.weights}`", " and ".join(dims), f"dimension {kind.out_dim}"))
-    return rows
+            reads = f"dimension {kind.in_dims[0]}" + (" and the kernel" if kind.reads == IMAGES else "")
+            lines.append(f"| {kind.name} | `{kind.weights}` | {reads} | dimension {kind.out_dim} |")
+    return "\n".join(lines)

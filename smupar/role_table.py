@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from smupar import layers
 from smupar.layers import IMAGES, PARAMETRIZED
 from smupar.tensors import ModelTensor
 
@@ -88,12 +89,12 @@ class Network:
         """What would scale, read from sizes: an input that some layer writes is internal, and so is an output that some
         layer reads. Sizes that are related but not equal leave doubt."""
         matrices = [tensor for tensor in tensors if tensor.kind == "matrix"]
-        layers = [tensor for tensor in matrices if not tensor.is_lookup]
-        has_lookup = len(layers) < len(matrices)
+        linear = [tensor for tensor in matrices if not tensor.is_lookup]
+        has_lookup = len(linear) < len(matrices)
         has_output = any(self.is_output(tensor) or tensor.makes_logits for tensor in matrices)
-        first = None if has_lookup else layers[0] if layers else None
-        last = None if has_output or not layers else layers[-1]
-        read = {tensor.read_size for tensor in layers[not has_lookup :]}
+        first = linear[0] if linear and not has_lookup else None
+        last = linear[-1] if linear and not has_output else None
+        read = {tensor.read_size for tensor in linear[not has_lookup :]}
         written = {tensor.written_size for tensor in matrices}
         found = [
             self._matrix_scaling(Sizes(tensor, tensor is first, tensor is last, read, written))
@@ -288,7 +289,7 @@ ROLE_TABLE = (
         "hidden",
     ),
     Case(
-        "is left of a layer whose weight is made of several tensors",
+        "is a tensor of a layer whose weight is made of several",
         lambda p: p.is_part_of_weight,
         ASK,
         "is one of several tensors that make a weight; better remove that parametrization first",
@@ -422,8 +423,16 @@ DOUBTS = (
 )
 
 
-def markdown(cases: tuple[Case, ...]) -> str:
-    """A table as docs/any_model.md shows it."""
+def fill(page: str) -> str:
+    """docs/any_model.md with the tables between its markers as they are here."""
+    for name, table in (("layers", layers.markdown()), ("roles", _markdown(ROLE_TABLE)), ("doubts", _markdown(DOUBTS))):
+        before, start, rest = page.partition(f"<!-- table of {name} -->\n")
+        _, end, after = rest.partition("<!-- end of the table -->")
+        page = f"{before}{start}\n{table}\n\n{end}{after}"
+    return page
+
+
+def _markdown(cases: tuple[Case, ...]) -> str:
     lines = ["| | a parameter that ... | is | why |", "|---|---|---|---|"]
     for number, case in enumerate(cases, 1):
         role = f"asked for ({case.guess}?)" if case.role == ASK else case.role

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ def _line(row: Row, long: int, on_gpu: bool) -> str:
 
 def draw(rows: list[Row], width: int) -> Any:
     """Time against density at one width, and against width at one density, with the floor; dense at that one width takes 1.
-    Of training steps on a CPU, of a layer's passes on a GPU."""
+    It shows training steps on a CPU, and a layer's passes on a GPU."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
@@ -78,29 +79,46 @@ def draw(rows: list[Row], width: int) -> Any:
     unit = statistics.median(units) if units else 1.0  # something was not measured: in seconds then
     at_width = [row for row in shown if row.width == width and not (on_gpu and row.density == 1 / 2)]
     at_density = [row for row in shown if row.density == density or row.side.startswith("2:4")]
-    plain = dict.fromkeys(row.side.removesuffix(gpu.CAPTURED) for row in [*at_width, *at_density])
-    colors = {side: f"C{number}" for number, side in enumerate(plain)}
-    for panel, axis, chosen in ((left, "density", at_width), (right, "width", at_density)):
-        for side in dict.fromkeys(row.side for row in chosen):
-            points = sorted((getattr(row, axis), row.seconds / unit) for row in chosen if row.side == side)
-            label, color = "smupar csr" if side == cpu.OURS and not on_gpu else side, colors[side.removesuffix(gpu.CAPTURED)]
-            line = ":" if side.endswith(gpu.CAPTURED) else "-"
-            panel.plot(*zip(*points, strict=True), marker="o", markersize=4, color=color, linestyle=line, label=label)
-        floor = sorted((getattr(row, axis), row.floor_seconds / unit) for row in chosen if row.side == cpu.OURS)
-        panel.plot(*zip(*floor, strict=True), color="black", linestyle="--", label="floor of csr")
-        panel.set_xscale("log", base=2)
-        panel.set_yscale("log", base=2)
-        panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}" if value >= 1 else f"1/{1 / value:g}")
-        panel.grid(True, alpha=0.3)
-        ticks = [x for x, _ in floor]
-        panel.set_xticks(ticks, [f"1/{round(1 / x)}" if axis == "density" else str(x) for x in ticks])
-        panel.minorticks_off()
-        panel.set_xlabel(axis)
+    sides = dict.fromkeys(row.side.removesuffix(gpu.CAPTURED) for row in [*at_width, *at_density])
+    styles = _Styles({side: f"C{number}" for number, side in enumerate(sides)}, on_gpu)
+    _draw_panel(left, "density", at_width, unit, styles)
+    _draw_panel(right, "width", at_density, unit, styles)
     left.invert_xaxis()  # sparser to the right
-    one = "forward and backward" if on_gpu else "time of a training step"
-    left.set_ylabel(f"{one}, {dense} at {width} = 1" if units else f"{one}, seconds")
+    measured = "forward and backward" if on_gpu else "time of a training step"
+    left.set_ylabel(f"{measured}, {dense} at {width} = 1" if units else f"{measured}, seconds")
     left.set_title(f"width {width}", fontsize=10)
     right.set_title(f"density 1/{round(1 / density)}{', and 2:4' if on_gpu else ''}", fontsize=10)
     if at_density:
         figure.legend(*right.get_legend_handles_labels(), loc="outside right center", fontsize=8)
     return figure
+
+
+@dataclass(frozen=True)
+class _Styles:
+    """How the line of each contestant looks: one captured as a CUDA graph is dotted, in the color of the plain one."""
+
+    colors: dict[str, str]
+    on_gpu: bool
+
+    def of(self, side: str) -> dict[str, str]:
+        return {
+            "color": self.colors[side.removesuffix(gpu.CAPTURED)],
+            "linestyle": ":" if side.endswith(gpu.CAPTURED) else "-",
+            "label": "smupar csr" if side == cpu.OURS and not self.on_gpu else side,
+        }
+
+
+def _draw_panel(panel: Any, axis: str, rows: list[Row], unit: float, styles: _Styles) -> None:
+    for side in dict.fromkeys(row.side for row in rows):
+        points = sorted((getattr(row, axis), row.seconds / unit) for row in rows if row.side == side)
+        panel.plot(*zip(*points, strict=True), marker="o", markersize=4, **styles.of(side))
+    floor = sorted((getattr(row, axis), row.floor_seconds / unit) for row in rows if row.side == cpu.OURS)
+    panel.plot(*zip(*floor, strict=True), color="black", linestyle="--", label="floor of csr")
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log", base=2)
+    panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}" if value >= 1 else f"1/{1 / value:g}")
+    panel.grid(True, alpha=0.3)
+    ticks = [x for x, _ in floor]
+    panel.set_xticks(ticks, [f"1/{round(1 / x)}" if axis == "density" else str(x) for x in ticks])
+    panel.minorticks_off()
+    panel.set_xlabel(axis)
