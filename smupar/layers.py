@@ -24,7 +24,7 @@ ROWS, IMAGES, INDICES = "rows", "images", "indices"
 GROUPED_DIM = 1  # of a convolution's weight, transposed or not: it counts the channels of one group
 LINEAR = "linear"  # a product: x @ W.T or x @ W, whichever dimension is read
 
-Product = Callable[[nn.Module, Tensor, Tensor], Tensor]  # layer, weight, input -> output without bias
+Product = Callable[..., Tensor]  # (weight, input) -> output without bias; a layer of the table's comes before them
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class LayerKind:
     def multiply(self, layer: nn.Module, weight: Tensor, x: Tensor, in_dim: int | None = None) -> Tensor:
         """The product of the layer's input with a weight, without bias; ``in_dim`` as the plan has it."""
         if callable(self.product):
-            return self.product(layer, weight, x)
+            return self.product(weight, x) if self.is_registered else self.product(layer, weight, x)
         return x @ (weight.T if (self.in_dims[0] if in_dim is None else in_dim) == 1 else weight)
 
     def output(self, layer: nn.Module, x: Tensor) -> Tensor:
@@ -204,23 +204,13 @@ def register_layer(
         reads=INDICES if lookup else ROWS,
         is_linear=True,
         is_measured=product is not None,
-        product=_UserProduct(product) if callable(product) else product,
+        product=product,
         is_plain=product == LINEAR,
         is_registered=True,
     )
     earlier = _REGISTERED.setdefault(layer, kind)
     if replace(earlier, matches=kind.matches) != kind:
         raise ValueError(f"{layer.__name__} is registered already, with other facts: register it once, beside the class")
-
-
-@dataclass(frozen=True)
-class _UserProduct:
-    """A product that needs no layer, in the table's form."""
-
-    function: Callable[[Tensor, Tensor], Tensor]
-
-    def __call__(self, layer: nn.Module, weight: Tensor, x: Tensor) -> Tensor:
-        return self.function(weight, x)
 
 
 def _checked_dims(layer: type[nn.Module], in_dim: int | tuple[int, ...], out_dim: int) -> tuple[int, ...]:

@@ -57,6 +57,7 @@ class Pattern:
     name: str = "random"
     whole_neurons: ClassVar[bool] = False
     """Neurons are removed from the network, so that widths change and what is left is dense."""
+    takes_any_density: ClassVar[bool] = True
 
     @property
     def default_density(self) -> float:
@@ -65,10 +66,6 @@ class Pattern:
     def count(self, shape: Shape, in_dims: Dims, density: Fraction) -> int | None:
         """How many weights ``draw`` keeps, or None if that is random. Raises ValueError where the pattern does not fit."""
         return round_half_up(density * math.prod(shape))
-
-    def base_count(self, shape: Shape, in_dims: Dims, density: Fraction) -> int | None:
-        """How many weights the base density would keep here, or None if it is to be taken as it is."""
-        return self.count(shape, in_dims, density)
 
     def mask(self, row: Any, live_neurons: tuple[int, int], seed: int) -> Tensor:
         """The mask of a parameter, from its row in the plan and the seed alone."""
@@ -112,6 +109,7 @@ class NM(Pattern):
 
     n: int = 2
     m: int = 4
+    takes_any_density = False
 
     @property
     def default_density(self) -> float:
@@ -132,9 +130,6 @@ class NM(Pattern):
     def count(self, shape: Shape, in_dims: Dims, density: Fraction) -> int | None:
         self._check(shape[in_dims[0]], density)
         return math.prod(shape) * self.n // self.m
-
-    def base_count(self, shape: Shape, in_dims: Dims, density: Fraction) -> int | None:
-        return None  # the base need not be N:M
 
     def draw(self, shape: Shape, in_dims: Dims, density: Fraction, rng: torch.Generator) -> Tensor:
         groups = math.prod(shape) // self.m

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from torch import nn
 
@@ -25,7 +24,7 @@ class Case:
     """A line of a table: what a parameter is that meets the condition, and none of an earlier line."""
 
     when: str
-    holds: Callable[[Any], bool]
+    holds: Callable[..., bool]  # of (tensor, network), or of the sizes of a matrix
     role: str  # or ASK
     reason: str
     guess: str = ""  # the role that a question suggests
@@ -59,12 +58,28 @@ class Network:
         self.inputs = self._inputs()
 
     def case_of(self, tensor: ModelTensor) -> Case:
-        place = Place(tensor, self)
-        return self.doubts.get(tensor.name) or next(case for case in ROLE_TABLE if case.holds(place))
+        return self.doubts.get(tensor.name) or next(case for case in ROLE_TABLE if case.holds(tensor, self))
 
     def is_output(self, tensor: ModelTensor) -> bool:
         """The user's model says that this weight makes its logits."""
         return tensor.module is self.output_module is not self.input_module and not tensor.is_lookup
+
+    def is_input(self, tensor: ModelTensor) -> bool:
+        return tensor.kind == "matrix" and (tensor.is_lookup or tensor.module is self.input_module)
+
+    def is_side_table(self, tensor: ModelTensor) -> bool:
+        """A table no layer reads, beside one that layers read."""
+        tables = [table for table in self.matrices if table.is_lookup]
+        if tensor not in tables or tensor.makes_logits or not any(t.written_size in self.read_sizes for t in tables):
+            return False
+        sums = {tensor.written_size}  # side by side, it and others may be read together
+        for other in tables:
+            if other is not tensor and len(sums) < 1000:
+                sums |= {size + other.written_size for size in sums}
+        return not sums & self.read_sizes
+
+    def is_last(self, tensor: ModelTensor) -> bool:
+        return tensor is self.matrices[-1]
 
     def _may_be_readout(self, tensor: ModelTensor) -> bool:
         if tensor.name in self.asked:
@@ -152,152 +167,102 @@ def _embeddings(model: nn.Module, getter: str) -> nn.Module | None:
     return module if isinstance(module, nn.Module) else None
 
 
-@dataclass(frozen=True)
-class Place:
-    """A parameter in its network, in the words of the table."""
+def _is_part_of_weight(tensor: ModelTensor) -> bool:
+    layer = tensor.layer
+    return tensor.kind == "raw" and (layer is PARAMETRIZED or (layer.is_linear and not layer.is_registered))
 
-    tensor: ModelTensor
-    network: Network
 
-    @property
-    def is_matrix(self) -> bool:
-        return self.tensor.kind == "matrix"
+def _is_square(tensor: ModelTensor) -> bool:
+    shapes = (tensor.shape, tensor.base_shape)
+    return tensor.kind == "raw" and all(len(shape) == 2 and shape[0] == shape[1] for shape in shapes)
 
-    @property
-    def is_raw(self) -> bool:
-        return self.tensor.kind == "raw"
 
-    @property
-    def is_last(self) -> bool:
-        return self.tensor is self.network.matrices[-1]
-
-    @property
-    def reads(self) -> bool:
-        return self.is_matrix and self.tensor.reads_scaling
-
-    @property
-    def writes(self) -> bool:
-        return self.is_matrix and self.tensor.writes_scaling
-
-    @property
-    def is_input_table(self) -> bool:
-        return self.is_matrix and (self.tensor.is_lookup or self.tensor.module is self.network.input_module)
-
-    @property
-    def is_side_table(self) -> bool:
-        """A table no layer reads, beside one that layers read."""
-        tensor, network = self.tensor, self.network
-        tables = [table for table in network.matrices if table.is_lookup]
-        main = any(table.written_size in network.read_sizes for table in tables)
-        if not (self.is_matrix and tensor.is_lookup) or not main or tensor.makes_logits:
-            return False
-        sums = {tensor.written_size}  # side by side, it and others may be read together
-        for other in tables:
-            if other is not tensor and len(sums) < 1000:
-                sums |= {size + other.written_size for size in sums}
-        return not sums & network.read_sizes
-
-    @property
-    def writes_what_none_reads(self) -> bool:
-        return not self.network.readouts and self.tensor.written_size not in self.network.read_sizes
-
-    @property
-    def is_part_of_weight(self) -> bool:
-        layer = self.tensor.layer
-        return self.is_raw and (layer is PARAMETRIZED or (layer.is_linear and not layer.is_registered))
-
-    @property
-    def is_square(self) -> bool:
-        shapes = (self.tensor.shape, self.tensor.base_shape)
-        return self.is_raw and all(len(shape) == 2 and shape[0] == shape[1] for shape in shapes)
-
-    @property
-    def is_unknown_weight(self) -> bool:
-        """Called ``weight``, with one dimension that scales, of a module that may sum over it."""
-        named = self.tensor.name.endswith(".weight") and not self.tensor.layer.by_element
-        return self.is_raw and named and len(self.tensor.scaling) == 1
-
-    @property
-    def scales_twice(self) -> bool:
-        return self.is_raw and len(self.tensor.scaling) > 1
+def _is_unknown_weight(tensor: ModelTensor) -> bool:
+    """Called ``weight``, with one dimension that scales, of a module that may sum over it."""
+    named = tensor.name.endswith(".weight") and not tensor.layer.by_element
+    return tensor.kind == "raw" and named and len(tensor.scaling) == 1
 
 
 ROLE_TABLE = (
     Case(
         "belongs to the layer that `get_output_embeddings` returns",
-        lambda p: p.is_matrix and p.network.is_output(p.tensor),
+        lambda t, n: t.kind == "matrix" and n.is_output(t),
         "unembedding",
         "the model says that it makes the logits",
     ),
     Case(
         "is a lookup table, or belongs to what `get_input_embeddings` returns, and its rows do not scale",
-        lambda p: p.is_input_table and not p.writes,
+        lambda t, n: n.is_input(t) and not t.writes_scaling,
         "fixed",
         "nothing scales",
     ),
     Case(
         "is a lookup table that no layer reads, beside one that layers read",
-        lambda p: p.is_side_table,
+        lambda t, n: n.is_side_table(t),
         "vector",
         "such as relative position biases for the heads",
     ),
     Case(
         "is any other lookup table, or belongs to what `get_input_embeddings` returns",
-        lambda p: p.is_input_table,
+        lambda t, n: n.is_input(t),
         "embedding",
         "it reads the data",
     ),
     Case(
         "reads and writes what scales, in the last layer of a model without a readout, and no layer reads as many features",
-        lambda p: p.reads and p.writes and p.is_last and p.writes_what_none_reads,
+        lambda t, n: (
+            t.reads_scaling and t.writes_scaling and n.is_last(t) and not n.readouts and t.written_size not in n.read_sizes
+        ),
         ASK,
         "is the last layer and writes what no layer reads: do the outputs of model and base differ in number?",
         "unembedding",
     ),
-    Case("reads and writes what scales", lambda p: p.reads and p.writes, "hidden", "it is inside the network"),
+    Case(
+        "reads and writes what scales", lambda t, n: t.reads_scaling and t.writes_scaling, "hidden", "it is inside the network"
+    ),
     Case(
         "reads what scales and writes a fixed size, as the last layer and the only such one",
-        lambda p: p.reads and p.is_last and p.network.readouts == [p.tensor],
+        lambda t, n: t.reads_scaling and n.is_last(t) and n.readouts == [t],
         "unembedding",
         "it makes the outputs",
     ),
     Case(
         "reads what scales and writes a fixed size, as the last layer",
-        lambda p: p.reads and p.is_last,
+        lambda t, n: t.reads_scaling and n.is_last(t),
         ASK,
         "reads a scaling input and writes a fixed output",
         "unembedding",
     ),
     Case(
         "reads what scales and writes a fixed size",
-        lambda p: p.reads,
+        lambda t, n: t.reads_scaling,
         ASK,
         "reads a scaling input and writes a fixed output",
         "hidden",
     ),
     Case(
         "reads a fixed size and writes what scales, with only tables and such layers before it",
-        lambda p: p.writes and p.tensor.name in p.network.inputs,
+        lambda t, n: t.writes_scaling and t.name in n.inputs,
         "embedding",
         "it reads the data",
     ),
     Case(
         "reads a fixed size and writes what scales",
-        lambda p: p.writes,
+        lambda t, n: t.writes_scaling,
         ASK,
         "reads a fixed input and writes a scaling output, after hidden layers",
         "hidden",
     ),
     Case(
         "is a tensor of a layer whose weight is made of several",
-        lambda p: p.is_part_of_weight,
+        lambda t, n: _is_part_of_weight(t),
         ASK,
         "is one of several tensors that make a weight; better remove that parametrization first",
         "vector",
     ),
     Case(
         "is a square matrix of an unknown module, and model and base are equally wide",
-        lambda p: p.is_square and p.network.equal_widths,
+        lambda t, n: _is_square(t) and n.equal_widths,
         ASK,
         "belongs to a {owner}, which does not tell its inputs",
         "hidden",
@@ -305,21 +270,21 @@ ROLE_TABLE = (
     ),
     Case(
         "belongs to an unknown module, and model and base are equally wide",
-        lambda p: p.is_raw and p.network.equal_widths,
+        lambda t, n: t.kind == "raw" and n.equal_widths,
         ASK,
         "belongs to a {owner}, which does not tell its inputs",
         "vector",
     ),
     Case(
         "is the `weight` of an unknown module, has one dimension that scales, and is the model's first parameter",
-        lambda p: p.is_unknown_weight and p.tensor is p.network.tensors[0],
+        lambda t, n: _is_unknown_weight(t) and t is n.tensors[0],
         ASK,
         "belongs to a {owner}, which does not tell whether it reads or writes what scales",
         "embedding",
     ),
     Case(
         "is the `weight` of an unknown module, has one dimension that scales, and a readout was found: a router, say",
-        lambda p: p.is_unknown_weight and bool(p.network.readouts),
+        lambda t, n: _is_unknown_weight(t) and bool(n.readouts),
         ASK,
         "belongs to a {owner}, which does not tell whether it reads or writes what scales",
         "hidden",
@@ -327,20 +292,20 @@ ROLE_TABLE = (
     ),
     Case(
         "is the `weight` of an unknown module and has one dimension that scales",
-        lambda p: p.is_unknown_weight,
+        lambda t, n: _is_unknown_weight(t),
         ASK,
         "belongs to a {owner}, which does not tell whether it reads or writes what scales",
         "unembedding",
     ),
     Case(
         "is a square matrix of an unknown module, and both dimensions scale",
-        lambda p: p.scales_twice and p.is_square,
+        lambda t, n: t.kind == "raw" and len(t.scaling) > 1 and _is_square(t),
         "hidden",
         "square, read as (out, in)",
     ),
     Case(
         "belongs to an unknown module and has several dimensions that scale",
-        lambda p: p.scales_twice,
+        lambda t, n: t.kind == "raw" and len(t.scaling) > 1,
         ASK,
         "belongs to a {owner}, which does not tell its inputs",
         "hidden",
@@ -348,11 +313,11 @@ ROLE_TABLE = (
     ),
     Case(
         "has a dimension that scales and no layer that sums over it",
-        lambda p: not p.is_matrix and bool(p.tensor.scaling),
+        lambda t, n: t.kind != "matrix" and bool(t.scaling),
         "vector",
         "norms, biases, class tokens, positions, depthwise convolutions",
     ),
-    Case("is anything else", lambda p: True, "fixed", "nothing scales"),
+    Case("is anything else", lambda t, n: True, "fixed", "nothing scales"),
 )
 
 

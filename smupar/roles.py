@@ -71,16 +71,13 @@ def infer_roles(
         if tensor.name in asked:
             _check_setting(tensor, asked[tensor.name])
     network = Network(model, tensors, asked)
-    open_cases = {
-        tensor.name: (tensor, case)
-        for tensor in network.tensors
-        if tensor.name not in asked and (case := network.case_of(tensor)).role == ASK
-    }
-    if open_cases:
-        raise ValueError(_question(network, list(open_cases.values())))
+    decided = [(tensor, network.case_of(tensor)) for tensor in network.tensors]
+    questions = [(tensor, case) for tensor, case in decided if case.role == ASK and tensor.name not in asked]
+    if questions:
+        raise ValueError(_question(network, questions))
     return [
-        _as_asked(tensor, asked[tensor.name]) if tensor.name in asked else _as_decided(tensor, network)
-        for tensor in network.tensors
+        _as_asked(tensor, asked[tensor.name]) if tensor.name in asked else _as_decided(tensor, case, network.guessed)
+        for tensor, case in decided
     ]
 
 
@@ -156,14 +153,13 @@ def _as_asked(tensor: ModelTensor, setting: RoleSetting) -> ParamRole:
     return _param_role(tensor, role, in_dims=ins, out_dim=out)
 
 
-def _as_decided(tensor: ModelTensor, network: Network) -> ParamRole:
-    case = network.case_of(tensor)
+def _as_decided(tensor: ModelTensor, case: Case, guessed: set[str]) -> ParamRole:
     if case.role == "hidden" and tensor.kind == "raw":
         return _param_role(tensor, "hidden", in_dims=(1,), out_dim=0, note=Note("square", case.reason))
     # What is frozen may hold values on purpose: sines, pretrained weights.
     if tensor.frozen and case.role in ("embedding", "hidden", "unembedding"):
         return _param_role(tensor, case.role, note=FROZEN)
-    return _param_role(tensor, case.role, note=GUESSED if case.role == "hidden" and tensor.name in network.guessed else None)
+    return _param_role(tensor, case.role, note=GUESSED if case.role == "hidden" and tensor.name in guessed else None)
 
 
 def _param_role(

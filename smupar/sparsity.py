@@ -66,10 +66,10 @@ class Sparsity:
     def _base_density(self, role: ParamRole) -> Fraction:
         """The base density as this tensor would realise it, so that rho = rho_base gives exactly muP."""
         base = self.base_densities[role.name]
-        if base == 1:
+        if base == 1 or not self.pattern.takes_any_density:  # the base of an N:M model need not be N:M
             return base
         pattern = Pattern() if role.name in self.given else self.pattern
-        count = pattern.base_count(role.shape, role.in_dims, base)
+        count = pattern.count(role.shape, role.in_dims, base)
         if count == 0:
             raise ValueError(f"at base_density {float(base):g} {role.name!r} of shape {role.shape} has no weight")
         return base if count is None else Fraction(count, math.prod(role.shape))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -79,8 +78,10 @@ def draw(rows: list[Row], width: int) -> Any:
     unit = statistics.median(units) if units else 1.0  # something was not measured: in seconds then
     at_width = [row for row in shown if row.width == width and not (on_gpu and row.density == 1 / 2)]
     at_density = [row for row in shown if row.density == density or row.side.startswith("2:4")]
-    sides = dict.fromkeys(row.side.removesuffix(gpu.CAPTURED) for row in [*at_width, *at_density])
-    styles = _Styles({side: f"C{number}" for number, side in enumerate(sides)}, on_gpu)
+    sides = dict.fromkeys(row.side for row in [*at_width, *at_density])
+    plain = dict.fromkeys(side.removesuffix(gpu.CAPTURED) for side in sides)
+    colors = {side: f"C{number}" for number, side in enumerate(plain)}
+    styles = {side: _style(side, colors, on_gpu) for side in sides}
     _draw_panel(left, "density", at_width, unit, styles)
     _draw_panel(right, "width", at_density, unit, styles)
     left.invert_xaxis()  # sparser to the right
@@ -93,25 +94,19 @@ def draw(rows: list[Row], width: int) -> Any:
     return figure
 
 
-@dataclass(frozen=True)
-class _Styles:
-    """How the line of each contestant looks: one captured as a CUDA graph is dotted, in the color of the plain one."""
-
-    colors: dict[str, str]
-    on_gpu: bool
-
-    def of(self, side: str) -> dict[str, str]:
-        return {
-            "color": self.colors[side.removesuffix(gpu.CAPTURED)],
-            "linestyle": ":" if side.endswith(gpu.CAPTURED) else "-",
-            "label": "smupar csr" if side == cpu.OURS and not self.on_gpu else side,
-        }
+def _style(side: str, colors: dict[str, str], on_gpu: bool) -> dict[str, str]:
+    """How the line of a contestant looks: one captured as a CUDA graph is dotted, in the color of the plain one."""
+    return {
+        "color": colors[side.removesuffix(gpu.CAPTURED)],
+        "linestyle": ":" if side.endswith(gpu.CAPTURED) else "-",
+        "label": "smupar csr" if side == cpu.OURS and not on_gpu else side,
+    }
 
 
-def _draw_panel(panel: Any, axis: str, rows: list[Row], unit: float, styles: _Styles) -> None:
+def _draw_panel(panel: Any, axis: str, rows: list[Row], unit: float, styles: dict[str, dict[str, str]]) -> None:
     for side in dict.fromkeys(row.side for row in rows):
         points = sorted((getattr(row, axis), row.seconds / unit) for row in rows if row.side == side)
-        panel.plot(*zip(*points, strict=True), marker="o", markersize=4, **styles.of(side))
+        panel.plot(*zip(*points, strict=True), marker="o", markersize=4, **styles[side])
     floor = sorted((getattr(row, axis), row.floor_seconds / unit) for row in rows if row.side == cpu.OURS)
     panel.plot(*zip(*floor, strict=True), color="black", linestyle="--", label="floor of csr")
     panel.set_xscale("log", base=2)

@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import islice, product
 from typing import Any, SupportsIndex, Unpack
 
@@ -98,15 +98,11 @@ def coord_check(
     plans: dict[tuple[str, int, float], Plan] = {}
     for run in runs:
         plans.setdefault((run.cell.rule, run.cell.width, run.cell.density), run.plan)
-    return Report(readings, faults={_label(run.cell): run.faults for run in runs if run.faults}, plans=plans)
+    return Report(readings, faults={astuple(run.cell): run.faults for run in runs if run.faults}, plans=plans)
 
 
 def _listed(value: Any) -> Iterable[Any]:
     return value if isinstance(value, Iterable) else (value,)
-
-
-def _label(cell: Cell) -> tuple[str, int, float, int]:
-    return cell.rule, cell.width, cell.density, cell.seed
 
 
 @dataclass(frozen=True)
