@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -81,14 +82,17 @@ def _measured(layer: nn.Module, mask: Tensor, backends: list[str], work: Work) -
 
 
 def _like(layer: nn.Module, mask: Tensor) -> nn.Module:
-    """A layer of the same kind and size without hooks."""
-    weight, out_dim = layer.weight, out_dim_of(layer)
-    assert isinstance(weight, Tensor)
-    assert out_dim is not None
-    sizes = weight.shape[1 - out_dim], weight.shape[out_dim]
+    """A layer of the same class and size with other weights and without hooks."""
+    made = type(layer).__new__(type(layer))
+    made.__dict__.update(vars(layer))
+    nn.Module.__init__(made)  # of what torch keeps in modules, nothing is shared with the layer
+    weight: Any = layer.weight
+    bias: Any = getattr(layer, "bias", None)
     with torch.random.fork_rng(devices=[]):  # the user's random numbers stay what they were
-        made = nn.Linear(*sizes, bias=layer.bias is not None) if type(layer) is nn.Linear else type(layer)(sizes[1], sizes[0])
-    made.to(weight.device, weight.dtype).register_buffer("weight_mask", mask)
+        values = torch.randn(weight.shape).to(weight)
+    made.register_parameter("weight", nn.Parameter(values))
+    made.register_parameter("bias", None if bias is None else nn.Parameter(torch.zeros_like(bias)))
+    made.register_buffer("weight_mask", mask)
     return made
 
 
