@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 import warnings
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
@@ -84,9 +84,10 @@ def report(folder: tyro.conf.Positional[str], parquet: bool = False) -> None:
         folder: Of the study.
         parquet: Write table.parquet beside table.csv and table.json.
     """
-    from smupar.study.report import read_study, write_report
+    from smupar.study.report import write_report
+    from smupar.study.store import Study
 
-    study = read_study(folder)
+    study = Study(folder)
     found = write_report(study)
     if parquet:
         study.write_parquet()
@@ -196,13 +197,13 @@ def sweep(
         axes: FIELD=VALUE,VALUE,... for any fields of a run: lr=2^-10..2^-4 rule=sp,smupar sparsity=0,0.75
         out: Folder of the study. Started again, only what is missing is run.
     """
-    from smupar.study.engines import run_study
-    from smupar.study.space import grid, parse_axes
+    from smupar.study.run import run_study
+    from smupar.study.space import parse_axes
+    from smupar.study.sweep import sweep as define
 
     parsed = parse_axes(axes)
-    base = resolve(RunConfig, request_of(config))
-    definition = {"kind": "sweep", "axes": parsed, "run": asdict(base)}
-    print(run_study(out, definition, _command(), [lambda study: list(grid(base, parsed))], EngineConfig(**how)))
+    study = define(resolve(RunConfig, request_of(config)), parsed)
+    print(run_study(out, study, _command(), EngineConfig(**how)))
 
 
 def transfer(
@@ -217,13 +218,11 @@ def transfer(
         out: Folder of the study: picture.png, report.html, table.csv. Started again, only what is missing is run.
         hps: best.json of `smupar tune`: what is not swept.
     """
-    from smupar.study.engines import run_study
-    from smupar.study.transfer import axis_values, stages
+    from smupar.study.run import run_study
+    from smupar.study.transfer import transfer as define
 
-    study = resolve(TransferConfig, request_of(config, hps=hps))
-    study = replace(study, values=tuple(axis_values(study)))  # which the study remembers, and may be added to
-    definition = {"kind": "transfer", **asdict(study)}
-    print(run_study(out, definition, _command(), stages(study), EngineConfig(**how)))
+    study = define(resolve(TransferConfig, request_of(config, hps=hps)))
+    print(run_study(out, study, _command(), EngineConfig(**how)))
 
 
 def reproduce(
@@ -253,16 +252,15 @@ def reproduce(
         dry_run: Print runs, parameters, tokens, FLOPs, hours and memory; run nothing.
     """
     from smupar.paper import reproduce as paper
+    from smupar.paper.settings import table_4
 
     if settings or list or not figures:
-        print(paper.figure("tab04").text() if settings else paper.listed())
+        print(table_4() if settings else paper.listed())
         return
     offline = [name for name in paper.FIGURES if name != "tab02" or data_dir is not None]
     names = offline if figures == ("all",) else figures
-    for name in names:
-        paper.figure(name)
-    trains = any(hasattr(paper.figure(name), "runs") for name in names)
-    wanted = paper.make_scale(scale, data, reads=trains and not dry_run)
+    trained = [name for name in names if paper.figure(name).runs]
+    wanted = paper.make_scale(scale, data, reads=bool(trained) and not dry_run)
     if dry_run:
         print("\n".join(paper.dry_run(name, wanted) for name in names))
         return
