@@ -13,7 +13,7 @@ from smupar.lm.distributed import World
 from smupar.lm.gpt import build
 from smupar.lm.optimizers import make_optimizers, set_lr
 from smupar.lm.step import next_token_loss
-from smupar.rules import FAMILIES
+from smupar.optimizers import FAMILIES
 
 NAMES = ("adamw", "adam", "sgd", "muon", "lion", "nadam", "radam", "adamax", "rmsprop", "adagrad")
 # Twice the base width at a quarter of the weights: the hidden LR factor of SmuPar is 1 / (2 * 1/4) = 2 for Adam.

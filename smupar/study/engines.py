@@ -35,8 +35,8 @@ from smupar.lm.folder import Status, Summary, versions
 from smupar.lm.gpt import plan_on_meta
 from smupar.lm.stack import GPTStack, stack_key
 from smupar.lm.train import train
+from smupar.optimizers import family_of
 from smupar.planner import PlanWarning
-from smupar.rules import family_of
 from smupar.study.config import EngineConfig
 from smupar.study.report import write_report
 from smupar.study.store import Stage, Study
