@@ -350,8 +350,8 @@ def _not_hidden(held: _Held) -> list[Finding]:
     if not held.facts.hidden_only or all(row.role == "hidden" for row, _ in held.planned):
         return []
     kind = held.facts.name
-    text = f"{kind} was given parameters that are not hidden weights: use param_groups(..., optimizer={kind.lower()!r}, only='hidden')"
-    return [Finding(text, "optimizer")]
+    remedy = f"use param_groups(..., optimizer={kind.lower()!r}, only='hidden')"
+    return [Finding(f"{kind} was given parameters that are not hidden weights: {remedy}", "optimizer")]
 
 
 def _ratios(held: _Held) -> list[Finding]:

@@ -63,8 +63,8 @@ def param_groups(
     choice("only", only, (None, "hidden", "rest"))
     if facts.hidden_only and only != "hidden":
         raise ValueError(
-            f"{facts.name} is for hidden matrices: use param_groups(..., optimizer={facts.name.lower()!r}, only='hidden') for it "
-            "and param_groups(..., optimizer='adamw', only='rest') for the rest of the model"
+            f"{facts.name} is for hidden matrices: use param_groups(..., optimizer={facts.name.lower()!r}, only='hidden') for "
+            "it and param_groups(..., optimizer='adamw', only='rest') for the rest of the model"
         )
     model = unwrapped(model)
     if not is_parameterized(model):

@@ -105,8 +105,9 @@ def family_of(optimizer: object) -> str:
     if facts.family is None:
         known = ", ".join(sorted(FAMILIES))
         raise ValueError(
-            f"no learning-rate rule is known for optimizer {name_of(optimizer)!r} (known: {known}). If its update has a fixed "
-            "size per weight whatever the gradient's size, pass optimizer='adamw'; if it is proportional to the gradient, 'sgd'."
+            f"no learning-rate rule is known for optimizer {name_of(optimizer)!r} (known: {known}). If its update has "
+            "a fixed size per weight whatever the gradient's size, pass optimizer='adamw'; if it is proportional to the "
+            "gradient, 'sgd'."
         )
     return facts.family
 

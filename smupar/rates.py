@@ -20,7 +20,7 @@ _WEIGHT = "hidden_weight"
 
 
 class LayerRates:
-    """Learning-rate factors of hidden weights by parameter name: ``corrections`` multiply the plan's, ``measured`` replaces it."""
+    """Learning-rate factors of hidden weights, by name: ``corrections`` multiply the plan's, ``measured`` replace it."""
 
     def __init__(self, names: list[str]) -> None:
         self.names = names
