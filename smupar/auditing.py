@@ -261,14 +261,15 @@ class _Held:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    facts: OptimizerFacts
-    """Those of its family where the user named one for an optimizer of their own."""
     family: str
-    names: list[str]
-    """All parameters of the model that it holds."""
-    planned: list[tuple[PlanRow, dict[str, Any]]]
-    """Those of the plan, with their groups."""
+    names: list[str]  # all parameters of the model that it holds
+    planned: list[tuple[PlanRow, dict[str, Any]]]  # those of the plan, with their groups
     lr: float | None
+
+    @property
+    def facts(self) -> OptimizerFacts:
+        """Those of the optimizer that the family is called after: the user may have named it for one of their own."""
+        return OPTIMIZERS[self.family]
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -295,7 +296,7 @@ def _optimizers(
             findings.append(family)
             continue
         planned = [(plan[name], group) for name, group in owned if name in plan]
-        held = _Held(model, optimizer, OPTIMIZERS[family], family, [name for name, _ in owned], planned, lr)
+        held = _Held(model, optimizer, family, [name for name, _ in owned], planned, lr)
         findings += (finding for check in _CHECKS for finding in check(held))
     return findings + _ownership(parameters, owners)
 

@@ -14,33 +14,21 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class OptimizerFacts:
-    name: str
-    """The name of its class."""
-    family: str | None = None
-    """Its learning-rate row in Table 1, by the name of the optimizer that the row is called after."""
-    num_states: int = 0
-    """Tensors of a weight's size that it keeps."""
-    decoupled: bool = False
-    """Whether weight decay is kept apart from the gradient."""
+    name: str  # of its class
+    family: str | None = None  # its learning-rate row in Table 1, called after an optimizer of the row
+    num_states: int = 0  # tensors of a weight's size that it keeps
+    decoupled: bool = False  # weight decay is kept apart from the gradient
     eps: bool = False
     betas: bool = False
     momentum: bool = False
-    mixes_entries: bool = False
-    """Whether the update of a weight depends on other weights' gradients, so that weights off the mask would be trained."""
-    hidden_only: bool = False
-    """Whether it takes hidden matrices and nothing else, so that a second optimizer has to train the rest."""
-    fused: bool = False
-    """Whether torch has a fused kernel for it on GPUs."""
-    capturable: bool = False
-    """Whether torch can put its step into a CUDA graph."""
-    stackable: bool = False
-    """Whether ``Stack`` has its update."""
-    restartable: bool = False
-    """Whether its bias correction can start again for single weights."""
-    no_rule: str = ""
-    """Why no factor of Table 1 fits it."""
-    no_moves: str = ""
-    """Why masks cannot move under it."""
+    mixes_entries: bool = False  # a weight's update depends on other weights' gradients, so weights off the mask would train
+    hidden_only: bool = False  # takes hidden matrices and nothing else: a second optimizer has to train the rest
+    fused: bool = False  # torch has a fused kernel for it on GPUs
+    capturable: bool = False  # torch can put its step into a CUDA graph
+    stackable: bool = False  # ``Stack`` has its update
+    restartable: bool = False  # its bias correction can start again for single weights
+    no_rule: str = ""  # why no factor of Table 1 fits it
+    no_moves: str = ""  # why masks cannot move under it
 
     def num_states_with(self, momentum: float) -> int:
         """SGD keeps nothing where it has no momentum."""
@@ -73,10 +61,8 @@ _ROWS = (
     *map(OptimizerFacts, ("FusedAdam", "DeepSpeedCPUAdam", "Adam8bit", "AdamW8bit")),
     *map(OptimizerFacts, ("AdamWScheduleFree", "SGDScheduleFree", "Prodigy")),
 )
-OPTIMIZERS = {row.name.lower(): row for row in _ROWS}
-"""By lower-case name."""
-FAMILIES = {name: row.family for name, row in OPTIMIZERS.items() if row.family}
-"""The optimizers that a run can name, with their families."""
+OPTIMIZERS = {row.name.lower(): row for row in _ROWS}  # by lower-case name
+FAMILIES = {name: row.family for name, row in OPTIMIZERS.items() if row.family}  # of those that a run can name
 
 
 def name_of(optimizer: object) -> str:

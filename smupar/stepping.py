@@ -7,21 +7,23 @@ that apply to it; ``print(seam_of(optimizer))`` shows what will run. An optimize
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable
 from functools import cache, cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from smupar.values import local
 
+# ``look`` comes last: where the step gets a closure, after each of its calls, whose forward pass belongs to this step.
 BEFORE = ("refuse_replaced", "fit_state", "check_ratios", "set_rates", "look")
-"""``look`` comes last: where the step gets a closure, after each of its calls, whose forward pass belongs to this step."""
+# What is measured has been corrected and masked, at the learning rates of the step.
 AFTER = ("correct", "mask", "measure", "restore_rates", "count")
-"""What is measured has been corrected and masked, at the learning rates of the step."""
 _SEAM = "_smupar_seam"
 
 
@@ -62,11 +64,12 @@ class Seam:
         return list(self.phases.get(phase, ()))
 
     def __str__(self) -> str:
-        def line(names: Iterable[str]) -> str:
-            found = {name: map(_shown, self.phases[name]) for name in names if name in self.phases}
-            return ", ".join(f"{name} ({', '.join(owners)})" for name, owners in found.items()) or "nothing"
-
-        return f"before: {line(BEFORE)}\nafter: {line(AFTER)}"
+        lines = []
+        for when, names in (("before", BEFORE), ("after", AFTER)):
+            owners = {name: [getattr(who, "__name__", type(who).__name__) for who in self.owners(name)] for name in names}
+            shown = ", ".join(f"{name} ({', '.join(own)})" for name, own in owners.items() if own)
+            lines.append(f"{when}: {shown or 'nothing'}")
+        return "\n".join(lines)
 
     def begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Runs what comes before the step; returns its arguments if a closure among them had to be wrapped."""
@@ -96,43 +99,41 @@ class Seam:
                 phase(step)
 
 
-def _shown(owner: Any) -> str:
-    return getattr(owner, "__name__", type(owner).__name__)
-
-
 def seam_of(optimizer: Optimizer) -> Seam:
     """The seam of an optimizer, made the first time it is asked for, with the phases that every optimizer has."""
     seam: Seam | None = optimizer.__dict__.get(_SEAM)
     if seam is None:
-        _install()
-        seam = Seam()
-        setattr(optimizer, _SEAM, seam)
-        _KNOWN.add(optimizer)
-        for name, (phase, applies) in _EVERYWHERE.items():
-            if applies(optimizer):
-                seam.add(phase, **{name: phase})
+        with _LOCK:
+            _install()
+            setattr(optimizer, _SEAM, seam := Seam())
+            _KNOWN.add(optimizer)
+            for name, (phase, applies) in _EVERYWHERE.items():
+                if applies(optimizer):
+                    seam.add(phase, **{name: phase})
     return seam
 
 
 _EVERYWHERE: dict[str, tuple[Phase, Callable[[Optimizer], bool]]] = {}
 _KNOWN: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_LOCK = threading.RLock()  # models are made, and optimizers stepped, in threads
 
 
 def on_every_step(name: str, phase: Phase, applies: Callable[[Optimizer], bool] = lambda _: True) -> None:
     """Adds a phase, which is its own owner, to all optimizers that it applies to, now and later."""
-    if name in _EVERYWHERE:
-        return
-    _install()
-    _EVERYWHERE[name] = (phase, applies)
-    for optimizer in _KNOWN:
-        if applies(optimizer):
-            seam_of(optimizer).add(phase, **{name: phase})
+    with _LOCK:
+        if name not in _EVERYWHERE:
+            _install()
+            _EVERYWHERE[name] = (phase, applies)
+            for optimizer in filter(applies, _KNOWN):
+                seam_of(optimizer).add(phase, **{name: phase})
 
 
 @cache
 def _install() -> None:
-    register_optimizer_step_pre_hook(_before)
-    register_optimizer_step_post_hook(_after)
+    """The only hooks that belong to no model and no optimizer. A compiled step runs them as they are: traced, the masks of
+    parameters would not be seen."""
+    register_optimizer_step_pre_hook(torch.compiler.disable(_before))
+    register_optimizer_step_post_hook(torch.compiler.disable(_after))
 
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

@@ -81,7 +81,6 @@ def make_all(name, model, plan):
     if name == "muon":
         muon = torch.optim.Muon(smupar.param_groups(model, plan, lr=0.02, only="hidden", optimizer="muon"))
         rest = torch.optim.AdamW(smupar.param_groups(model, plan, lr=0.01, only="rest"))
-        smupar.attach(model, plan, muon)
         return [muon, rest]
     cls = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD, "lion": Lion}[name]
     groups = smupar.param_groups(model, plan, lr=0.05 if name == "sgd" else 0.005, weight_decay=0.1, optimizer=name)
