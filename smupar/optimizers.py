@@ -128,7 +128,7 @@ def markdown() -> str:
 def renewed(page: str) -> str:
     """A page with the table between its markers as it is now."""
     before, _, rest = page.partition(_BEGIN)
-    return f"{before}{_BEGIN}\n{markdown()}\n{_END}{rest.partition(_END)[2]}"
+    return f"{before}{_BEGIN}\n\n{markdown()}\n\n{_END}{rest.partition(_END)[2]}"
 
 
 if __name__ == "__main__":
