@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from smupar.apply import attach, is_parameterized, unwrapped
 from smupar.globs import match_globs
-from smupar.optimizers import facts_of, family_of
+from smupar.optimizers import OptimizerFacts, facts_of, family_of
 from smupar.plan import Plan, PlanRow
 from smupar.planner import PlanWarning
 from smupar.rules import DECAYED
@@ -57,16 +57,11 @@ def param_groups(
     no_decay      globs, or a function (name, parameter) -> bool, of the parameters without weight decay
     extra         groups of your own, appended as copies; parameters in them are left out of the plan's groups
     """
-    facts, family = facts_of(optimizer), family_of(optimizer)
-    weight_decay = float(weight_decay)
+    family, weight_decay = family_of(optimizer), float(weight_decay)
     choice("decay", decay, ("independent", "coupled"))
     choice("eps", eps, ("constant", "width"))
     choice("only", only, (None, "hidden", "rest"))
-    if facts.hidden_only and only != "hidden":
-        raise ValueError(
-            f"{facts.name} is for hidden matrices: use param_groups(..., optimizer={facts.name.lower()!r}, only='hidden') for "
-            "it and param_groups(..., optimizer='adamw', only='rest') for the rest of the model"
-        )
+    _refuse_all_but_hidden(facts_of(optimizer), only)
     model = unwrapped(model)
     if not is_parameterized(model):
         raise ValueError("this model is not parameterized: call smupar.parameterize first (smupar.attach on a loaded one)")
@@ -74,29 +69,38 @@ def param_groups(
     own = _own_groups(extra)
     trained = _trained(model, plan, own)
     undecayed = _undecayed(no_decay, trained)
-    groups: dict[tuple[float, ...], dict[str, Any]] = {}
-    rows: dict[tuple[float, ...], list[PlanRow]] = {}
-    for name, parameter in trained.items():
+    members: dict[tuple[float, float, float], list[PlanRow]] = {}
+    for name in trained:
         row = plan[name]
-        if only is not None and (row.role == "hidden") != (only == "hidden"):
-            continue
-        if facts.hidden_only and parameter.ndim != 2:
-            shape = tuple(parameter.shape)
-            raise ValueError(f"torch's {facts.name} takes matrices only, {name!r} has shape {shape}: use AdamW or SGD")
-        factor = row.lr_factor(family)
-        wd = 0.0 if name in undecayed else weight_decay * (row.decay_factor(family) if decay == "independent" else 1)
-        key = (factor, wd, row.eps_factor if eps == "width" else 1.0)
-        if key not in groups:
-            groups[key] = {"params": [], "lr": lr * factor, "weight_decay": wd, "lr_factor": factor, "family": family}
-            groups[key]["decay"] = decay
-            if eps == "width" or eps_value is not None:
-                groups[key]["eps"] = (1e-8 if eps_value is None else eps_value) * key[2]
-        groups[key]["params"].append(parameter)
-        rows.setdefault(key, []).append(row)
-    if decay == "independent" and any(row.eps_factor != 1 for key in groups if key[1] for row in rows[key]):
+        if only in (None, "hidden" if row.role == "hidden" else "rest"):
+            _refuse_shape(facts_of(optimizer), name, trained[name])
+            wd = 0.0 if name in undecayed else weight_decay * (row.decay_factor(family) if decay == "independent" else 1)
+            numbers = (row.lr_factor(family), wd, row.eps_factor if eps == "width" else 1.0)
+            members.setdefault(numbers, []).append(row)
+    groups = []
+    for (factor, wd, eps_factor), rows in members.items():
+        group = {"name": "", "params": [trained[row.name] for row in rows], "lr": lr * factor, "weight_decay": wd}
+        group |= {"lr_factor": factor, "family": family, "decay": decay}
+        if eps == "width" or eps_value is not None:
+            group["eps"] = (1e-8 if eps_value is None else eps_value) * eps_factor
+        groups.append({**group, "name": _group_name(rows, group, weight_decay)})
+    if decay == "independent" and any(row.eps_factor != 1 for key, rows in members.items() if key[1] for row in rows):
         _warn_of_decay_in_gradient(optimizer)
-    named = [{"name": _group_name(rows[key], group, weight_decay), **group} for key, group in groups.items()]
-    return _distinct(named) + own
+    return _distinct(groups) + own
+
+
+def _refuse_all_but_hidden(facts: OptimizerFacts, only: str | None) -> None:
+    if facts.hidden_only and only != "hidden":
+        raise ValueError(
+            f"{facts.name} is for hidden matrices: use param_groups(..., optimizer={facts.name.lower()!r}, only='hidden') for "
+            "it and param_groups(..., optimizer='adamw', only='rest') for the rest of the model"
+        )
+
+
+def _refuse_shape(facts: OptimizerFacts, name: str, parameter: nn.Parameter) -> None:
+    if facts.hidden_only and parameter.ndim != 2:
+        shape = tuple(parameter.shape)
+        raise ValueError(f"torch's {facts.name} takes matrices only, {name!r} has shape {shape}: use AdamW or SGD")
 
 
 def _own_groups(extra: Iterable[Mapping[str, Any]] | None) -> list[dict[str, Any]]:

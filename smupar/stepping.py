@@ -57,8 +57,9 @@ class Seam:
             self.phases.setdefault(name, {})[owner] = phase
 
     def remove(self, owner: Hashable) -> None:
-        kept = {name: {who: phase for who, phase in own.items() if who is not owner} for name, own in self.phases.items()}
-        self.phases = {name: own for name, own in kept.items() if own}
+        for own in self.phases.values():
+            own.pop(owner, None)
+        self.phases = {name: own for name, own in self.phases.items() if own}
 
     def owners(self, phase: str) -> list[Any]:
         return list(self.phases.get(phase, ()))
@@ -73,12 +74,13 @@ class Seam:
 
     def begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Runs what comes before the step; returns its arguments if a closure among them had to be wrapped."""
-        self.step = step = Step(optimizer)
+        step = Step(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
-        if closure is None or "look" not in self.phases:
-            self._run(BEFORE, step)
+        waits = closure is not None and "look" in self.phases
+        self._run(BEFORE[:-1] if waits else BEFORE, step)
+        self.step = step
+        if not waits:
             return None
-        self._run(BEFORE[:-1], step)
 
         def looked() -> Any:
             loss = closure()
@@ -88,10 +90,13 @@ class Seam:
         return ((args[0], looked, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": looked})
 
     def finish(self) -> None:
-        """Runs what comes after the step that is being made, if there is one; who needs it done calls this earlier."""
+        """Runs what comes after the step, once: whoever acts in a hook of the optimizer's own may call this first."""
         if (step := self.step) is not None:
             self.step = None
-            self._run(AFTER, step)
+            try:
+                self._run(AFTER[:-2], step)
+            finally:  # schedulers must not find the rates of a step, whatever a measurement raised
+                self._run(AFTER[-2:], step)
 
     def _run(self, names: Iterable[str], step: Step) -> None:
         for name in names:

@@ -275,6 +275,18 @@ def test_phase_for_every_optimizer_reaches_old_and_new_ones(monkeypatch):
     seam_of(old).remove(seen.append)
 
 
+def test_rates_are_restored_and_steps_counted_where_a_measurement_raises():
+    model, plan = make()
+    optimizer = torch.optim.AdamW(smupar.param_groups(model, plan, lr=0.01))
+    gmp = smupar.GMP(model, plan, optimizer, density=1 / 8, every=1, stop=6, correction="fixed")
+    rates = [group["lr"] for group in optimizer.param_groups]
+    seam_of(optimizer).add("me", measure=lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train([model], [optimizer], [0])
+    assert [group["lr"] for group in optimizer.param_groups] == rates
+    assert gmp.step()
+
+
 @pytest.mark.parametrize("by_keyword", [False, True])
 def test_closure_runs_once_and_what_looks_comes_after_it(by_keyword):
     model, plan = make()
