@@ -10,6 +10,7 @@ import inspect
 import math
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -298,7 +299,7 @@ def _optimizers(
         planned = [(plan[name], group) for name, group in owned if name in plan]
         held = _Held(model, optimizer, family, [name for name, _ in owned], planned, lr)
         findings += (finding for check in _CHECKS for finding in check(held))
-    return findings + _ownership(parameters, owners)
+    return [*findings, *_ownership(parameters, owners)]
 
 
 def _family(optimizer: torch.optim.Optimizer) -> str | Finding:
@@ -311,120 +312,104 @@ def _family(optimizer: torch.optim.Optimizer) -> str | Finding:
         return labels.pop()  # an optimizer of the user's own, whose family they named in param_groups
 
 
-def _ownership(parameters: dict[str, nn.Parameter], owners: Counter[str]) -> list[Finding]:
-    findings = []
+def _ownership(parameters: dict[str, nn.Parameter], owners: Counter[str]) -> Iterator[Finding]:
     for name, parameter in parameters.items():
         if parameter.requires_grad and not owners[name]:
             text = (
                 f"{name!r} is trained but in no optimizer group: build the groups with smupar.param_groups, "
                 "give it a group with extra=[...], or freeze it"
             )
-            findings.append(Finding(text, "optimizer", name))
+            yield Finding(text, "optimizer", name)
         if owners[name] > 1:
             text = (
                 f"{name!r} is in {owners[name]} groups and would be stepped as often: "
                 "with two optimizers use param_groups(..., only='hidden') for one and only='rest' for the other"
             )
-            findings.append(Finding(text, "optimizer", name))
-    return findings
+            yield Finding(text, "optimizer", name)
 
 
-def _learning_rates(held: _Held) -> list[Finding]:
-    """The first of these that has something to say: what comes later would follow from it."""
-    return next(filter(None, (check(held) for check in (_other_family, _not_hidden, _ratios, _rates))), [])
+def _learning_rates(held: _Held) -> Iterator[Finding]:
+    """What the first of these has to say: what comes later would follow from it."""
+    checks = (_other_family, _not_hidden, _ratios, _rates)
+    yield from next(filter(None, (list(check(held)) for check in checks)), [])
 
 
-def _other_family(held: _Held) -> list[Finding]:
-    kind = name_of(held.optimizer)
+def _other_family(held: _Held) -> Iterator[Finding]:
     others = [group["family"] for group in held.groups if group.get("family", held.family) != held.family]
-    return [
-        Finding(
-            f"the groups were made for the {made_for} family but given to {kind}: "
-            f"pass optimizer={kind.lower()!r} to param_groups",
-            "LR",
+    if others:
+        kind = name_of(held.optimizer)
+        text = (
+            f"the groups were made for the {others[0]} family but given to {kind}: "
+            f"pass optimizer={kind.lower()!r} to param_groups"
         )
-        for made_for in others[:1]
-    ]
+        yield Finding(text, "LR")
 
 
-def _not_hidden(held: _Held) -> list[Finding]:
-    if not held.facts.hidden_only or all(row.role == "hidden" for row, _ in held.planned):
-        return []
-    kind = held.facts.name
-    remedy = f"use param_groups(..., optimizer={kind.lower()!r}, only='hidden')"
-    return [Finding(f"{kind} was given parameters that are not hidden weights: {remedy}", "optimizer")]
+def _not_hidden(held: _Held) -> Iterator[Finding]:
+    if held.facts.hidden_only and any(row.role != "hidden" for row, _ in held.planned):
+        kind = held.facts.name
+        remedy = f"use param_groups(..., optimizer={kind.lower()!r}, only='hidden')"
+        yield Finding(f"{kind} was given parameters that are not hidden weights: {remedy}", "optimizer")
 
 
-def _ratios(held: _Held) -> list[Finding]:
+def _ratios(held: _Held) -> Iterator[Finding]:
     problem = ratio_problem(held.optimizer)
-    if not problem:
-        return []
-    scheduled = any("initial_lr" in group for _, group in held.planned)
-    base, wrong = wrong_groups(held.optimizer)
-    ratio = float(wrong[0]["lr"]) / (base * wrong[0]["lr_factor"]) if base else math.nan
-    names = " | ".join(group["name"] for group in wrong)
-    return [Finding(problem, "scheduler" if scheduled else "LR", names, ratio)]
+    if problem:
+        scheduled = any("initial_lr" in group for _, group in held.planned)
+        base, wrong = wrong_groups(held.optimizer)
+        ratio = float(wrong[0]["lr"]) / (base * wrong[0]["lr_factor"]) if base else math.nan
+        yield Finding(problem, "scheduler" if scheduled else "LR", " | ".join(group["name"] for group in wrong), ratio)
 
 
-def _rates(held: _Held) -> list[Finding]:
+def _rates(held: _Held) -> Iterator[Finding]:
     ours = [(row, group) for row, group in held.planned if "lr_factor" in group]
     # Beside groups of ours, others are the user's own choice. A scheduler keeps the rate it started from as initial_lr, also
     # while a warm-up holds lr at 0; OneCycleLR as max_lr.
     started = [
-        (row, row.lr_factor(held.family), float(group.get("max_lr", group.get("initial_lr", group["lr"]))))
+        (row.name, row.lr_factor(held.family), float(group.get("max_lr", group.get("initial_lr", group["lr"]))))
         for row, group in ours or held.planned
     ]
     bases = Counter(float(f"{rate / factor:.5g}") for _, factor, rate in started if rate)
     if not bases:
-        return []
+        return
     flat = [rate for _, factor, rate in started if factor == 1 and rate]
     base = held.lr if held.lr is not None else flat[0] if flat else bases.most_common(1)[0][0]
-    return [
-        Finding(
-            f"{row.name!r}: learning rate is {rate:.4g}, the plan says {base * factor:.4g} "
-            f"(base {base:.4g} x {factor:.6g}, {held.family} family); "
-            "build the optimizer from smupar.param_groups(model, plan, lr=...)",
-            "LR",
-            row.name,
-            rate / (base * factor),
-        )
-        for row, factor, rate in started
-        if not math.isclose(rate, base * factor, rel_tol=1e-3)
-    ]
+    for name, factor, rate in started:
+        if not math.isclose(rate, base * factor, rel_tol=1e-3):
+            text = (
+                f"{name!r}: learning rate is {rate:.4g}, the plan says {base * factor:.4g} "
+                f"(base {base:.4g} x {factor:.6g}, {held.family} family); "
+                "build the optimizer from smupar.param_groups(model, plan, lr=...)"
+            )
+            yield Finding(text, "LR", name, rate / (base * factor))
 
 
-def _unused_decay(held: _Held) -> list[Finding]:
+def _unused_decay(held: _Held) -> Iterator[Finding]:
     """Groups have a decay of their own, so one that is given to the optimizer does nothing."""
     kind, given = type(held.optimizer), held.optimizer.defaults.get("weight_decay")
     default = inspect.signature(kind).parameters.get("weight_decay")
     ours = [group for group in held.groups if "lr_factor" in group]
     if given is None or default is None or given == default.default or not ours:
-        return []
+        return
     used = [decay for group in ours for decay in (group["weight_decay"], group["weight_decay"] * group["lr_factor"])]
-    if any(math.isclose(given, decay, rel_tol=1e-6) for decay in used):
-        return []
-    text = (
-        f"weight_decay={given:g} was given to {kind.__name__}, where it does nothing, since every group has its own: "
-        "pass it to param_groups(..., weight_decay=...)"
-    )
-    return [Finding(text, "optimizer")]
+    if not any(math.isclose(given, decay, rel_tol=1e-6) for decay in used):
+        text = (
+            f"weight_decay={given:g} was given to {kind.__name__}, where it does nothing, since every group has its own: "
+            "pass it to param_groups(..., weight_decay=...)"
+        )
+        yield Finding(text, "optimizer")
 
 
-def _no_epsilon(held: _Held) -> list[Finding]:
-    masked = any(has_mask(held.model, name) for name in held.names)
-    if not masked or all(group.get("eps") != 0 for group in held.groups):
-        return []
-    text = "an epsilon of 0 divides 0 by 0 where weights are off the mask, and they become no numbers: leave it at 1e-8"
-    return [Finding(text, "optimizer")]
+def _no_epsilon(held: _Held) -> Iterator[Finding]:
+    if any(has_mask(held.model, name) for name in held.names) and any(group.get("eps") == 0 for group in held.groups):
+        text = "an epsilon of 0 divides 0 by 0 where weights are off the mask, and they become no numbers: leave it at 1e-8"
+        yield Finding(text, "optimizer")
 
 
-def _other_size(held: _Held) -> list[Finding]:
-    if not held.facts.hidden_only or all(group.get("adjust_lr_fn") != "match_rms_adamw" for group in held.groups):
-        return []
-    text = (
-        f"{held.facts.name} with adjust_lr_fn='match_rms_adamw' sizes its update in another way than the rule: use the default"
-    )
-    return [Finding(text, "LR")]
+def _other_size(held: _Held) -> Iterator[Finding]:
+    if held.facts.hidden_only and any(group.get("adjust_lr_fn") == "match_rms_adamw" for group in held.groups):
+        text = "with adjust_lr_fn='match_rms_adamw' sizes its update in another way than the rule: use the default"
+        yield Finding(f"{held.facts.name} {text}", "LR")
 
 
 _CHECKS = (_learning_rates, _unused_decay, _no_epsilon, _other_size)

@@ -52,23 +52,21 @@ class LayerRates:
 def layer_rates(model: nn.Module, plan: Plan, optimizer: Any) -> LayerRates:
     """The rates of an optimizer (or several on one model), made the first time it is asked for."""
     every = optimizers(optimizer)
-    found = {id(each): rates for each in every for rates in seam_of(each).owners("set_rates")}
+    split = [each for each in every if seam_of(each).owners("set_rates")]
 
     def hidden() -> dict[int, str]:
         return {id(p): n for n, p in unwrapped(model).named_parameters() if n in plan and plan[n].role == "hidden"}
 
     names = hidden()
-    fresh = [each for each in every if id(each) not in found]
     for each in every:
-        if id(each) in found:
-            _refuse_other_model(each, names)
-        else:
-            _refuse(each, names)
-    rates = next(iter(found.values()), LayerRates(list(names.values())))
-    for each in fresh:
-        _split(each, names)
-        seam_of(each).add(rates, set_rates=rates.set_rates, restore_rates=rates.restore_rates)
-        each.register_load_state_dict_post_hook(lambda loaded: _name(loaded, hidden()))  # groups that were saved without names
+        (_refuse_other_model if each in split else _refuse)(each, names)
+    rates = seam_of(split[0]).owners("set_rates")[0] if split else LayerRates(list(names.values()))
+    for each in every:
+        if each not in split:
+            _split(each, names)
+            seam_of(each).add(rates, set_rates=rates.set_rates, restore_rates=rates.restore_rates)
+            # Groups may have been saved without names.
+            each.register_load_state_dict_post_hook(lambda loaded: _name(loaded, hidden()))
     return rates
 
 
