@@ -23,13 +23,14 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
+from smupar.layers import kind_of
 from smupar.masks import read_masks
 from smupar.optimizers import facts_of
 from smupar.plan import Plan
-from smupar.planner import MaskSetting, PlanWarning, Settings, plan_with_cautions, warn
+from smupar.planner import MaskSetting, PlanWarning, Settings, cautions, planned, warn
 from smupar.stepping import Step, on_every_step, optimizers, seam_of
 from smupar.storage import compressed, expand_state, is_compressed, shape_of, watch_optimizers
-from smupar.tensors import is_lookup, parent_path
+from smupar.tensors import parent_path
 from smupar.values import (
     in_process_group,
     initialise,
@@ -64,17 +65,17 @@ def parameterize(model: nn.Module, *, base: nn.Module, reset: bool | None = None
     """
     _refuse(model)
     settings["masks"] = own = read_masks(settings.get("masks"))
-    plan, cautions = plan_with_cautions(model, base, settings)
+    plan = planned(model, base, settings)
     _refuse_used_names(model, plan)
     parameters = dict(model.named_parameters())
-    resets = None
+    resets, told = None, cautions(plan)
     if reset or (reset is None and all(parameter._version == 0 for parameter in parameters.values())):
         resets = plan_resets(model, plan, sure=reset is True)
-        cautions += resets.cautions if reset is None else []
+        told += resets.cautions if reset is None else []
     # Before anything changes: a mask that cannot be drawn, or a warning raised as an error, must leave the model as it is.
     with torch.device("cpu"):
         masks = _masks(plan, _by_parameter(own, plan))
-    warn(cautions, stacklevel=3)
+    warn(told, stacklevel=3)
     with torch.no_grad(), torch.device("cpu"):
         if resets is not None:
             resets.run(plan.seed)
@@ -399,7 +400,7 @@ def _set_factor(module: nn.Module, factor: float, parameter: Tensor) -> None:
     module.register_buffer(FACTOR, torch.tensor(factor, dtype=dtype, device=parameter.device), persistent=False)
     if scales_output(module):
         return
-    if is_lookup(module):
+    if kind_of(module).is_lookup:
         module.register_forward_hook(_scale_output)
     else:
         module.register_forward_pre_hook(_scale_input, with_kwargs=True)

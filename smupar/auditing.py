@@ -27,30 +27,32 @@ from smupar.apply import (
     unwrapped,
     whole_weight,
 )
+from smupar.layers import kind_of
 from smupar.optim import guard, num_steps, ratio_problem, wrong_groups
 from smupar.optimizers import OPTIMIZERS, OptimizerFacts, facts_of, family_of, name_of
 from smupar.plan import Plan, PlanRow
 from smupar.planner import PlanWarning
+from smupar.reminders import shows_scale
 from smupar.stepping import optimizers
 from smupar.storage import compressed
-from smupar.tensors import is_lookup, parent_path
+from smupar.tensors import parent_path
 from smupar.values import is_sharded, whole
 
 # A sample std of n weights scatters by 1 / sqrt(2 n); six of those are never reached by chance.
 _SIGMAS = 6.0
 
 
-class Finding(str):
+@dataclass(frozen=True)
+class Finding:
     """A line for the reader, with what a program wants to know: the cause, the parameter, its ratio to the plan."""
 
+    text: str
     cause: str
-    name: str
-    ratio: float  # what was measured over what was planned; nan where that means nothing
+    name: str = ""
+    ratio: float = math.nan  # what was measured over what was planned; nan where that means nothing
 
-    def __new__(cls, text: str, cause: str, name: str = "", ratio: float = math.nan) -> Finding:
-        finding = super().__new__(cls, text)
-        finding.cause, finding.name, finding.ratio = cause, name, ratio
-        return finding
+    def __str__(self) -> str:
+        return self.text
 
 
 class AuditError(ValueError):
@@ -77,10 +79,16 @@ def audit(
     if findings:
         raise AuditError(findings)
     guard(optimizer)
-    left = [f"{name}: {text}" for name, text in plan.pending.items()]
+    left = [f"{name}: {text}" for name, text in unsettled(model, plan).items()]
     for line in left:
         warnings.warn(f"not set yet: {line}", PlanWarning, stacklevel=2)
     return left
+
+
+def unsettled(model: nn.Module, plan: Plan) -> dict[str, str]:
+    """The plan's reminders without the attention scale, where the model shows that it is set."""
+    seen = "attention_scale" in plan.pending and shows_scale(unwrapped(model), plan.attention_scale)
+    return {name: text for name, text in plan.pending.items() if not (seen and name == "attention_scale")}
 
 
 def differences(
@@ -220,11 +228,12 @@ class _Probed(Exception):  # noqa: N818  # leaves a forward pass as soon as its 
 @torch.no_grad()
 def _measured_factor(module: nn.Module) -> float | None:
     """What the layer's hooks do to a probe: to the input a layer gets, or to the row that a lookup returns."""
-    weight = getattr(module, "weight", None)
+    kind = kind_of(module)
+    weight = getattr(module, kind.weights, None)
     if not isinstance(weight, Tensor) or is_sharded(weight):
         return None
     seen: list[Tensor] = []
-    if is_lookup(module):
+    if kind.is_lookup:
         if type(module) is not nn.Embedding or module.max_norm is not None:  # a forward pass of its own, or one that writes
             return None
         row = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).argmax()[None]

@@ -7,7 +7,6 @@ saves before it ends by a signal.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shlex
 import sys
@@ -106,9 +105,10 @@ def report(folder: tyro.conf.Positional[str], parquet: bool = False) -> None:
         folder: Of the study.
         parquet: Write table.parquet beside table.csv and table.json.
     """
-    from smupar.study.report import read_study, write_report
+    from smupar.study.report import write_report
+    from smupar.study.store import Study
 
-    study = read_study(folder)
+    study = Study(folder)
     found = write_report(study)
     if parquet:
         study.write_parquet()
@@ -228,13 +228,11 @@ def commands(name: str, start: RunConfig) -> dict[str, Callable[..., None]]:
             axes: FIELD=VALUE,VALUE,... for any fields of a run: lr=2^-10..2^-4 rule=sp,smupar sparsity=0,0.75
             out: Folder of the study. Started again, only what is missing is run.
         """
-        from smupar.study.engines import run_study
-        from smupar.study.space import grid, parse_axes
+        from smupar.study.run import run_study
+        from smupar.study.space import parse_axes
+        from smupar.study.sweep import sweep as define
 
-        parsed = parse_axes(axes)
-        base = checked(config)
-        definition = {"kind": "sweep", "axes": parsed, "run": dataclasses.asdict(base)}
-        print(run_study(out, definition, _command(), [lambda study: list(grid(base, parsed))], checked(how)))
+        print(run_study(out, define(checked(config), parse_axes(axes)), _command(), checked(how)))
 
     def transfer(
         config: Transfer = begin_transfer,
@@ -248,13 +246,10 @@ def commands(name: str, start: RunConfig) -> dict[str, Callable[..., None]]:
             out: Folder of the study: picture.png, report.html, table.csv. Started again, only what is missing is run.
             hps: best.json of `smupar tune`: what is not swept.
         """
-        from smupar.study.engines import run_study
-        from smupar.study.transfer import axis_values, stages
+        from smupar.study.run import run_study
+        from smupar.study.transfer import transfer as define
 
-        study = checked(config)
-        study = replace(study, values=tuple(axis_values(study)))  # which the study remembers, and may be added to
-        definition = {"kind": "transfer", **dataclasses.asdict(study)}
-        print(run_study(out, definition, _command(), stages(study), checked(how)))
+        print(run_study(out, define(checked(config)), _command(), checked(how)))
 
     def reproduce(
         figures: tyro.conf.Positional[tuple[str, ...]] = (),
@@ -282,16 +277,15 @@ def commands(name: str, start: RunConfig) -> dict[str, Callable[..., None]]:
             dry_run: Print runs, parameters, tokens, FLOPs, hours and memory; run nothing.
         """
         from smupar.paper import reproduce as paper
+        from smupar.paper.settings import table_4
 
         if settings or list or not figures:
-            print(paper.figure("tab04").text() if settings else paper.listed())
+            print(table_4() if settings else paper.listed())
             return
         offline = [name for name in paper.FIGURES if name != "tab02" or data_dir is not None]
         names = offline if figures == ("all",) else figures
-        for name in names:
-            paper.figure(name)
-        trains = any(hasattr(paper.figure(name), "runs") for name in names)
-        wanted = paper.make_scale(scale, data, reads=trains and not dry_run)
+        trained = [name for name in names if paper.figure(name).runs]
+        wanted = paper.make_scale(scale, data, reads=bool(trained) and not dry_run)
         if dry_run:
             print("\n".join(paper.dry_run(name, wanted) for name in names))
             return
@@ -476,7 +470,7 @@ def _told(error: Exception) -> str:
 
 def _is_of_the_machine(error: Exception) -> bool:
     """Out of memory or disk, told by libraries in their own words."""
-    return type(error).__name__ in ("SafetensorError", "OutOfMemoryError", "MemoryError") or "not enough memory" in str(error)
+    return type(error).__name__ in ("SafetensorError", "OutOfMemoryError", "MemoryError")
 
 
 def _run(argv: list[str]) -> None:

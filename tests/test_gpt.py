@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from smupar.lm.config import ModelConfig, RunConfig
+from smupar.lm.distributed import World, place
 from smupar.lm.gpt import (
     GPT,
     Attention,
@@ -403,3 +404,9 @@ def test_id_changes_with_everything_that_decides_the_result():
 def test_other_json_is_not_a_run(text):
     with pytest.raises(ValueError, match="not the configuration of a run, or one of another version"):
         RunConfig.from_json(text)
+
+
+def test_model_that_does_not_fit_into_memory_is_named():
+    huge = RunConfig(model=ModelConfig(width=2**24, depth=1, vocab_size=64), base_width=64, sparsity=0.5)
+    with pytest.raises(MemoryError, match=r"the model does not fit into memory .*: choose a smaller one"):
+        place(huge, World(0, 1, torch.device("cpu"), "ddp"))

@@ -390,7 +390,7 @@ def test_layers_that_store_in_before_out_are_measured():
 
 def test_layers_that_cannot_be_measured_warn_and_keep_the_factor_of_the_plan():
     model, plan = make(Attending)
-    plan.waive("attention_scale")
+    plan.settle("attention_scale")
     optimizer = make_adamw(model, plan)
     trace = Trace(4, [0, 1, 2, 3], {"mix.weight": [2.0] * 4}, {}, "adamw")
     with pytest.warns(UpdatesWarning, match=r"cannot be measured \(attention\.in_proj_weight"):

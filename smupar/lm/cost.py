@@ -8,7 +8,6 @@ token and nothing else. Zeros are multiplied like other numbers today; "sparse" 
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +16,7 @@ from smupar.lm.config import Execution, RunConfig
 from smupar.lm.gpt import plan_on_meta
 from smupar.optimizers import facts_of, family_of
 from smupar.plan import Plan, PlanRow
+from smupar.timing import seconds_of
 
 # Dense bf16 TFLOP/s of the datasheets, by what the device's name contains.
 _PEAK_TFLOPS = {"H200": 990, "H100": 990, "B200": 2250, "A100": 312, "L40S": 362, "4090": 165, "V100": 125}
@@ -159,9 +159,5 @@ def peak_flops(device: torch.device, dtype: str, given_tflops: float | None = No
 
 def _measured_flops(device: torch.device, dtype: torch.dtype, size: int = 1024, repeats: int = 5) -> float:
     a = torch.full((size, size), 0.5, dtype=dtype, device=device)
-    best = math.inf
-    for _ in range(repeats + 1):  # the first warms up
-        start = time.perf_counter()
-        (a @ a).sum().item()
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
+    rounds = range(repeats + 1)  # the first warms up
+    return 2 * size**3 / min(seconds_of(lambda: (a @ a).sum().item(), device=device) for _ in rounds)

@@ -38,11 +38,12 @@ class Stepper:
 
     def __init__(self, config: RunConfig, how: Execution, world: World, text: Text, trace: Trace | None = None) -> None:
         """``trace``: the one that the run follows, where it is not to be read from the file that the configuration names."""
-        self.config, self.world, self.text = config, world, text
+        self.config, self.configs, self.world, self.text = config, [config], world, text
         self.upload = Upload(world.device)
         self.rows = world.share_of(config.batch_size)
         self.num_micro = _num_micro_batches(self.rows[1] - self.rows[0], how.micro_batch or _fitting(config, world))
         self.model, self.plan = place(config, world)
+        self.num_parameters = sum(math.prod(row.shape) for row in self.plan)
         self.storage = self._stored(how)
         on_gpu = world.device.type == "cuda"
         compiled = on_gpu if how.compile is None else how.compile
@@ -98,13 +99,17 @@ class Stepper:
             self.sparsifier.load_state_dict(state["sparsifier"])
 
     @property
-    def sparsity(self) -> float:
+    def sparsities(self) -> list[float]:
         """Share of all hidden weights that is zero at the moment."""
         if self.sparsifier is None:
-            return self.plan.hidden_sparsity
+            return [self.plan.hidden_sparsity]
         sizes = {name: math.prod(self.plan[name].shape) for name in self.sparsifier.densities}
         kept = sum(density * sizes[name] for name, density in self.sparsifier.densities.items())
-        return 1 - kept / sum(sizes.values())
+        return [1 - kept / sum(sizes.values())]
+
+    def traces(self) -> list[Trace | None]:
+        """What was measured in the run, where it was."""
+        return [None if self.updates is None else self.updates.trace]
 
     def _compile(self, *, flex: bool) -> None:
         if flex:
@@ -139,7 +144,7 @@ class Stepper:
         return total
 
     @torch.no_grad()
-    def validate(self, *, until: Callable[[], bool] = lambda: False) -> float | None:
+    def validate(self, *, until: Callable[[], bool] = lambda: False) -> list[float] | None:
         """Mean loss over the run's validation batches, the same ones each time; None if it was told to stop before."""
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for step in range(self.config.valid_batches):
@@ -151,7 +156,7 @@ class Stepper:
                 with self._precision():
                     total += self.loss_fn(self.forward, some_inputs, some_targets)
         reshard(self.model)
-        return self.world.mean(total / (self.config.valid_batches * self.num_micro)).item()
+        return [self.world.mean(total / (self.config.valid_batches * self.num_micro)).item()]
 
     def _batch(self, tokens: Tokens, seed: int, step: int) -> tuple[Tensor, Tensor]:
         """This rank's rows, on its device."""

@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smupar.apply import is_parameterized, unwrapped
+from smupar.layers import IMAGES, kind_of
 from smupar.optimizers import facts_of, name_of
 from smupar.plan import Plan
 from smupar.rates import LayerRates, group_of_weight, layer_rates
 from smupar.stepping import Step, optimizers, seam_of
 from smupar.storage import Compressed
-from smupar.tensors import is_conv1d, parent_path
+from smupar.tensors import parent_path
 from smupar.updates.trace import Guide, Trace, due
 from smupar.values import local, num_ranks, whole
 
@@ -31,7 +31,6 @@ OLD = 0.8
 # Factors are held between its inverse and it.
 CLAMP = 1e4
 _INPUT = "smupar_input"
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class UpdatesWarning(UserWarning):
@@ -50,7 +49,8 @@ class _Probe:
     def __init__(self, name: str, model: nn.Module, plan: Plan) -> None:
         module, parameter, in_dim = model.get_submodule(parent_path(name)), model.get_parameter(name), plan[name].in_dims[0]
         self.name, self.module, self.parameter, self.in_dim = name, module, parameter, in_dim
-        self.is_conv = isinstance(module, _CONVOLUTIONS)
+        self.kind = kind_of(module)
+        self.is_conv = self.kind.reads == IMAGES
         self.buffer = f"{name.rpartition('.')[2]}_{_INPUT}"
         self.before: Tensor | None = None
         self.meter: weakref.ref[_Meter] | None = None
@@ -87,14 +87,9 @@ class _Probe:
         """What the weight makes of the inputs, without bias: under FSDP2 this rank's part of it."""
         if isinstance(self.module, Compressed):
             return self.module.product(self.inputs)
-        if not self.is_conv:
-            if self.in_dim == 1:
-                return self.inputs @ local(self.parameter).detach().float().T
-            return self.inputs @ whole(self.parameter).detach().float()  # (in, out): a rank's part would be of the inputs
-        conv: Any = self.module
-        weight = local(self.parameter).detach().float()
-        function = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}[weight.ndim]
-        return function(self.inputs, weight, None, conv.stride, conv.padding, conv.dilation, conv.groups)
+        # A rank's rows of (out, in) give outputs of their own; those of (in, out) would be a part of the inputs.
+        own = local if self.in_dim == 1 and not self.kind.is_registered else whole
+        return self.kind.multiply(self.module, own(self.parameter).detach().float(), self.inputs, self.in_dim)
 
     def missed(self) -> bool:
         """Whether the layer was used, as its gradient shows, and no input was seen."""
@@ -265,12 +260,12 @@ class _Meter:
 
 
 def _is_measurable(model: nn.Module, plan: Plan, name: str) -> bool:
-    module, row = model.get_submodule(parent_path(name)), plan[name]
-    # transformers' Conv1D is a linear layer that stores (in, out); nn.MultiheadAttention never calls its out_proj.
-    is_linear = isinstance(module, (nn.Linear, Compressed)) or is_conv1d(module)
-    called = not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
-    fits = isinstance(module, _CONVOLUTIONS) or (is_linear and called and len(row.in_dims) == 1)
-    return fits and name.rpartition(".")[2] == "weight"
+    module, row, leaf = model.get_submodule(parent_path(name)), plan[name], name.rpartition(".")[2]
+    if isinstance(module, Compressed):
+        return leaf == "weight"
+    kind = kind_of(module)
+    fits = kind.reads == IMAGES or (len(row.in_dims) == 1 and not kind.is_lookup)
+    return kind.product is not None and fits and kind.owns(leaf)
 
 
 def _is_decoupled(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
