@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from smupar.apply import optimizers, parameterize
+from smupar.apply import parameterize
 from smupar.auditing import Finding, differences, unsettled
 from smupar.coordinates.measure import JUDGED, Recorder
 from smupar.coordinates.report import Report
@@ -29,6 +29,7 @@ from smupar.optim import LRRatioWarning, param_groups, ratio_problem, wrong_grou
 from smupar.plan import Plan
 from smupar.planner import PlanWarning, Settings
 from smupar.rules import get_rule
+from smupar.stepping import optimizers
 from smupar.tensors import parent_path
 
 MakeModel = Callable[[int], nn.Module]

@@ -22,15 +22,14 @@ from smupar.apply import (
     is_parameterized,
     let_masks_move,
     mask_of,
-    optimizers,
-    trained_nothing,
     unwrapped,
     whole_weight,
 )
 from smupar.dynamic.moves import DropAndGrow, Times, key_of, random_scores
+from smupar.optimizers import facts_of, name_of
 from smupar.plan import Plan
 from smupar.planner import PlanWarning
-from smupar.rates import applied_lr
+from smupar.stepping import Step, optimizers, seam_of
 from smupar.storage import Compressed, Moved, compressed
 from smupar.values import is_sharded, like, local, num_ranks, whole, zero_off_mask
 
@@ -67,20 +66,15 @@ class Sparsifier:
         structured = sorted({str(row.pattern) for row in plan if row.role == "hidden" and row.pattern not in _MOVABLE})
         if structured:
             raise ValueError(f"masks that move are unstructured, pattern {structured[0]!r} would be lost: use pattern='random'")
-        mixing = [one for one in self.optimizers if any(group.get("family") == "muon" for group in one.param_groups)]
-        attach(self.model, plan, mixing)
-        for one in self.optimizers:
-            if type(one).__name__ == "ZeroRedundancyOptimizer":  # torch.distributed.optim takes long to import
-                raise ValueError(
-                    "ZeroRedundancyOptimizer keeps most state on other ranks, where grown weights cannot be started anew: use "
-                    "FSDP2 (fully_shard), or the optimizer alone"
-                )
+        attach(self.model, plan)
+        for reason in filter(None, (facts_of(each).no_moves for each in self.optimizers)):
+            raise ValueError(reason)
         self._refuse_strangers()
         let_masks_move(self.model)
         self.num_steps = 0
         self._stepped, self._num_idle = False, 0
-        for one in self.optimizers:
-            one.register_step_post_hook(self._note_step)
+        for each in self.optimizers:
+            seam_of(each).add(self, count=self._count)
         self.restart = _Restart(self) if restart_bias_correction else None
 
     def _refuse_strangers(self) -> None:
@@ -109,7 +103,7 @@ class Sparsifier:
     def step(self) -> bool:
         """After every ``optimizer.step()``. Says whether masks moved. Where the optimizer made no step, as while gradients are
         accumulated or when a scaler skips one, nothing happens."""
-        if not self._stepped:
+        if not self.has_stepped():
             self._num_idle += 1
             if self.num_steps == 0 and self._num_idle == _MANY_IDLE:
                 warnings.warn(
@@ -129,8 +123,14 @@ class Sparsifier:
             self._listen(due_next)
         return due
 
-    def _note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._stepped |= not trained_nothing(optimizer)
+    def has_stepped(self) -> bool:
+        """Whether an optimizer has trained the model since the last call of ``step``."""
+        for each in self.optimizers:
+            seam_of(each).finish()  # this may be called by a hook of the optimizer, before the seam's own
+        return self._stepped
+
+    def _count(self, step: Step) -> None:
+        self._stepped |= not step.was_noop
 
     def due(self, step: int) -> bool:
         raise NotImplementedError
@@ -315,17 +315,9 @@ class SET(_Moving):
     grow = "random"
 
 
-def _forget(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Takes away what an earlier sparsifier of the model corrects, which would be corrected twice."""
-    for key, hook in list(optimizer._optimizer_step_post_hooks.items()):
-        owner = getattr(hook, "__self__", None)
-        if isinstance(owner, _Restart) and owner.sparsifier.model is model:
-            del optimizer._optimizer_step_post_hooks[key]
-
-
 class _Restart:
     """Adam corrects its averages for having started at 0, by the optimizer's step, but a grown weight starts later: this takes
-    the difference out of the weight, behind each step. ``born``: the optimizer's step at which a weight grew, 0 at first."""
+    the difference out of the weight, after each step. ``born``: the optimizer's step at which a weight grew, 0 at first."""
 
     def __init__(self, sparsifier: Sparsifier) -> None:
         self.sparsifier = sparsifier
@@ -333,12 +325,12 @@ class _Restart:
         plan = sparsifier.plan
         hidden = {id(p) for n, p in sparsifier.model.named_parameters() if n in plan and plan[n].role == "hidden"}
         for optimizer in sparsifier.optimizers:
-            kind = type(optimizer).__name__
+            facts = facts_of(optimizer)
             groups = [group for group in optimizer.param_groups if any(id(p) in hidden for p in group["params"])]
-            if groups and (kind not in ("Adam", "AdamW") or any(group.get("amsgrad") for group in groups)):
+            if groups and (not facts.restartable or any(group.get("amsgrad") for group in groups)):
+                kind = name_of(optimizer)
                 raise ValueError(f"restart_bias_correction is for Adam and AdamW without amsgrad, not {kind}: leave it out")
-            _forget(optimizer, sparsifier.model)
-            optimizer.register_step_post_hook(self._correct)
+            seam_of(optimizer).add(sparsifier.model, correct=self._correct)  # in place of an earlier sparsifier's
 
     def note(self, name: str, parameter: nn.Parameter, grown: Tensor) -> None:
         state: dict[str, Any] = next((o.state[parameter] for o in self.sparsifier.optimizers if parameter in o.state), {})
@@ -346,9 +338,10 @@ class _Restart:
         born.masked_fill_(grown, float(state.get("step", 0)))
 
     @torch.no_grad()
-    def _correct(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if trained_nothing(optimizer):  # a fused step under a GradScaler that found an overflow: nothing to correct
+    def _correct(self, step: Step) -> None:
+        if step.was_noop:
             return
+        optimizer = step.optimizer
         names = {id(parameter): name for name, parameter in self.sparsifier.parameters.items()}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -367,5 +360,5 @@ class _Restart:
             started1, started2 = (-torch.expm1(age * math.log(beta)) for beta in (beta1, beta2))  # 1 - beta^age
             return mean / started1 / ((square / started2).sqrt() + group["eps"])
 
-        difference: Tensor = applied_lr(group) * (update(count) - update(count - born))
+        difference: Tensor = group["lr"] * (update(count) - update(count - born))
         return difference.masked_fill_(born == 0, 0)

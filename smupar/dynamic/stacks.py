@@ -20,8 +20,8 @@ from smupar.dynamic.moves import (
     pruned,
     random_scores,
 )
+from smupar.optimizers import family_of
 from smupar.plan import Plan
-from smupar.rules import family_of
 from smupar.stacked import Stack
 
 

@@ -14,8 +14,8 @@ import torch
 
 from smupar.lm.config import Execution, RunConfig
 from smupar.lm.gpt import plan_on_meta
+from smupar.optimizers import facts_of, family_of
 from smupar.plan import Plan, PlanRow
-from smupar.rules import family_of
 from smupar.timing import seconds_of
 
 # Dense bf16 TFLOP/s of the datasheets, by what the device's name contains.
@@ -121,20 +121,14 @@ def _kept(row: PlanRow) -> float:
 
 
 def _state_bytes(plan: Plan, config: RunConfig) -> float:
-    total = 0.0
+    family_of(config.optimizer)
+    total, facts = 0.0, facts_of(config.optimizer)
     for row in plan:
-        beside_muon = config.optimizer == "muon" and row.role != "hidden"
-        moments = _num_moments("adamw" if beside_muon else config.optimizer, config.momentum)
+        beside = facts.hidden_only and row.role != "hidden"
+        moments = (facts_of("adamw") if beside else facts).num_states_with(config.momentum)
         copy = 2 if config.dtype == "bf16" and len(row.shape) == 2 else 0  # what the products read
         total += math.prod(row.shape) * (4 + 4 + 4 * moments + copy + row.masked)
     return total
-
-
-def _num_moments(optimizer: str, momentum: float) -> int:
-    family_of(optimizer)
-    if optimizer == "sgd" and momentum == 0:
-        return 0
-    return 1 if optimizer in ("sgd", "muon", "lion", "adagrad", "rmsprop") else 2
 
 
 def _activation_bytes(config: RunConfig) -> float:

@@ -20,9 +20,10 @@ from smupar.lm.data import Text
 from smupar.lm.distributed import World, accumulate, place, reshard, wrap
 from smupar.lm.gpt import use_flex_attention
 from smupar.lm.moving import make_sparsifier, read_trace
-from smupar.lm.optimizers import CAPTURABLE, make_optimizers, set_lr
+from smupar.lm.optimizers import make_optimizers, set_lr
 from smupar.lm.schedule import lr_share
 from smupar.lm.shards import Tokens
+from smupar.optimizers import facts_of
 from smupar.sparse.convert import StorageReport, sparsify_storage
 from smupar.updates.meter import Follower, Recorder, follow_updates, record_updates
 from smupar.updates.trace import Trace
@@ -48,7 +49,7 @@ class Stepper:
         compiled = on_gpu if how.compile is None else how.compile
         captured = how.graph
         moving = config.dynamic != "none" or config.follow or config.record
-        one_graph = on_gpu and world.size == 1 and self.num_micro == 1 and config.optimizer in CAPTURABLE and not moving
+        one_graph = on_gpu and world.size == 1 and self.num_micro == 1 and facts_of(config.optimizer).capturable and not moving
         if captured and not one_graph:
             raise ValueError(
                 "--graph is for one GPU, one micro-batch per step, AdamW or Adam, masks that stay and nothing measured: leave "
@@ -67,8 +68,12 @@ class Stepper:
     def _stored(self, how: Execution) -> StorageReport | None:
         if how.storage == "dense":
             return None
-        if self.config.prunes or self.config.optimizer == "muon":
-            what = "a run that is pruned starts dense" if self.config.prunes else "Muon needs whole matrices"
+        if self.config.prunes or facts_of(self.config.optimizer).mixes_entries:
+            what = (
+                "a run that is pruned starts dense"
+                if self.config.prunes
+                else f"{facts_of(self.config.optimizer).name} needs whole matrices"
+            )
             raise ValueError(f"{what}: leave out --storage {how.storage}")
         tokens = (self.rows[1] - self.rows[0]) // self.num_micro * self.config.seq_len
         dtype = torch.bfloat16 if self.config.dtype == "bf16" else torch.float32

@@ -33,8 +33,8 @@ from smupar.lm.loop import Cadence, Loop, Progress
 from smupar.lm.signals import Stop, end, ended_by_sigterm
 from smupar.lm.stack import GPTStack, stack_key
 from smupar.lm.train import train
+from smupar.optimizers import family_of
 from smupar.planner import PlanWarning
-from smupar.rules import family_of
 from smupar.study.config import EngineConfig
 from smupar.study.kind import Stage
 from smupar.study.store import Study

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from smupar.optimizers import facts_of, family_of
 from smupar.plan import Plan
-from smupar.rules import family_of
 from smupar.stacked import Stack
 from smupar.updates.meter import CLAMP, OLD, exact, some_rows
 from smupar.updates.trace import Guide, Trace, due
@@ -41,7 +41,7 @@ class StackedUpdates:
         self.wanted = {name: torch.tensor([one[name] for one in wanted], device=device) for name in names}
         self.gains: dict[str, Tensor] = {}
         self.effects: list[Tensor] = []
-        self.decoupled = stack.kind in ("adamw", "lion", "muon")
+        self.decoupled = facts_of(stack.kind).decoupled
         self.outputs: dict[str, Tensor] = {}
         self.inputs: dict[str, Tensor] = {}
 
