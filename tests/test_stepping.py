@@ -287,6 +287,17 @@ def test_rates_are_restored_and_steps_counted_where_a_measurement_raises():
     assert gmp.step()
 
 
+def test_what_is_measured_has_been_masked():
+    model, plan = make()
+    optimizer = MIXING["Spread"](model, plan)[0]
+    trace = smupar.record_updates(model, plan, optimizer).trace
+    before, inputs = model[2].weight.detach().clone(), []
+    model[2].register_forward_pre_hook(lambda _, args: inputs.append(args[0].detach()))
+    train([model], [optimizer], [0])
+    change = inputs[0] @ (model[2].weight.detach() - before).T
+    assert trace.effects["2.weight"] == [pytest.approx(float(change.square().mean().sqrt()) / 0.01, rel=1e-3)]
+
+
 @pytest.mark.parametrize("by_keyword", [False, True])
 def test_closure_runs_once_and_what_looks_comes_after_it(by_keyword):
     model, plan = make()
