@@ -28,7 +28,7 @@ from smupar.apply import (
     unwrapped,
     whole_weight,
 )
-from smupar.layers import kind_of
+from smupar.layers import is_plain_lookup, kind_of
 from smupar.optim import guard, num_steps, ratio_problem, wrong_groups
 from smupar.plan import Plan, PlanRow
 from smupar.planner import PlanWarning
@@ -255,7 +255,7 @@ def _measured_factor(module: nn.Module) -> float | None:
         return None
     seen: list[Tensor] = []
     if kind.is_lookup:
-        if type(module) is not nn.Embedding or module.max_norm is not None:  # a forward pass of its own, or one that writes
+        if not is_plain_lookup(module):
             return None
         row = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).argmax()[None]
         probe, plain = row, weight[row]
