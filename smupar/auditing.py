@@ -27,7 +27,7 @@ from smupar.apply import (
     unwrapped,
     whole_weight,
 )
-from smupar.layers import kind_of
+from smupar.layers import is_plain_lookup, kind_of
 from smupar.optim import guard, num_steps, ratio_problem, wrong_groups
 from smupar.optimizers import OPTIMIZERS, OptimizerFacts, facts_of, family_of, name_of
 from smupar.plan import Plan, PlanRow
@@ -234,7 +234,7 @@ def _measured_factor(module: nn.Module) -> float | None:
         return None
     seen: list[Tensor] = []
     if kind.is_lookup:
-        if type(module) is not nn.Embedding or module.max_norm is not None:  # a forward pass of its own, or one that writes
+        if not is_plain_lookup(module):
             return None
         row = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).argmax()[None]
         probe, plain = row, weight[row]

@@ -103,6 +103,11 @@ def is_depthwise(module: nn.Module, scaling: tuple[int, ...]) -> bool:
     return isinstance(module, _ConvNd) and (module.groups == module.in_channels > 1 or (module.groups > 1 and scaling == (0,)))
 
 
+def is_plain_lookup(module: nn.Module) -> bool:
+    """Whether its forward pass is torch's own and writes nothing, so that it may be run to look at a row."""
+    return type(module) is nn.Embedding and module.max_norm is None
+
+
 def _instance_of(*classes: type[nn.Module]) -> Callable[[nn.Module], bool]:
     return lambda module: isinstance(module, classes)
 

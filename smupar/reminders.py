@@ -90,15 +90,16 @@ def shows_scale(model: nn.Module, scale_of: Callable[[int], float]) -> bool:
 
     An attention that keeps either of them elsewhere is not seen: then its user must say that the scale is set.
     """
-    seen = []
-    for path, module in model.named_modules():
-        scale, head_dim = _number(module, _SCALES), _number(module, _HEAD_SIZES)
-        if scale is not None and head_dim is not None and head_dim >= 1:
-            if not math.isclose(scale, scale_of(int(head_dim)), rel_tol=1e-2):  # 16-bit buffers round it
-                return False
-            seen.append(f"{path}.")
+    seen = [f"{path}." for path, module in model.named_modules() if _shows(module, scale_of)]
     weights = [f"{path}." for path, part in attentions(model) if any(parameter.ndim > 1 for parameter in part.parameters())]
     return bool(seen) and all(any(path.startswith(own) or own.startswith(path) for own in seen) for path in weights)
+
+
+def _shows(module: nn.Module, scale_of: Callable[[int], float]) -> bool:
+    scale, head_dim = _number(module, _SCALES), _number(module, _HEAD_SIZES)
+    if scale is None or head_dim is None or head_dim < 1:
+        return False
+    return math.isclose(scale, scale_of(int(head_dim)), rel_tol=1e-2)  # 16-bit buffers round it
 
 
 def _number(module: nn.Module, names: tuple[str, ...]) -> float | None:

@@ -69,8 +69,10 @@ class Network:
 
     def is_side_table(self, tensor: ModelTensor) -> bool:
         """A table no layer reads, beside one that layers read."""
+        if not self.is_input(tensor) or not tensor.is_lookup or tensor.makes_logits:
+            return False
         tables = [table for table in self.matrices if table.is_lookup]
-        if tensor not in tables or tensor.makes_logits or not any(t.written_size in self.read_sizes for t in tables):
+        if not any(table.written_size in self.read_sizes for table in tables):
             return False
         sums = {tensor.written_size}  # side by side, it and others may be read together
         for other in tables:

@@ -12,6 +12,7 @@ from torch import nn
 
 import smupar
 from smupar import layers, role_table
+from smupar.coordinates.measure import Recorder
 from smupar.layers import LAYERS, kind_of
 
 
@@ -166,25 +167,30 @@ def test_coord_check_measures_registered_layers_like_a_linear(kind):
     assert {("up", "dY"), ("down", "grad X"), ("head", "Y")} <= sizes[kind]
 
 
-def test_sizes_of_a_registered_layer_are_those_of_the_same_linear():
+def twins():
+    """(model, plan) with a layer of the user's own and with nn.Linear, of the same weights and masks."""
     register()
-    model, base = Net(64, MyLinear), Net(16, MyLinear)
-    plan = smupar.parameterize(model, base=base, density=1 / 4)
-    twin, twin_base = Net(64, nn.Linear), Net(16, nn.Linear)
-    twin_plan = smupar.parameterize(twin, base=twin_base, density=1 / 4)
+    model, twin = Net(64, MyLinear), Net(64, nn.Linear)
+    plan = smupar.parameterize(model, base=Net(16, MyLinear), density=1 / 4, alpha_output=3.0)
+    twin_plan = smupar.parameterize(twin, base=Net(16, nn.Linear), density=1 / 4, alpha_output=3.0)
     with torch.no_grad():
         twin.embed.weight.copy_(model.embed.weight)
         for path in ("up", "down", "head"):
-            twin.get_submodule(path).bias.zero_()
-            twin.get_submodule(path).weight.copy_(model.get_submodule(path).weight.T)
+            own, other = model.get_submodule(path), twin.get_submodule(path)
+            other.weight.copy_(own.weight.T)
+            other.bias.zero_()
             if path != "head":
-                twin.get_submodule(path).weight_mask.copy_(model.get_submodule(path).weight_mask.T)
+                other.weight_mask.copy_(own.weight_mask.T)
+    return (model, plan), (twin, twin_plan)
+
+
+def test_updates_of_a_registered_layer_are_measured_like_those_of_the_same_linear():
     effects = []
-    for own, own_plan in ((model, plan), (twin, twin_plan)):
-        optimizer = torch.optim.AdamW(smupar.param_groups(own, own_plan, lr=0.01))
-        with smupar.record_updates(own, own_plan, optimizer) as trace:
+    for model, plan in twins():
+        optimizer = torch.optim.AdamW(smupar.param_groups(model, plan, lr=0.01))
+        with smupar.record_updates(model, plan, optimizer) as trace:
             for batch in batches(4):
-                loss_fn(own, batch).backward()
+                loss_fn(model, batch).backward()
                 optimizer.step()
                 optimizer.zero_grad()
         effects.append(trace.effects)
@@ -192,6 +198,22 @@ def test_sizes_of_a_registered_layer_are_those_of_the_same_linear():
     for name, values in effects[0].items():
         assert values == pytest.approx(effects[1][name], rel=1e-3)
         assert all(value > 0 for value in values)
+
+
+def test_sizes_of_a_registered_layer_are_those_of_the_same_linear():
+    sizes = []
+    for model, plan in twins():
+        optimizer = torch.optim.AdamW(smupar.param_groups(model, plan, lr=0.01))
+        recorder = Recorder(model, plan)
+        recorder.step = 1
+        loss_fn(model, batches(1)[0]).backward()
+        weights = recorder.before_update()
+        optimizer.step()
+        recorder.after_update(weights)
+        found = recorder.readings(rule="smupar", width=64, density=0.25, seed=0)
+        sizes.append({(reading.place, reading.quantity): reading.rms for reading in found})
+    assert {("up", "dY"), ("down", "grad X"), ("head", "dY"), ("head", "grad X")} <= sizes[0].keys()
+    assert sizes[0] == pytest.approx(sizes[1], rel=1e-3)
 
 
 def test_without_a_product_layers_have_roles_and_masks_but_are_not_measured():
