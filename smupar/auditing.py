@@ -17,23 +17,19 @@ from torch import Tensor, nn
 
 from smupar.apply import (
     FACTOR,
-    has_mask,
-    mask_of,
-    masks_gradient,
     masks_move,
     masks_updates,
     optimizers,
     scales_output,
     unwrapped,
-    whole_weight,
 )
 from smupar.optim import guard, num_steps, ratio_problem, wrong_groups
 from smupar.plan import Plan, PlanRow
 from smupar.planner import PlanWarning
 from smupar.rules import FAMILIES, family_of
-from smupar.storage import compressed
-from smupar.tensors import is_lookup, parent_path
+from smupar.tensors import is_lookup
 from smupar.values import is_sharded, whole
+from smupar.weights import ModelWeight, weight_of
 
 # A sample std of n weights scatters by 1 / sqrt(2 n); six of those are never reached by chance.
 _SIGMAS = 6.0
@@ -93,7 +89,8 @@ def audit(
 
 def _may_mix(model: nn.Module, all_: list[torch.optim.Optimizer]) -> list[str]:
     """Optimizers nothing is known about that train masked weights and leave their updates unmasked."""
-    masked = {id(p) for name, p in model.named_parameters() if has_mask(model, name) and not compressed(model, name)}
+    weights = [weight_of(model, name) for name, _ in model.named_parameters()]
+    masked = {id(weight.parameter) for weight in weights if weight.is_masked and weight.stores_zeros}
     return [
         type(one).__name__
         for one in all_
@@ -128,7 +125,7 @@ def differences(
     if trained is None:
         trained = any(num_steps(one) for one in optimizers(optimizer))
     for row in rows:
-        findings += _weights(model, parameters[row.name], row, check_std=not trained and not masks_move(model))
+        findings += _weights(model, weight_of(model, row.name), row, check_std=not trained and not masks_move(model))
     for row in rows:
         for path, factor in row.forward:
             findings += _forward_factor(model.get_submodule(path), path, factor, row, parameters[row.name].dtype)
@@ -138,36 +135,37 @@ def differences(
 # The weights
 
 
-def _weights(model: nn.Module, parameter: nn.Parameter, row: PlanRow, *, check_std: bool) -> list[Finding]:
-    layer = compressed(model, row.name)
-    weight = whole_weight(model, row.name, parameter)
+def _weights(model: nn.Module, kept: ModelWeight, row: PlanRow, *, check_std: bool) -> list[Finding]:
+    weight = kept.full()
     if tuple(weight.shape) != row.shape:
         text = f"{row.name!r} has shape {tuple(weight.shape)}, the plan {row.shape}: make a plan for this model"
         return [Finding(text, "another model", row.name)]
-    mask = mask_of(model, row.name)
-    findings = []
-    if row.masked or mask is not None:  # by the plan, or added for masks that move
-        if mask is None:
-            return [Finding(f"{row.name!r} has no mask: call smupar.attach(model, plan)", "mask missing", row.name)]
-        findings += _mask(weight, whole(mask), row, check_density=not masks_move(model))
-        if parameter.requires_grad and layer is None and not masks_gradient(parameter):
-            text = f"{row.name!r}: its gradient is not masked, the hook is lost; call smupar.attach(model, plan)"
-            findings.append(Finding(text, "off-mask weights", row.name))
-        path, made, _ = row.name.partition(".parametrizations.")
-        if made and layer is None:
-            used = whole(getattr(model.get_submodule(path), row.name.split(".")[-2]).detach())
-            if used.shape == mask.shape and used.masked_fill(whole(mask), 0).count_nonzero():
-                text = f"{row.name!r} is masked, but what its parametrization makes of it is not: remove that, or keep it dense"
-                findings.append(Finding(text, "off-mask weights", row.name))
+    if row.masked and not kept.is_masked:
+        return [Finding(f"{row.name!r} has no mask: call smupar.attach(model, plan)", "mask missing", row.name)]
+    findings = _masked(model, kept, weight, row) if kept.is_masked else []  # by the plan, or added for masks that move
     if not bool(torch.isfinite(weight).all()):
         text = f"{row.name!r} holds values that are not finite: initialise it (after to_empty: parameterize(reset=True))"
         findings.append(Finding(text, "init", row.name))
     elif check_std and row.init_std is not None:
-        padding = getattr(model.get_submodule(parent_path(row.name)), "padding_idx", None)
+        padding = getattr(kept.module, "padding_idx", None)
         if padding is not None:  # that row is 0
             weight = torch.cat([weight[:padding], weight[padding + 1 :]])
-        kept = weight[whole(mask)] if row.masked and mask is not None else weight.flatten()
-        findings += _std(kept, row)
+        findings += _std(weight[kept.full_mask()] if row.masked else weight.flatten(), row)
+    return findings
+
+
+def _masked(model: nn.Module, kept: ModelWeight, weight: Tensor, row: PlanRow) -> list[Finding]:
+    mask = kept.full_mask()
+    findings = _mask(weight, mask, row, check_density=not masks_move(model))
+    if kept.parameter.requires_grad and not kept.masks_gradient:
+        text = f"{row.name!r}: its gradient is not masked, the hook is lost; call smupar.attach(model, plan)"
+        findings.append(Finding(text, "off-mask weights", row.name))
+    path, made, _ = row.name.partition(".parametrizations.")
+    if made:
+        used = whole(getattr(model.get_submodule(path), row.name.split(".")[-2]).detach())
+        if used.shape == mask.shape and used.masked_fill(mask, 0).count_nonzero():
+            text = f"{row.name!r} is masked, but what its parametrization makes of it is not: remove that, or keep it dense"
+            findings.append(Finding(text, "off-mask weights", row.name))
     return findings
 
 
@@ -302,7 +300,7 @@ def _optimizers(
         findings += _group_lrs(plan, optimizer, family, names, lr)
         findings += _unused_decay(optimizer)
         owned = [names[id(p)] for group in groups for p in group["params"] if id(p) in names]
-        masked = any(has_mask(model, name) for name in owned)
+        masked = any(weight_of(model, name).is_masked for name in owned)
         if masked and any(group.get("eps") == 0 for group in groups):
             text = "an epsilon of 0 divides 0 by 0 where weights are off the mask, and they become no numbers: leave it at 1e-8"
             findings.append(Finding(text, "optimizer"))

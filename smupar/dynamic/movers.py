@@ -1,0 +1,165 @@
+"""Carrying moves out on weights: of one model, or of a stack of models that each move in their own way."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from smupar.dynamic.moves import Layer, Move, density_factor, init_factor, key_of, random_scores
+from smupar.plan import Plan
+from smupar.rules import family_of
+from smupar.stacked import Stack
+from smupar.weights import Weight
+
+
+@dataclass(frozen=True)
+class Goal:
+    """How the masks of one model move.
+
+    last        densities that a pruned model ends with
+    correction  of its learning rates, by Table 1. "moment": that of the density it has at the moment; "fixed": that of the last
+                density from the start, and the init of that density; None: the learning rates are measured
+    """
+
+    plan: Plan
+    move: Move | None
+    last: Mapping[str, Fraction] = field(default_factory=dict)
+    correction: str | None = None
+
+
+class Mover(ABC):
+    """Moves masks, each model's by its own goal and at its own steps, with all that this entails."""
+
+    def __init__(self, goals: Sequence[Goal]) -> None:
+        self.goals = goals
+        self.groups: dict[Move, list[int]] = {}
+        for model, goal in enumerate(goals):
+            if goal.move is not None:
+                self.groups.setdefault(goal.move, []).append(model)
+        self.first: dict[str, Tensor] = {}
+        """What a rewinding model goes back to, by parameter name."""
+
+    @abstractmethod
+    def weights(self) -> Mapping[str, Weight]:
+        """The hidden weights whose masks move."""
+
+    @abstractmethod
+    def every_weight(self) -> Mapping[str, Weight]:
+        """All parameters."""
+
+    @abstractmethod
+    def _correct(self, name: str, model: int, density: Fraction) -> None:
+        """Sets the learning rate of a weight to that of a density."""
+
+    @abstractmethod
+    def _start_optimizers(self, models: list[int]) -> None:
+        """Makes optimizers forget the steps that they made."""
+
+    def due(self, step: int) -> bool:
+        return any(move.due(step) for move in self.groups)
+
+    def needs_gradient(self, step: int) -> bool:
+        """Whether masks grow by the dense gradient of a step."""
+        return any(move.by_gradient and move.due(step) for move in self.groups)
+
+    @torch.no_grad()
+    def start_fixed(self) -> None:
+        """Gives models with a fixed correction the learning rates and the init of their last density."""
+        for model, goal in enumerate(self.goals):
+            if goal.move is not None and goal.move.prunes and goal.correction == "fixed":
+                for name, weight in self.weights().items():
+                    self._correct(name, model, goal.last[name])
+                    weight.scale(init_factor(goal.plan, goal.plan[name], goal.last[name]), model)
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        for move, models in self.groups.items():
+            if move.due(step):
+                self._carry_out(move, models, step)
+
+    def _carry_out(self, move: Move, models: list[int], step: int) -> None:
+        weights, kept = self.weights(), dict[str, Tensor]()
+        for name, mask in move.next_masks(self._layers(move, models, step, weights), step):
+            self._set_mask(weights[name], mask, models)
+            kept[name] = mask.sum(1)
+        if move.prunes and any(self.goals[model].correction == "moment" for model in models):
+            self._correct_moment(models, weights, kept)
+        if move.rewinds:
+            self.rewind(models)
+
+    def _layers(self, move: Move, models: list[int], step: int, weights: Mapping[str, Weight]) -> Iterator[Layer]:
+        goals = [self.goals[model] for model in models]
+        for name, weight in weights.items():
+            rows, (values, mask) = [goal.plan[name] for goal in goals], weight.rows(models)
+            if move.prunes:
+                yield Layer(rows, values, mask, last=[goal.last[name] for goal in goals])
+            elif move.by_gradient:
+                yield Layer(rows, values, mask, grow_score=self._gradient_sizes(weight, models))
+            else:
+                keys = torch.tensor([key_of(goal.plan.seed, step, name) for goal in goals], device=mask.device)
+                yield Layer(rows, values, mask, grow_score=random_scores(mask.shape[1], keys))
+
+    def _gradient_sizes(self, weight: Weight, models: list[int]) -> Tensor | None:
+        """Sizes of the dense gradient, (models, entries); None where the mask should stay."""
+        return weight.dense_grad(models).abs()
+
+    def _set_mask(self, weight: Weight, mask: Tensor, models: list[int]) -> None:
+        weight.set_mask(mask, models)
+
+    def _correct_moment(self, models: list[int], weights: Mapping[str, Weight], kept: Mapping[str, Tensor]) -> None:
+        for name, nums in zip(kept, torch.stack(list(kept.values())).tolist(), strict=True):
+            for model, num in zip(models, nums, strict=True):
+                if self.goals[model].correction == "moment":
+                    self._correct(name, model, Fraction(num, math.prod(weights[name].shape)))
+
+    def remember(self) -> None:
+        """Keeps the weights to go back to."""
+        self.first = {name: weight.snapshot() for name, weight in self.every_weight().items()}
+
+    def rewind(self, models: list[int]) -> None:
+        for name, weight in self.every_weight().items():
+            weight.restore(self.first[name], models)
+        self._start_optimizers(models)
+        for model in models:  # where rates were measured, those are of the round before
+            if self.goals[model].correction == "fixed":
+                for name, density in self.goals[model].last.items():
+                    self._correct(name, model, density)
+
+
+class StackedSparsifier(Mover):
+    """Moves the masks of a stack. ``before`` a step and ``after`` it, both with its number from 1 on, do what
+    ``Sparsifier.step`` does for one model."""
+
+    def __init__(self, stack: Stack, goals: Sequence[Goal]) -> None:
+        super().__init__(goals)
+        self.stack, self.family = stack, family_of(stack.kind)
+        self.start_fixed()
+        if any(move.rewinds for move in self.groups):
+            self.remember()
+
+    def weights(self) -> Mapping[str, Weight]:
+        return {name: self.stack.weights[name] for name in self.stack.hidden}
+
+    def every_weight(self) -> Mapping[str, Weight]:
+        return self.stack.weights
+
+    def before(self, step: int, batch: Sequence[Tensor]) -> None:
+        if self.needs_gradient(step):
+            self.stack.keep_gradients(batch)
+
+    def after(self, step: int) -> None:
+        self.update(step)
+        self.stack.drop_gradients()
+
+    def _correct(self, name: str, model: int, density: Fraction) -> None:
+        plan = self.goals[model].plan
+        self.stack.tensors["rates"][name][model] = density_factor(plan, plan[name], density, self.family)
+
+    def _start_optimizers(self, models: list[int]) -> None:
+        self.stack.tensors["number"][models] = 0
