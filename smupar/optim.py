@@ -18,7 +18,7 @@ from smupar.apply import attach, is_parameterized, optimizers, unwrapped
 from smupar.globs import match_globs
 from smupar.plan import Plan, PlanRow
 from smupar.planner import PlanWarning
-from smupar.rules import family_of
+from smupar.rules import DECAYED, family_of
 
 NoDecay = Iterable[str] | Callable[[str, nn.Parameter], bool]
 _WITH_EPS = {"adamw", "adam", "adamax", "nadam", "radam", "rmsprop", "adagrad"}
@@ -134,11 +134,15 @@ def groups_by_optimizer(
     rest_lr: float | None = None,
     eps: str = "constant",
     eps_value: float | None = None,
+    decayed: str = "all",
     **settings: Any,
 ) -> list[tuple[str, list[dict[str, Any]]]]:
     """Every optimizer of a run by name, with its groups. With a ``rest_lr`` the named one takes the hidden weights and an AdamW
     at that rate the rest; Muon takes hidden matrices only, so there ``rest_lr`` is ``lr`` by default. Epsilon goes to those
-    that have one; ``settings`` are those of ``param_groups``."""
+    that have one, weight decay to the roles of ``DECAYED[decayed]``; ``settings`` are those of ``param_groups``."""
+    choice("decayed", decayed, DECAYED)
+    if decayed != "all":
+        settings["no_decay"] = lambda name, _: plan[name].role not in DECAYED[decayed]
 
     def groups(name: str, lr: float | Tensor, only: str | None = None) -> list[dict[str, Any]]:
         own = {"eps": eps, "eps_value": eps_value} if name in _WITH_EPS else {}

@@ -136,6 +136,9 @@ SMUPAR_LR_ONLY = replace(MUP, name="smupar-lr-only", title="muP + SmuPar LR only
 
 RULES = {rule.name: rule for rule in (SP, MUP, SMUPAR, SMUPAR_INIT_ONLY, SMUPAR_LR_ONLY)}
 
+DECAYED = {"all": ROLES, "matrices": ("embedding", "hidden", "unembedding"), "hidden": ("hidden",)}
+"""Roles whose tensors weight decay shrinks, by what a run can choose."""
+
 # Which LR row of the table an optimizer reads, by its lower-case class name.
 FAMILIES = {
     **dict.fromkeys(("adam", "adamw", "adamax", "nadam", "radam", "lion", "rmsprop", "adagrad"), "adam"),

@@ -47,6 +47,7 @@ class Hyperparameters:
     momentum: float = 0.0
     weight_decay: float = 0.0
     decay: str = "independent"
+    decayed: str = "all"
     clip: float | None = None
 
 
@@ -335,6 +336,7 @@ def _constants(
             eps_value=h.eps,
             weight_decay=h.weight_decay,
             decay=h.decay,
+            decayed=h.decayed,
         )
         for group in (group for _, groups in named for group in groups):
             for parameter in group["params"]:

@@ -209,3 +209,11 @@ def test_lion_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "lion_pytorch", None)
     with pytest.raises(ModuleNotFoundError, match="torch has no Lion: pip install lion-pytorch"):
         _made(optimizer="lion")
+
+
+@pytest.mark.parametrize(("decayed", "roles"), [("all", None), ("matrices", {"embedding", "hidden"}), ("hidden", {"hidden"})])
+def test_run_decays_the_roles_it_names(decayed, roles):
+    model, plan, (optimizer,) = _made(decayed=decayed)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = {plan[names[id(p)]].role for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
+    assert found == (roles or {"embedding", "hidden", "vector"})

@@ -38,11 +38,7 @@ def bench_sparse(
     """Dense and sparse over density and over width. On a CPU: steps of a stack of hidden layers and of a GPT. On a GPU: forward
     and backward of a layer, steps of a stack, and a product alone. ``device``: default a GPU if there is one. ``out``: a folder
     for the numbers as JSON, written after each case, and the picture."""
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f"device must be cpu or cuda, got {device!r}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("there is no NVIDIA GPU here: leave out --device, or pass cpu")
+    device = _pick(device)
     folder = None if out is None else Path(out)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -73,6 +69,16 @@ def bench_sparse(
         except ModuleNotFoundError as error:  # the numbers do not need matplotlib
             print(f"smupar: only {folder / 'sparse.json'} was written, {error}", file=sys.stderr)
     return table(found, machine, repeats, device)
+
+
+def _pick(device: str | None) -> str:
+    """The device to measure on: the one that is asked for, or a GPU if there is one."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu or cuda, got {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("there is no NVIDIA GPU here: leave out --device, or pass cpu")
+    return device
 
 
 def _on_cpu(

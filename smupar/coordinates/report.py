@@ -7,7 +7,7 @@ import html
 import io
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,27 +76,11 @@ class Report:
         passing = [slope for slope in own if slope.verdict == PASS]
         if verdict == PASS and passing:
             lines.append(f"  largest slope: {_told(max(passing, key=_excess))}")
-        unclear = [slope for slope in own if slope.verdict == UNCLEAR]
         if verdict == UNCLEAR:
-            worst = max(unclear, key=_excess)
-            certain = worst.ci == worst.ci and abs(worst.slope) - worst.ci > thresholds(worst)[0]
-            remedy = (
-                "a drift that more seeds will not change; a longer axis, larger batches or more weights per neuron would"
-                if certain
-                else f"run more seeds (now {seeds})"
-            )
-            lines.append(f"  {len(unclear)} slopes are neither small nor large, such as {_told(worst)}: {remedy}")
-        for quantity in JUDGED:
-            failing = [slope for slope in own if slope.quantity == quantity and slope.verdict == FAIL]
-            if failing:
-                first = 1 if any(slope.step == 1 for slope in failing) else 2
-                failed = folded(failing)
-                shown = ", ".join(failed[:3]) + (f" and {len(failed) - 3} more" if len(failed) > 3 else "")
-                lines.append(f"  {quantity} from step {first} in {shown}; worst {_told(max(failing, key=_excess))}")
-        for diagnosis in self.diagnoses:
-            if diagnosis.rule == rule:
-                lines.append(f"  {'note' if diagnosis.is_caution else 'likely cause'}: {diagnosis}")
-        return lines
+            lines.append(_unclear([slope for slope in own if slope.verdict == UNCLEAR], seeds))
+        lines += [line for quantity in JUDGED for line in _failures(own, quantity)]
+        found = [diagnosis for diagnosis in self.diagnoses if diagnosis.rule == rule]
+        return lines + [f"  {'note' if diagnosis.is_caution else 'likely cause'}: {diagnosis}" for diagnosis in found]
 
     # Files
 
@@ -135,6 +119,27 @@ class Report:
 def _finite(fields: dict[str, Any]) -> dict[str, Any]:
     """JSON knows neither nan nor infinity."""
     return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in fields.items()}
+
+
+def _unclear(between: Sequence[Slope], seeds: int) -> str:
+    """What to do about slopes that are neither small nor large."""
+    worst = max(between, key=_excess)
+    certain = worst.ci == worst.ci and abs(worst.slope) - worst.ci > thresholds(worst)[0]
+    remedy = f"run more seeds (now {seeds})"
+    if certain:
+        remedy = "a drift that more seeds will not change; a longer axis, larger batches or more weights per neuron would"
+    return f"  {len(between)} slopes are neither small nor large, such as {_told(worst)}: {remedy}"
+
+
+def _failures(own: Sequence[Slope], quantity: str) -> list[str]:
+    """A line for a quantity that fails somewhere: from which step, where, and the worst place."""
+    failing = [slope for slope in own if slope.quantity == quantity and slope.verdict == FAIL]
+    if not failing:
+        return []
+    first = 1 if any(slope.step == 1 for slope in failing) else 2
+    failed = folded(failing)
+    shown = ", ".join(failed[:3]) + (f" and {len(failed) - 3} more" if len(failed) > 3 else "")
+    return [f"  {quantity} from step {first} in {shown}; worst {_told(max(failing, key=_excess))}"]
 
 
 def _axes(own: list[Slope]) -> str:

@@ -19,6 +19,9 @@ _LARGEST = 1e30  # beyond it fp32 overflows
 _FEW_MOVES = 5
 _ROUNDING = 1e-3  # of a sparsity that a pattern fixes
 
+LATER_FIELDS = {"decayed": "all"}
+"""Fields that came after the first published runs, with the values that those had without knowing: left out of ids."""
+
 STANDARD_LIBRARY = "stdlib"
 """The text that needs no download: the source of the running Python's standard library, as bytes."""
 
@@ -156,6 +159,8 @@ class RunConfig:
     weight_decay: float = 0.0
     decay: Literal["independent", "coupled"] = "independent"
     """independent: LR times decay stays what was tuned; coupled: as in the paper's reference code."""
+    decayed: Literal["all", "matrices", "hidden"] = "all"
+    """Which parameters weight decay shrinks: all, all but norms and biases, or hidden weights alone."""
     clip: float | None = None
     """Largest norm of the gradient."""
     schedule: Literal["linear", "linear-to-zero", "constant", "cosine"] = "linear"
@@ -272,7 +277,11 @@ class RunConfig:
     @property
     def id(self) -> str:
         """Equal for equal runs: the hash of everything above."""
-        return hashlib.sha256(self.anywhere.to_json().encode()).hexdigest()[:10]
+        values = asdict(self.anywhere)
+        for name, value in LATER_FIELDS.items():
+            if values[name] == value:
+                del values[name]
+        return hashlib.sha256(json.dumps(values, indent=1).encode()).hexdigest()[:10]
 
     @property
     def anywhere(self) -> RunConfig:

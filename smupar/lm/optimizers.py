@@ -32,6 +32,7 @@ def make_optimizers(model: GPT, plan: Plan, config: RunConfig, *, capturable: bo
         eps_value=config.eps,
         weight_decay=config.weight_decay,
         decay=config.decay,
+        decayed=config.decayed,
     )
     made: list[torch.optim.Optimizer] = []
     for kind, groups in named:

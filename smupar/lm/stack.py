@@ -34,7 +34,7 @@ from smupar.updates.trace import Trace
 _FREE: tuple[str, ...] = (
     *("rule", "base_width", "sparsity", "pattern", "allocation", "init_std", "alpha_input", "alpha_output"),
     *("dynamic", "mask_every", "mask_stop", "drop_fraction", "correction", "follow"),
-    *("lr", "rest_lr", "eps", "eps_scaling", "weight_decay", "decay", "clip", "schedule", "warmup", "seed"),
+    *("lr", "rest_lr", "eps", "eps_scaling", "weight_decay", "decay", "decayed", "clip", "schedule", "warmup", "seed"),
 )
 
 
@@ -178,5 +178,5 @@ def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def hyperparameters(config: RunConfig) -> Hyperparameters:
-    names = ("lr", "rest_lr", "betas", "eps", "eps_scaling", "momentum", "weight_decay", "decay", "clip")
+    names = ("lr", "rest_lr", "betas", "eps", "eps_scaling", "momentum", "weight_decay", "decay", "decayed", "clip")
     return Hyperparameters(**{name: getattr(config, name) for name in names})

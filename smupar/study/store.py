@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from smupar import __version__
-from smupar.lm.config import RunConfig
+from smupar.lm.config import LATER_FIELDS, RunConfig
 from smupar.lm.files import locked, write_atomic
 from smupar.lm.folder import TRACE_FILE, Summary, read_config, read_summary
 from smupar.lm.tokenizer import optional
@@ -178,7 +178,7 @@ def _has_grown(study: Study, wanted: dict[str, Any]) -> bool:
         raise ValueError(
             f"{study.folder} was made by smupar {there.get('version')}, this is {wanted['version']}: choose another --out"
         )
-    old, new = _flat(there["definition"]), _flat(wanted["definition"])
+    old, new = ({**LATER_FIELDS, **_flat(described["definition"])} for described in (there, wanted))
     changed = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     different = [
         f"{name} {old.get(name)} there, {new.get(name)} here"
