@@ -29,7 +29,7 @@ from smupar.planner import PlanWarning
 from smupar.rules import FAMILIES, family_of
 from smupar.tensors import is_lookup
 from smupar.values import is_sharded, whole
-from smupar.weights import ModelWeight, weight_of
+from smupar.weights import MaskedWeight, weight_of
 
 # A sample std of n weights scatters by 1 / sqrt(2 n); six of those are never reached by chance.
 _SIGMAS = 6.0
@@ -135,7 +135,7 @@ def differences(
 # The weights
 
 
-def _weights(model: nn.Module, kept: ModelWeight, row: PlanRow, *, check_std: bool) -> list[Finding]:
+def _weights(model: nn.Module, kept: MaskedWeight, row: PlanRow, *, check_std: bool) -> list[Finding]:
     weight = kept.full()
     if tuple(weight.shape) != row.shape:
         text = f"{row.name!r} has shape {tuple(weight.shape)}, the plan {row.shape}: make a plan for this model"
@@ -154,7 +154,7 @@ def _weights(model: nn.Module, kept: ModelWeight, row: PlanRow, *, check_std: bo
     return findings
 
 
-def _masked(model: nn.Module, kept: ModelWeight, weight: Tensor, row: PlanRow) -> list[Finding]:
+def _masked(model: nn.Module, kept: MaskedWeight, weight: Tensor, row: PlanRow) -> list[Finding]:
     mask = kept.full_mask()
     findings = _mask(weight, mask, row, check_density=not masks_move(model))
     if kept.parameter.requires_grad and not kept.masks_gradient:

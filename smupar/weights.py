@@ -1,6 +1,6 @@
 """A weight matrix of a model, however it is kept: what the rest of the library asks about one, and what it does to one.
 
-``DenseWeight``       a parameter of the matrix's shape with a mask beside it, or none; it may be sharded over ranks
+``MaskedWeight``      a parameter of the matrix's shape with a mask beside it, or none; it may be sharded over ranks
 ``CompressedWeight``  a parameter of the non-zeros alone, in a ``Compressed`` layer
 ``StackedWeight``     the same weight of many models, in tensors with a leading dimension of models
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,7 @@ from smupar.csr import MASK
 from smupar.gradients import DenseGradient, gradient_mask, mask_gradient
 from smupar.plan import Plan
 from smupar.tensors import parent_path
-from smupar.values import is_sharded, like, local, num_ranks, whole, zero_off_mask
+from smupar.values import is_sharded, like, local, num_ranks, sharded_like, whole, zero_off_mask
 
 ONE = [0]
 """The only model there is."""
@@ -42,9 +41,9 @@ class Weight(ABC):
     def shape(self) -> tuple[int, ...]:
         """The shape of one model's matrix."""
 
+    @property
     @abstractmethod
-    def full(self) -> Tensor:
-        """The whole matrix, on every rank; a stack's have a leading dimension."""
+    def device(self) -> torch.device: ...
 
     @abstractmethod
     def rows(self, models: list[int] = ONE) -> tuple[Tensor, Tensor]:
@@ -76,8 +75,8 @@ class Weight(ABC):
         """Goes back to a snapshot's values where the mask is now."""
 
 
-class ModelWeight(Weight):
-    """A weight of one model."""
+class MaskedWeight(Weight):
+    """A weight of one model, kept as a matrix. Its mask, if it has one, is the buffer ``<name>_mask`` beside the parameter."""
 
     stores_zeros = True
     """Whether entries off the mask exist, so that something could write to them."""
@@ -90,79 +89,63 @@ class ModelWeight(Weight):
         return self.module.get_parameter(self.leaf)
 
     @property
-    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.parameter.shape)
+
+    @property
+    def device(self) -> torch.device:
+        return local(self.parameter).device
+
+    @property
     def mask(self) -> Tensor | None:
         """The mask, if there is one: the buffer itself, which may be sharded, or a new tensor where there is no such buffer."""
+        mask = getattr(self.module, f"{self.leaf}{MASK}", None)
+        return mask if isinstance(mask, Tensor) else None
 
     @property
-    @abstractmethod
     def mask_buffers(self) -> tuple[str, ...]:
-        """Full names of the buffers that hold the mask: the same on every rank."""
-
-    @property
-    @abstractmethod
-    def dense_gradient(self) -> DenseGradient | None:
-        """Keeps the gradient without a mask; None where the hook that could is lost."""
-
-    @abstractmethod
-    def laid_out(self, matrix: Tensor) -> Tensor:
-        """A whole matrix laid out like the parameter."""
-
-    @abstractmethod
-    def is_foreign(self, shape: Sequence[int]) -> bool:
-        """Whether a tensor of this shape belongs to the weight kept the other way: as non-zeros, or as a matrix."""
-
-    @abstractmethod
-    def converted(self, foreign: Tensor) -> Tensor:
-        """Such a tensor, laid out like the parameter."""
-
-    def make_room(self, num_values: int) -> None:
-        """Prepares for that many kept values, which are about to be read into the model's tensors."""
-
-    @abstractmethod
-    def attach(self, mask: Tensor | None = None) -> None:
-        """Puts a mask in place, if one is given, and the gradient's hook."""
-
-    @abstractmethod
-    def _set_mask(self, new: Tensor) -> MaskChange: ...
-
-    @abstractmethod
-    def _zero_grad(self) -> Tensor:
-        """This rank's part of the dense gradient where its layer had none."""
-
-    def zero_off_mask(self) -> None:
-        """Makes weights off the mask 0."""
-
-    def num_strays(self) -> int:
-        """Weights of this rank that are off the mask and not 0."""
-        return 0
-
-    def full_mask(self) -> Tensor:
-        """The whole mask, on every rank; of ones where there is none."""
-        mask = self.mask
-        if mask is None:
-            return torch.ones(self.shape, dtype=torch.bool, device=local(self.parameter).device)
-        return whole(mask)
+        """Full names of the buffers that say where the mask is: the same on every rank."""
+        return () if self.mask is None else (f"{self.name}{MASK}",)
 
     @property
     def is_masked(self) -> bool:
         return bool(self.mask_buffers)
 
     @property
-    def masks_gradient(self) -> bool:
-        """Whether no gradient reaches weights off the mask."""
-        return not self.stores_zeros or self.dense_gradient is not None
-
-    @property
     def num_bytes(self) -> int:
-        """Bytes of the parameter and of what says where its entries lie."""
-        mask = self.mask
-        return _num_bytes(self.parameter) + (0 if mask is None else _num_bytes(mask))
+        """Bytes of the parameter and of what says where its mask is."""
+        return sum(part.numel() * part.element_size() for part in (self.parameter, self.mask) if part is not None)
 
-    @property
-    def dense_bytes(self) -> int:
-        """Bytes of the matrix alone."""
-        return torch.Size(self.shape).numel() * self.parameter.element_size()
+    def full(self) -> Tensor:
+        """The whole matrix, on every rank."""
+        return whole(self.parameter.detach())
+
+    def full_mask(self) -> Tensor:
+        """The whole mask, on every rank; of ones where there is none."""
+        mask = self.mask
+        return local(self.parameter).new_ones(self.shape, dtype=torch.bool) if mask is None else whole(mask)
+
+    def laid_out(self, matrix: Tensor) -> Tensor:
+        """A whole matrix laid out like the parameter."""
+        return like(matrix, self.parameter)
+
+    # The mask
+
+    def attach(self, mask: Tensor | None = None) -> None:
+        """Puts a mask in place, if one is given, and the gradient's hook."""
+        own = self.mask
+        if mask is None and own is not None and is_sharded(self.parameter) and not is_sharded(own):
+            mask = own  # the weight was sharded after it got its mask
+        if mask is not None:
+            self.module.register_buffer(f"{self.leaf}{MASK}", like(mask, self.parameter))
+        if self.is_masked:
+            mask_gradient(self.parameter, self.module, f"{self.leaf}{MASK}")
+
+    def zero_off_mask(self) -> None:
+        """Makes weights off the mask 0."""
+        mask, parameter = self.mask, self.parameter
+        if mask is not None and not (mask.is_meta or parameter.is_meta):
+            zero_off_mask(parameter, mask)
 
     def rows(self, models: list[int] = ONE) -> tuple[Tensor, Tensor]:
         return self.full().flatten()[None], self.full_mask().flatten()[None]
@@ -174,101 +157,43 @@ class ModelWeight(Weight):
             new = sent.bool()
         parameter, before = self.parameter, self.parameter.shape
         change = self._set_mask(new)
-        for optimizer in self.optimizers:
-            state = optimizer.state.get(parameter, {})
+        for state in (optimizer.state.get(parameter, {}) for optimizer in self.optimizers):
             for what, value in state.items():
                 if isinstance(value, Tensor) and value.shape == before:
                     state[what] = change.remap(value)
         return change
 
-    @property
-    def has_dense_grad(self) -> bool:
-        """Whether this rank had a part in the gradient that was asked for."""
-        return self.dense_gradient is not None and self.dense_gradient.value is not None
-
-    def dense_grad(self, models: list[int] = ONE) -> Tensor:
-        kept = self.dense_gradient.value if self.dense_gradient is not None else None
-        if kept is None:  # on other ranks it has one
-            kept = self._zero_grad()
-        if is_sharded(self.parameter):
-            kept = whole(_shard_of(self.parameter, kept))
-        elif num_ranks() > 1:
-            dist.all_reduce(kept)
-        return kept.flatten()[None]
-
-    @torch.no_grad()
-    def load(self, matrix: Tensor, mask: Tensor) -> None:
-        """Takes over values and mask, each a whole matrix."""
-        self._set_mask(mask.to(local(self.parameter).device))
-        self.parameter.copy_(self.laid_out(matrix.to(local(self.parameter).device)))
-
-    def scale(self, factor: float, model: int = 0) -> None:
-        self.parameter.mul_(factor)
-
-
-class DenseWeight(ModelWeight):
-    """A parameter of the matrix's shape; its mask, if it has one, is the buffer ``<name>_mask`` beside it."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.parameter.shape)
-
-    @property
-    def mask(self) -> Tensor | None:
-        mask = getattr(self.module, f"{self.leaf}{MASK}", None)
-        return mask if isinstance(mask, Tensor) else None
-
-    @property
-    def mask_buffers(self) -> tuple[str, ...]:
-        return () if self.mask is None else (f"{self.name}{MASK}",)
-
-    @property
-    def dense_gradient(self) -> DenseGradient | None:
-        return gradient_mask(self.parameter)
-
-    def full(self) -> Tensor:
-        return whole(self.parameter.detach())
-
-    def laid_out(self, matrix: Tensor) -> Tensor:
-        return like(matrix, self.parameter)
-
-    def is_foreign(self, shape: Sequence[int]) -> bool:
-        mask = self.mask
-        return mask is not None and len(shape) == 1 < mask.ndim and shape[0] == int(whole(mask).sum())
-
-    def converted(self, foreign: Tensor) -> Tensor:
-        return self.laid_out(foreign.new_zeros(self.shape).masked_scatter_(self.full_mask().to(foreign.device), foreign))
-
-    def attach(self, mask: Tensor | None = None) -> None:
-        own = self.mask
-        if mask is None and own is not None and is_sharded(self.parameter) and not is_sharded(own):
-            mask = own  # the weight was sharded after it got its mask
-        if mask is not None:
-            self.module.register_buffer(f"{self.leaf}{MASK}", like(mask, self.parameter))
-        if self.mask is not None:
-            mask_gradient(self.parameter, self.module, f"{self.leaf}{MASK}")
-
-    def zero_off_mask(self) -> None:
-        mask, parameter = self.mask, self.parameter
-        if mask is not None and not (mask.is_meta or parameter.is_meta):
-            zero_off_mask(parameter, mask)
-
-    def _zero_grad(self) -> Tensor:
-        return torch.zeros_like(local(self.parameter))
-
-    def num_strays(self) -> int:
-        return 0 if self.mask is None else int(local(self.parameter)[~local(self.mask)].count_nonzero())
-
     def _set_mask(self, new: Tensor) -> MaskChange:
-        mask, parameter = self.mask, self.parameter
+        mask, parameter, new = self.mask, self.parameter, self.laid_out(new)
         assert mask is not None
-        new = like(new, parameter)
         changed = mask ^ new
         parameter.masked_fill_(changed, 0)  # dropped: 0 from now on; grown: starts at 0
         mask.copy_(new)
         if parameter.grad is not None:
             zero_off_mask(parameter.grad, new)
         return MaskChange(lambda value: value.masked_fill_(changed, 0), changed & new)
+
+    # The gradient and the product
+
+    @property
+    def masks_gradient(self) -> bool:
+        """Whether no gradient reaches weights off the mask."""
+        return gradient_mask(self.parameter) is not None
+
+    @property
+    def dense_gradient(self) -> DenseGradient:
+        """Keeps the gradient without a mask; where the hook that does is lost, nothing is kept."""
+        return gradient_mask(self.parameter) or DenseGradient()
+
+    def dense_grad(self, models: list[int] = ONE) -> Tensor:
+        own, kept = local(self.parameter), self.dense_gradient.value
+        if kept is None:  # on other ranks it has one
+            kept = own.new_zeros(own.shape if self.stores_zeros else self.shape)
+        if is_sharded(self.parameter):
+            kept = whole(sharded_like(self.parameter, kept))
+        elif num_ranks() > 1:
+            dist.all_reduce(kept)
+        return kept.flatten()[None]
 
     def multiply(self, x: Tensor, *, in_dim: int = 1) -> Tensor:
         weight, conv = self.parameter.detach(), self.module
@@ -279,6 +204,11 @@ class DenseWeight(ModelWeight):
             return x @ local(weight).to(x.dtype).T
         return x @ whole(weight).to(x.dtype)  # (in, out): a rank's part would be of the inputs
 
+    # Values from elsewhere
+
+    def scale(self, factor: float, model: int = 0) -> None:
+        self.parameter.mul_(factor)
+
     def snapshot(self) -> Tensor:
         return self.parameter.detach().clone()
 
@@ -286,11 +216,28 @@ class DenseWeight(ModelWeight):
         self.parameter.copy_(values)
         self.zero_off_mask()
 
+    def make_room(self, num_values: int) -> None:
+        """Prepares for that many values, which are about to be read into the model's own tensors."""
 
-class CompressedWeight(ModelWeight):
-    """A parameter of non-zeros; its layer has the index that says where they lie."""
+    @torch.no_grad()
+    def load(self, matrix: Tensor, mask: Tensor) -> None:
+        """Takes over values and mask, each a whole matrix."""
+        self._set_mask(mask.to(self.device))
+        self.parameter.copy_(self.laid_out(matrix.to(self.device)))
 
-    stores_zeros = False
+    def is_foreign(self, shape: Sequence[int]) -> bool:
+        """Whether a tensor of this shape belongs to the weight kept the other way: as non-zeros, or as a matrix."""
+        return self.is_masked and len(shape) == 1 < len(self.shape) and shape[0] == int(self.full_mask().sum())
+
+    def converted(self, foreign: Tensor) -> Tensor:
+        """Such a tensor, laid out like the parameter."""
+        return self.laid_out(foreign.new_zeros(self.shape).masked_scatter_(self.full_mask().to(foreign.device), foreign))
+
+
+class CompressedWeight(MaskedWeight):
+    """A weight of one model of which only the non-zeros are kept; its layer has the index that says where they lie."""
+
+    stores_zeros, masks_gradient = False, True
     module: Compressed
 
     @property
@@ -306,12 +253,12 @@ class CompressedWeight(ModelWeight):
         return tuple(f"{parent_path(self.name)}.{leaf}".lstrip(".") for leaf in self.module.index_names)
 
     @property
-    def dense_gradient(self) -> DenseGradient:
-        return self.module.dense
+    def num_bytes(self) -> int:
+        return self.parameter.numel() * self.parameter.element_size() + self.module.num_index_bytes
 
     @property
-    def num_bytes(self) -> int:
-        return _num_bytes(self.parameter) + self.module.num_index_bytes
+    def dense_gradient(self) -> DenseGradient:
+        return self.module.dense
 
     def full(self) -> Tensor:
         return self.module.expand(self.parameter.detach())
@@ -319,27 +266,18 @@ class CompressedWeight(ModelWeight):
     def laid_out(self, matrix: Tensor) -> Tensor:
         return self.module.gather(matrix)
 
-    def is_foreign(self, shape: Sequence[int]) -> bool:
-        return tuple(shape) == self.shape
-
-    def converted(self, foreign: Tensor) -> Tensor:
-        return self.laid_out(foreign)
-
     def attach(self, mask: Tensor | None = None) -> None:
         if mask is not None:
-            self.module.set_mask(like(mask, self.parameter))
+            self.module.set_mask(mask.to(self.parameter.device))
 
-    def _zero_grad(self) -> Tensor:
-        return torch.zeros(self.shape, dtype=self.parameter.dtype, device=self.parameter.device)
+    def zero_off_mask(self) -> None:
+        """There is nothing off it."""
 
     def _set_mask(self, new: Tensor) -> MaskChange:
         if num_ranks() > 1 and int(new.sum()) != len(self.parameter):
             text = f"{self.name!r} keeps only its non-zeros, whose number cannot change on several ranks: keep it dense"
             raise ValueError(text)
         return self.module.set_mask(new)
-
-    def make_room(self, num_values: int) -> None:
-        self.module.make_room(num_values)
 
     def multiply(self, x: Tensor, *, in_dim: int = 1) -> Tensor:
         return self.module.product(x)
@@ -350,10 +288,19 @@ class CompressedWeight(ModelWeight):
     def restore(self, values: Tensor, models: list[int] = ONE) -> None:
         self.parameter.copy_(self.laid_out(values))
 
+    def make_room(self, num_values: int) -> None:
+        self.module.make_room(num_values)
+
+    def is_foreign(self, shape: Sequence[int]) -> bool:
+        return tuple(shape) == self.shape
+
+    def converted(self, foreign: Tensor) -> Tensor:
+        return self.laid_out(foreign)
+
 
 @dataclass
 class StackedWeight(Weight):
-    """A weight of every model of a stack; ``state`` and ``values`` are the tensors that the stack's step writes to."""
+    """A weight of every model of a stack; ``values`` and ``state`` are the tensors that the stack's step writes to."""
 
     name: str
     values: Tensor  # (models, *shape)
@@ -366,8 +313,9 @@ class StackedWeight(Weight):
     def shape(self) -> tuple[int, ...]:
         return tuple(self.values.shape[1:])
 
-    def full(self) -> Tensor:
-        return self.values
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
 
     def rows(self, models: list[int] = ONE) -> tuple[Tensor, Tensor]:
         assert self.mask is not None
@@ -402,29 +350,14 @@ class StackedWeight(Weight):
             state[models] = 0
 
 
-def weight_of(model: nn.Module, name: str, optimizers: Sequence[torch.optim.Optimizer] = ()) -> DenseWeight | CompressedWeight:
+def weight_of(model: nn.Module, name: str, optimizers: Sequence[torch.optim.Optimizer] = ()) -> MaskedWeight:
     """A parameter of a model as a weight; with its optimizers, where their state should go along with the mask."""
-    module, leaf = model.get_submodule(parent_path(name)), name.rpartition(".")[2]
-    kind: Any = CompressedWeight if leaf == "weight" and isinstance(module, Compressed) else DenseWeight
-    weight: DenseWeight | CompressedWeight = kind(module, name, optimizers)
-    return weight
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    kind = CompressedWeight if isinstance(module, Compressed) and leaf == "weight" else MaskedWeight
+    return kind(module, name, optimizers)
 
 
-def weights(
-    model: nn.Module, plan: Plan, optimizers: Sequence[torch.optim.Optimizer] = ()
-) -> dict[str, DenseWeight | CompressedWeight]:
+def weights(model: nn.Module, plan: Plan, optimizers: Sequence[torch.optim.Optimizer] = ()) -> dict[str, MaskedWeight]:
     """Hidden weights by name, in the order of the plan."""
     return {row.name: weight_of(model, row.name, optimizers) for row in plan if row.role == "hidden"}
-
-
-def _shard_of(parameter: nn.Parameter, shard: Tensor) -> Tensor:
-    """The tensor that is sharded like a parameter and of which this rank holds ``shard``."""
-    from torch.distributed.tensor import DTensor
-
-    assert isinstance(parameter, DTensor)
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(shard, mesh, placements, shape=parameter.shape, stride=parameter.stride())
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

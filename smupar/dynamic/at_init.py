@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from smupar.apply import unwrapped
-from smupar.dynamic.moves import Layer, num_kept, pools, ranked
+from smupar.dynamic.moves import num_kept, ranked
 from smupar.masks import Allocation, allocate
 from smupar.optim import choice
 from smupar.plan import Plan
 from smupar.values import whole
-from smupar.weights import ModelWeight, weights
+from smupar.weights import MaskedWeight, weights
 
 
 def magnitude_masks(model: nn.Module, plan: Plan, *, density: float | Mapping[str, float] | Allocation) -> dict[str, Tensor]:
@@ -61,7 +61,7 @@ def _best_masks(
     model: nn.Module,
     plan: Plan,
     density: float | Mapping[str, float] | Allocation,
-    score: Callable[[ModelWeight], Tensor],
+    score: Callable[[MaskedWeight], Tensor],
     *,
     pool: str,
 ) -> dict[str, Tensor]:
@@ -69,14 +69,10 @@ def _best_masks(
     hidden = weights(unwrapped(model), plan)
     shares = allocate(density, {name: plan[name].shape for name in hidden})
     nums = {name: num_kept(name, plan[name].shape, shares[name]) for name in hidden}
-    scores = ((plan[name], score(weight).flatten()[None]) for name, weight in hidden.items())
-    layers = (Layer([row], one, torch.ones_like(one, dtype=torch.bool)) for row, one in scores)
-    groups = (ranked(group, [[nums[layer.name]] for layer in group]) for group in pools(layers, pool))
-    masks = {name: mask.view(plan[name].shape) for group in groups for name, mask in group.items()}
-    empty = [name for name, mask in masks.items() if not mask.any()]
-    if empty:
-        raise ValueError(f"every weight of {empty[0]!r} would be dropped: raise the density, or use pool='layer'")
-    return masks
+    scores = ((name, score(weight).flatten()[None]) for name, weight in hidden.items())
+    layers = ((name, size, torch.ones_like(size, dtype=torch.bool), [nums[name]]) for name, size in scores)
+    masks = ranked(layers, pool, "raise the density, or use pool='layer'")
+    return {name: mask.view(plan[name].shape) for name, mask in masks}
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from smupar.dynamic.moves import Layer, Move, density_factor, init_factor, key_of, random_scores
+from smupar.dynamic.moves import DropAndGrow, Move, Rounds, density_factor, init_factor, key_of, num_kept, random_scores, ranked
 from smupar.plan import Plan
 from smupar.rules import family_of
 from smupar.stacked import Stack
@@ -24,7 +24,7 @@ class Goal:
 
     last        densities that a pruned model ends with
     correction  of its learning rates, by Table 1. "moment": that of the density it has at the moment; "fixed": that of the last
-                density from the start, and the init of that density; None: the learning rates are measured
+                density from the start, and the init of that density; None: none, as where they are measured
     """
 
     plan: Plan
@@ -66,13 +66,13 @@ class Mover(ABC):
 
     def needs_gradient(self, step: int) -> bool:
         """Whether masks grow by the dense gradient of a step."""
-        return any(move.by_gradient and move.due(step) for move in self.groups)
+        return any(isinstance(move, DropAndGrow) and move.grow == "gradient" and move.due(step) for move in self.groups)
 
     @torch.no_grad()
     def start_fixed(self) -> None:
         """Gives models with a fixed correction the learning rates and the init of their last density."""
         for model, goal in enumerate(self.goals):
-            if goal.move is not None and goal.move.prunes and goal.correction == "fixed":
+            if goal.move is not None and goal.correction == "fixed" and goal.last:
                 for name, weight in self.weights().items():
                     self._correct(name, model, goal.last[name])
                     weight.scale(init_factor(goal.plan, goal.plan[name], goal.last[name]), model)
@@ -85,29 +85,39 @@ class Mover(ABC):
 
     def _carry_out(self, move: Move, models: list[int], step: int) -> None:
         weights, kept = self.weights(), dict[str, Tensor]()
-        for name, mask in move.next_masks(self._layers(move, models, step, weights), step):
+        for name, mask in self._next_masks(move, models, step, weights):
             self._set_mask(weights[name], mask, models)
             kept[name] = mask.sum(1)
-        if move.prunes and any(self.goals[model].correction == "moment" for model in models):
+        if any(self.goals[model].correction == "moment" for model in models):
             self._correct_moment(models, weights, kept)
-        if move.rewinds:
+        if isinstance(move, Rounds):
             self.rewind(models)
 
-    def _layers(self, move: Move, models: list[int], step: int, weights: Mapping[str, Weight]) -> Iterator[Layer]:
+    def _next_masks(
+        self, move: Move, models: list[int], step: int, weights: Mapping[str, Weight]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Name and new mask, (models, entries), of weights that move."""
         goals = [self.goals[model] for model in models]
-        for name, weight in weights.items():
-            rows, (values, mask) = [goal.plan[name] for goal in goals], weight.rows(models)
-            if move.prunes:
-                yield Layer(rows, values, mask, last=[goal.last[name] for goal in goals])
-            elif move.by_gradient:
-                yield Layer(rows, values, mask, grow_score=self._gradient_sizes(weight, models))
-            else:
-                keys = torch.tensor([key_of(goal.plan.seed, step, name) for goal in goals], device=mask.device)
-                yield Layer(rows, values, mask, grow_score=random_scores(mask.shape[1], keys))
+        if isinstance(move, DropAndGrow):
+            for name, weight in weights.items():
+                score = self._grow_score(move.grow, weight, models, step)
+                if score is not None:
+                    yield name, move.moved(*weight.rows(models), score, step)
+            return
 
-    def _gradient_sizes(self, weight: Weight, models: list[int]) -> Tensor | None:
-        """Sizes of the dense gradient, (models, entries); None where the mask should stay."""
-        return weight.dense_grad(models).abs()
+        def nums(name: str) -> list[int]:
+            rows = [(goal.plan[name], goal.last[name]) for goal in goals]
+            return [num_kept(name, row.shape, move.density(row.density, last, step)) for row, last in rows]
+
+        layers = ((name, *weight.rows(models), nums(name)) for name, weight in weights.items())
+        yield from ranked(layers, move.pool, "prune less, or with pool='layer'")
+
+    def _grow_score(self, grow: str, weight: Weight, models: list[int], step: int) -> Tensor | None:
+        """What decides which weights grow, (models, entries); None where the mask should stay."""
+        if grow == "gradient":
+            return weight.dense_grad(models).abs()
+        keys = [key_of(self.goals[model].plan.seed, step, weight.name) for model in models]
+        return random_scores(math.prod(weight.shape), torch.tensor(keys, device=weight.device))
 
     def _set_mask(self, weight: Weight, mask: Tensor, models: list[int]) -> None:
         weight.set_mask(mask, models)
@@ -140,7 +150,7 @@ class StackedSparsifier(Mover):
         super().__init__(goals)
         self.stack, self.family = stack, family_of(stack.kind)
         self.start_fixed()
-        if any(move.rewinds for move in self.groups):
+        if any(isinstance(move, Rounds) for move in self.groups):
             self.remember()
 
     def weights(self) -> Mapping[str, Weight]:

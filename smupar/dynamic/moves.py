@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -83,21 +82,6 @@ def key_of(seed: int, step: int, name: str) -> int:
 
 
 @dataclass(frozen=True)
-class Layer:
-    """One hidden weight of the models that move together."""
-
-    rows: Sequence[PlanRow]  # of each model's plan
-    weight: Tensor  # (models, weights)
-    mask: Tensor  # (models, weights)
-    last: Sequence[Fraction] = ()  # density of each model after the last pruning
-    grow_score: Tensor | None = None  # (models, weights)
-
-    @property
-    def name(self) -> str:
-        return self.rows[0].name
-
-
-@dataclass(frozen=True)
 class DropAndGrow:
     """Drops the active weights of smallest magnitude and grows as many. Candidates to grow are all that were not kept, so a
     weight that was just dropped may stay."""
@@ -106,18 +90,12 @@ class DropAndGrow:
     grow: str
     drop_fraction: float = 0.3
     decay: str = "cosine"
-    prunes: ClassVar[bool] = False
-    rewinds: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not 0 < self.drop_fraction < 1:
             raise ValueError(f"drop_fraction must lie in (0, 1), got {self.drop_fraction}")
         choice("decay", self.decay, DECAYS)
         choice("grow", self.grow, ("gradient", "random"))
-
-    @property
-    def by_gradient(self) -> bool:
-        return self.grow == "gradient"
 
     def due(self, step: int) -> bool:
         return self.times.due(step)
@@ -130,40 +108,11 @@ class DropAndGrow:
         kept = largest(weight.abs(), mask, active - num)
         return kept | largest(grow_score.nan_to_num(nan=0.0), ~kept, num)
 
-    def next_masks(self, layers: Iterable[Layer], step: int) -> Iterator[tuple[str, Tensor]]:
-        """Name and new mask, layer by layer; those without a score keep theirs."""
-        for layer in layers:
-            if layer.grow_score is not None:
-                yield layer.name, self.moved(layer.weight, layer.mask, layer.grow_score, step)
-
-
-class _Shrinking:
-    """Keeps the weights of largest magnitude; ``pool`` says of each layer ("layer"), or of all in one ranking ("global")."""
-
-    pool: str
-    by_gradient: ClassVar[bool] = False
-    prunes: ClassVar[bool] = True
-    rewinds: ClassVar[bool] = False
-
-    def density(self, first: Fraction, last: Fraction, step: int) -> Fraction:
-        raise NotImplementedError
-
-    def next_masks(self, layers: Iterable[Layer], step: int) -> Iterator[tuple[str, Tensor]]:
-        for group in pools(layers, self.pool):
-            masks = ranked(group, [self._nums(layer, step) for layer in group])
-            empty = [name for name, mask in masks.items() if not mask.any()] if self.pool == "global" else []
-            if empty:
-                raise ValueError(f"every weight of {empty[0]!r} would be dropped: prune less, or with pool='layer'")
-            yield from masks.items()
-
-    def _nums(self, layer: Layer, step: int) -> list[int]:
-        wanted = [self.density(row.density, last, step) for row, last in zip(layer.rows, layer.last, strict=True)]
-        return [num_kept(layer.name, row.shape, density) for row, density in zip(layer.rows, wanted, strict=True)]
-
 
 @dataclass(frozen=True)
-class Pruning(_Shrinking):
-    """Fewer and fewer weights. The last step is due whatever ``every`` is."""
+class Pruning:
+    """Keeps the weights of largest magnitude, fewer and fewer. The last step is due whatever ``every`` is. ``pool``: each layer
+    its own number ("layer"), or one ranking of all hidden weights ("global")."""
 
     times: Times
     curve: str = "cubic"
@@ -182,13 +131,12 @@ class Pruning(_Shrinking):
 
 
 @dataclass(frozen=True)
-class Rounds(_Shrinking):
-    """The same share of the weights in each round, from which all weights go back to the first ones."""
+class Rounds:
+    """Keeps the weights of largest magnitude, the same share of them in each round, and starts anew."""
 
     every: int
     rounds: int
     pool: str = "layer"
-    rewinds: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.rounds < 1 or self.every < 1:
@@ -208,17 +156,20 @@ def pruned(weight: Tensor, mask: Tensor, num_kept: Tensor) -> Tensor:
     return largest(weight.abs(), mask, torch.minimum(num_kept, mask.sum(1)))
 
 
-def pools(layers: Iterable[Layer], pool: str) -> Iterable[list[Layer]]:
-    """Layers that are ranked together."""
-    return [list(layers)] if pool == "global" else ([layer] for layer in layers)
+Layer = tuple[str, Tensor, Tensor, list[int]]
+"""Name, weights and mask of a layer, each (models, weights), and how many weights of each model to keep."""
 
 
-def ranked(layers: Sequence[Layer], nums: Sequence[list[int]]) -> dict[str, Tensor]:
-    """Masks of the largest weights in one ranking of all these layers, as many as ``nums``, (layers, models), in all."""
-    weight, mask = torch.cat([layer.weight for layer in layers], dim=1), torch.cat([layer.mask for layer in layers], dim=1)
-    kept = pruned(weight, mask, torch.tensor(nums, device=mask.device).sum(0))
-    parts = kept.split([layer.mask.shape[1] for layer in layers], dim=1)
-    return dict(zip((layer.name for layer in layers), parts, strict=True))
+def ranked(layers: Iterable[Layer], pool: str, remedy: str) -> Iterator[tuple[str, Tensor]]:
+    """Name and mask of the largest weights of every layer, or, in a global pool, of all layers in one ranking."""
+    for group in [list(layers)] if pool == "global" else ([layer] for layer in layers):
+        names, weights, masks, nums = zip(*group, strict=True)
+        kept = pruned(torch.cat(weights, 1), torch.cat(masks, 1), torch.tensor(nums, device=masks[0].device).sum(0))
+        parts = dict(zip(names, kept.split([mask.shape[1] for mask in masks], 1), strict=True))
+        empty = [name for name, part in parts.items() if not part.any()] if pool == "global" else []
+        if empty:
+            raise ValueError(f"every weight of {empty[0]!r} would be dropped: {remedy}")
+        yield from parts.items()
 
 
 Move = DropAndGrow | Pruning | Rounds

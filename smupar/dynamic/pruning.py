@@ -17,7 +17,7 @@ from smupar.masks import Allocation, allocate
 from smupar.optim import choice
 from smupar.plan import Plan
 from smupar.rates import layer_rates
-from smupar.weights import ModelWeight
+from smupar.weights import MaskedWeight
 
 
 class _Pruned(Sparsifier):
@@ -66,7 +66,7 @@ class _Pruned(Sparsifier):
                     self._refuse_trained(weight)
         self.start_fixed()
 
-    def _refuse_trained(self, weight: ModelWeight) -> None:
+    def _refuse_trained(self, weight: MaskedWeight) -> None:
         """Weights of a checkpoint are scaled already."""
         planned, values = self.plan[weight.name].init_std, weight.full()
         if not planned or values.is_meta:

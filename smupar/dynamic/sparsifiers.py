@@ -23,7 +23,7 @@ from smupar.plan import Plan
 from smupar.planner import PlanWarning
 from smupar.rates import applied_lr
 from smupar.values import local, num_ranks
-from smupar.weights import ModelWeight, Weight, weight_of, weights
+from smupar.weights import MaskedWeight, Weight, weight_of, weights
 
 # Calls of step() before it says that it saw none of the optimizer's.
 _MANY_IDLE = 1000
@@ -83,7 +83,7 @@ class Sparsifier(Mover):
                     "made of its param_groups"
                 )
 
-    def weights(self) -> dict[str, ModelWeight]:
+    def weights(self) -> dict[str, MaskedWeight]:
         """Hidden weights that have a mask and are trained."""
         hidden = weights(self.model, self.plan, self.optimizers)
         return {name: weight for name, weight in hidden.items() if weight.is_masked and weight.parameter.requires_grad}
@@ -135,14 +135,13 @@ class Sparsifier(Mover):
 
     def _request_gradients(self) -> None:
         """Asks for the dense gradient of the next step, if masks grow by it, and drops that of the last."""
-        if any(move.by_gradient for move in self.groups):
-            for weight in self.weights().values():
-                if weight.dense_gradient is not None:
-                    weight.dense_gradient.request(self.needs_gradient(self.num_steps + 1))
+        for weight in self.weights().values():
+            weight.dense_gradient.request(self.needs_gradient(self.num_steps + 1))
 
     def _set_mask(self, weight: Weight, mask: Tensor, models: list[int]) -> None:
-        assert isinstance(weight, ModelWeight)
-        if weight.num_strays():
+        assert isinstance(weight, MaskedWeight)
+        own = weight.mask if weight.stores_zeros else None
+        if own is not None and bool(local(weight.parameter)[~local(own)].count_nonzero()):
             warnings.warn(
                 f"weights of {weight.name!r} off its mask are not 0: another optimizer than the one that was given here trains "
                 "it, or something wrote to it. Make a sparsifier for the optimizer that is used",
@@ -208,7 +207,7 @@ class RigL(_Moving):
         """Layers that had no part in the last step on any rank, such as experts without tokens: their masks stay."""
         weights = self.weights()
         device = local(next(iter(weights.values())).parameter).device
-        has = torch.tensor([int(weight.has_dense_grad) for weight in weights.values()], device=device)
+        has = torch.tensor([int(weight.dense_gradient.value is not None) for weight in weights.values()], device=device)
         if num_ranks() > 1:
             dist.all_reduce(has, dist.ReduceOp.MAX)
         idle = [name for name, there in zip(weights, has.tolist(), strict=True) if not there]
@@ -223,14 +222,12 @@ class RigL(_Moving):
             self._idle_before.update(idle)
         return idle
 
-    def _gradient_sizes(self, weight: Weight, models: list[int]) -> Tensor | None:
-        if weight.name in self._idle:
-            return None
-        sizes = super()._gradient_sizes(weight, models)
-        if sizes is not None and not bool(sizes.isfinite().all()):
+    def _grow_score(self, grow: str, weight: Weight, models: list[int], step: int) -> Tensor | None:
+        score = None if weight.name in self._idle else super()._grow_score(grow, weight, models, step)
+        if score is not None and not bool(score.isfinite().all()):
             warnings.warn(f"the gradient of {weight.name!r} is not finite, so its mask stays", PlanWarning, stacklevel=7)
             return None
-        return sizes
+        return score
 
 
 class SET(_Moving):
@@ -263,7 +260,7 @@ class _Restart:
             _forget(optimizer, sparsifier.model)
             optimizer.register_step_post_hook(self._correct)
 
-    def note(self, weight: ModelWeight, change: MaskChange) -> None:
+    def note(self, weight: MaskedWeight, change: MaskChange) -> None:
         parameter = weight.parameter
         state: dict[str, Any] = next((o.state[parameter] for o in weight.optimizers if parameter in o.state), {})
         known = self.born.get(weight.name)

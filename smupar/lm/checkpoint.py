@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from smupar.csr import COLUMNS, MASK, ROW_STARTS, expand_state, is_compressed
 from smupar.lm.distributed import World
 from smupar.lm.files import sync_folder, write_atomic
-from smupar.weights import ModelWeight, weight_of
+from smupar.weights import MaskedWeight, weight_of
 
 _PREFIX, _UNFINISHED = "step-", ".unfinished-"
 
@@ -208,7 +208,7 @@ def _read_model(folder: Path, model: nn.Module) -> None:
         weight.load(tensors[weight.name], tensors[f"{weight.name}{MASK}"])
 
 
-def _stored_names(stored: dict[str, TensorStorageMetadata], weight: ModelWeight) -> list[str]:
+def _stored_names(stored: dict[str, TensorStorageMetadata], weight: MaskedWeight) -> list[str]:
     """All that a checkpoint has of a weight, however it keeps it."""
     return [key for part in ("", MASK, COLUMNS, ROW_STARTS) if (key := f"{weight.name}{part}") in stored]
 

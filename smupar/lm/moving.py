@@ -66,7 +66,7 @@ def make_stacked_sparsifier(stack: Stack, plans: Sequence[Plan], configs: Sequen
 def _goal(config: RunConfig, plan: Plan) -> Goal:
     # What is measured needs no correction, but for the first step of a round.
     measured = config.follow is not None and config.correction == "moment" and config.dynamic != "imp"
-    return Goal(plan, _move(config), _last(config, plan), None if measured else config.correction)
+    return Goal(plan, _move(config), _last(config, plan), config.correction if config.prunes and not measured else None)
 
 
 def read_trace(config: RunConfig) -> Trace | None:

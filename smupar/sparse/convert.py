@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from smupar.sparse.kernels import kernel_of
 from smupar.sparse.linear import SparseLinear, expand
 from smupar.storage import watch_optimizers
 from smupar.tensors import parent_path
-from smupar.weights import ModelWeight, weight_of
+from smupar.weights import MaskedWeight, weight_of
 
 _ACTIVATIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -103,15 +104,15 @@ def sparsify_storage(
     return _carry_out(model, plan, _decide(model, masked, backend, Work(tokens, passes, dtype)))
 
 
-def _masked(model: nn.Module, plan: Plan) -> list[ModelWeight]:
+def _masked(model: nn.Module, plan: Plan) -> list[MaskedWeight]:
     every = [weight_of(model, name) for name, _ in model.named_parameters() if name in plan]
     masked = [weight for weight in every if weight.is_masked]
     if not masked:
         raise ValueError("no weight of this model has a mask: pass a density below 1 to parameterize")
-    return [*masked]
+    return masked
 
 
-def _decide(model: nn.Module, masked: list[ModelWeight], backend: str, work: Work) -> list[StoredLayer]:
+def _decide(model: nn.Module, masked: list[MaskedWeight], backend: str, work: Work) -> list[StoredLayer]:
     """What becomes of each weight; refuses if a named backend cannot hold one of them."""
     users = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     refusals = {weight.name: _refusal(model, weight, backend, users, work.dtype) for weight in masked}
@@ -133,8 +134,9 @@ def _carry_out(model: nn.Module, plan: Plan, layers: list[StoredLayer]) -> Stora
         for layer in layers:
             _keep(model, layer, tried)
         attach(model, plan)
-        new = [weight_of(model, name) for name in old]
-        report = StorageReport(tuple(layers), sum(w.num_bytes for w in new), sum(w.dense_bytes for w in new))
+        num_bytes = sum(weight_of(model, name).num_bytes for name in old)
+        dense_bytes = sum(math.prod(layer.shape) * old[layer.name].element_size() for layer in layers)
+        report = StorageReport(tuple(layers), num_bytes, dense_bytes)
     watch_optimizers(model, [weight for name, weight in old.items() if model.get_parameter(name) is not weight])
     return report
 
@@ -163,7 +165,7 @@ def _refuse(model: nn.Module, plan: Plan) -> None:
     check_plan(model, plan)
 
 
-def _refuse_dtype(dtype: torch.dtype | None, masked: list[ModelWeight]) -> None:
+def _refuse_dtype(dtype: torch.dtype | None, masked: list[MaskedWeight]) -> None:
     if dtype is None:
         return
     if dtype not in _ACTIVATIONS:
@@ -176,7 +178,9 @@ def _refuse_dtype(dtype: torch.dtype | None, masked: list[ModelWeight]) -> None:
         )
 
 
-def _refusal(model: nn.Module, weight: ModelWeight, backend: str, users: Counter[int], dtype: torch.dtype | None) -> str | None:
+def _refusal(
+    model: nn.Module, weight: MaskedWeight, backend: str, users: Counter[int], dtype: torch.dtype | None
+) -> str | None:
     """Why the layer cannot be kept as asked, or, for "auto", as anything but a matrix."""
     if backend == DENSE:
         return None
@@ -187,7 +191,7 @@ def _refusal(model: nn.Module, weight: ModelWeight, backend: str, users: Counter
     return why
 
 
-def _choice(weight: ModelWeight, backend: str, refusal: str | None, work: Work, known: Measured) -> StoredLayer:
+def _choice(weight: MaskedWeight, backend: str, refusal: str | None, work: Work, known: Measured) -> StoredLayer:
     mask, chosen, seconds, note = weight.full_mask(), backend, dict[str, float](), refusal or ""
     if backend == AUTO:
         chosen = DENSE

@@ -22,7 +22,7 @@ from smupar.tensors import is_conv1d, parent_path
 from smupar.updates.measuring import CLAMP, NUM_TOKENS, Probe, averaged, some_rows
 from smupar.updates.trace import Guide, Trace, due
 from smupar.values import local, num_ranks
-from smupar.weights import ModelWeight, weight_of
+from smupar.weights import MaskedWeight, weight_of
 
 _INPUT = "smupar_input"
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -35,7 +35,7 @@ class UpdatesWarning(UserWarning):
 class _Probe(Probe):
     """Keeps some inputs of its layer, in a buffer beside the weight."""
 
-    weight: ModelWeight
+    weight: MaskedWeight
 
     def __init__(self, name: str, model: nn.Module, plan: Plan) -> None:
         weight, in_dim = weight_of(model, name), plan[name].in_dims[0]
