@@ -41,10 +41,6 @@ class Weight(ABC):
     def shape(self) -> tuple[int, ...]:
         """The shape of one model's matrix."""
 
-    @property
-    @abstractmethod
-    def device(self) -> torch.device: ...
-
     @abstractmethod
     def rows(self, models: list[int] = ONE) -> tuple[Tensor, Tensor]:
         """Values and mask, each (models, entries), whole on every rank."""
@@ -91,10 +87,6 @@ class MaskedWeight(Weight):
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.parameter.shape)
-
-    @property
-    def device(self) -> torch.device:
-        return local(self.parameter).device
 
     @property
     def mask(self) -> Tensor | None:
@@ -222,8 +214,9 @@ class MaskedWeight(Weight):
     @torch.no_grad()
     def load(self, matrix: Tensor, mask: Tensor) -> None:
         """Takes over values and mask, each a whole matrix."""
-        self._set_mask(mask.to(self.device))
-        self.parameter.copy_(self.laid_out(matrix.to(self.device)))
+        device = local(self.parameter).device
+        self._set_mask(mask.to(device))
+        self.parameter.copy_(self.laid_out(matrix.to(device)))
 
     def is_foreign(self, shape: Sequence[int]) -> bool:
         """Whether a tensor of this shape belongs to the weight kept the other way: as non-zeros, or as a matrix."""
@@ -312,10 +305,6 @@ class StackedWeight(Weight):
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.values.shape[1:])
-
-    @property
-    def device(self) -> torch.device:
-        return self.values.device
 
     def rows(self, models: list[int] = ONE) -> tuple[Tensor, Tensor]:
         assert self.mask is not None

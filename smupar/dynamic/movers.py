@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -84,12 +83,12 @@ class Mover(ABC):
                 self._carry_out(move, models, step)
 
     def _carry_out(self, move: Move, models: list[int], step: int) -> None:
-        weights, kept = self.weights(), dict[str, Tensor]()
+        weights = self.weights()
         for name, mask in self._next_masks(move, models, step, weights):
             self._set_mask(weights[name], mask, models)
-            kept[name] = mask.sum(1)
-        if any(self.goals[model].correction == "moment" for model in models):
-            self._correct_moment(models, weights, kept)
+            for row, model in enumerate(models):
+                if self.goals[model].correction == "moment":
+                    self._correct(name, model, Fraction(int(mask[row].sum()), mask.shape[1]))
         if isinstance(move, Rounds):
             self.rewind(models)
 
@@ -100,9 +99,11 @@ class Mover(ABC):
         goals = [self.goals[model] for model in models]
         if isinstance(move, DropAndGrow):
             for name, weight in weights.items():
-                score = self._grow_score(move.grow, weight, models, step)
+                values, mask = weight.rows(models)
+                keys = torch.tensor([key_of(goal.plan.seed, step, name) for goal in goals], device=mask.device)
+                score = self._gradient(weight, models) if move.grow == "gradient" else random_scores(mask.shape[1], keys)
                 if score is not None:
-                    yield name, move.moved(*weight.rows(models), score, step)
+                    yield name, move.moved(values, mask, score, step)
             return
 
         def nums(name: str) -> list[int]:
@@ -112,21 +113,12 @@ class Mover(ABC):
         layers = ((name, *weight.rows(models), nums(name)) for name, weight in weights.items())
         yield from ranked(layers, move.pool, "prune less, or with pool='layer'")
 
-    def _grow_score(self, grow: str, weight: Weight, models: list[int], step: int) -> Tensor | None:
-        """What decides which weights grow, (models, entries); None where the mask should stay."""
-        if grow == "gradient":
-            return weight.dense_grad(models).abs()
-        keys = [key_of(self.goals[model].plan.seed, step, weight.name) for model in models]
-        return random_scores(math.prod(weight.shape), torch.tensor(keys, device=weight.device))
+    def _gradient(self, weight: Weight, models: list[int]) -> Tensor | None:
+        """Sizes of the dense gradient, (models, entries); None where the mask should stay."""
+        return weight.dense_grad(models).abs()
 
     def _set_mask(self, weight: Weight, mask: Tensor, models: list[int]) -> None:
         weight.set_mask(mask, models)
-
-    def _correct_moment(self, models: list[int], weights: Mapping[str, Weight], kept: Mapping[str, Tensor]) -> None:
-        for name, nums in zip(kept, torch.stack(list(kept.values())).tolist(), strict=True):
-            for model, num in zip(models, nums, strict=True):
-                if self.goals[model].correction == "moment":
-                    self._correct(name, model, Fraction(num, math.prod(weights[name].shape)))
 
     def remember(self) -> None:
         """Keeps the weights to go back to."""

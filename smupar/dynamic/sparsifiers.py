@@ -222,12 +222,12 @@ class RigL(_Moving):
             self._idle_before.update(idle)
         return idle
 
-    def _grow_score(self, grow: str, weight: Weight, models: list[int], step: int) -> Tensor | None:
-        score = None if weight.name in self._idle else super()._grow_score(grow, weight, models, step)
-        if score is not None and not bool(score.isfinite().all()):
+    def _gradient(self, weight: Weight, models: list[int]) -> Tensor | None:
+        sizes = None if weight.name in self._idle else super()._gradient(weight, models)
+        if sizes is not None and not bool(sizes.isfinite().all()):
             warnings.warn(f"the gradient of {weight.name!r} is not finite, so its mask stays", PlanWarning, stacklevel=7)
             return None
-        return score
+        return sizes
 
 
 class SET(_Moving):

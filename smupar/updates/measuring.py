@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from itertools import accumulate
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,10 +21,11 @@ NUM_TOKENS = 128
 # Factors are held between its inverse and it.
 CLAMP = 1e4
 _OLD = 0.8
+_Number = TypeVar("_Number", float, Tensor)
 
 
-def averaged(old: Any, new: Any) -> Any:
-    """The average over time after a new value; numbers or tensors."""
+def averaged(old: _Number, new: _Number) -> _Number:
+    """The average over time after a new value."""
     return _OLD * old + (1 - _OLD) * new
 
 
@@ -148,13 +150,8 @@ def _wanted(trace: Trace | None, names: Sequence[str], steps: Sequence[int], num
     if trace is None:
         return {name: [math.nan] * len(steps) for name in names}
     guide = Guide(trace, names, num_steps)
-    averages: dict[str, list[float]] = {}
-    for name in names:
-        mean = math.nan
-        averages[name] = []
-        for step in steps:
-            wanted = guide.effect(name, step)
-            if math.isfinite(wanted):
-                mean = wanted if math.isnan(mean) else averaged(mean, wanted)
-            averages[name].append(mean)
-    return averages
+
+    def mean(old: float, new: float) -> float:
+        return old if math.isnan(new) else new if math.isnan(old) else averaged(old, new)
+
+    return {name: list(accumulate((guide.effect(name, step) for step in steps), mean)) for name in names}
