@@ -34,7 +34,7 @@ _NEEDS = {
     "rounds": ("dynamic", ("imp",)),
     "correction": ("dynamic", ("gmp", "imp")),
     "momentum": ("optimizer", names_with("momentum")),
-    "betas": ("optimizer", (*names_with("betas"), *names_with("hidden_only"))),
+    "betas": ("optimizer", names_with("betas") + names_with("hidden_only")),  # there an AdamW trains the rest
     "context": ("positions", ("learned",)),
 }
 # The runs of a study are shorter than the demo.
