@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from smupar.globs import match_globs
 from smupar.masks import Allocation, as_density, parse_pattern, read_masks, uniform
+from smupar.network import RoleSetting
 from smupar.plan import Plan, PlanRow
 from smupar.reminders import attentions, make_reminders
-from smupar.role_table import RoleSetting
 from smupar.roles import GUESSED, Note, ParamRole, infer_roles
 from smupar.rules import Rule, get_rule
 from smupar.sparsity import DensitySetting, Sparsity, make_sparse

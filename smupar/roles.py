@@ -15,7 +15,8 @@ from torch import nn
 
 from smupar.globs import match_globs
 from smupar.layers import kind_of
-from smupar.role_table import ASK, Case, Network, RoleSetting
+from smupar.network import Network, RoleSetting
+from smupar.role_table import ASK, Case, case_of
 from smupar.rules import ROLES
 from smupar.tensors import ModelTensor, Shape, read_tensors
 
@@ -71,7 +72,7 @@ def infer_roles(
         if tensor.name in asked:
             _check_setting(tensor, asked[tensor.name])
     network = Network(model, tensors, asked)
-    decided = [(tensor, network.case_of(tensor)) for tensor in network.tensors]
+    decided = [(tensor, case_of(tensor, network)) for tensor in network.tensors]
     questions = [(tensor, case) for tensor, case in decided if case.role == ASK and tensor.name not in asked]
     if questions:
         raise ValueError(_question(network, questions))
