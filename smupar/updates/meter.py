@@ -19,7 +19,7 @@ from smupar.optim import DECOUPLED
 from smupar.plan import Plan
 from smupar.rates import LayerRates, applied_decay, group_of_weight, layer_rates
 from smupar.tensors import is_conv1d, parent_path
-from smupar.updates.measuring import CLAMP, NUM_TOKENS, Probe, averaged, some_rows
+from smupar.updates.measuring import CLAMP, NUM_TOKENS, Probe, averaged, exact, some_rows
 from smupar.updates.trace import Guide, Trace, due
 from smupar.values import local, num_ranks
 from smupar.weights import MaskedWeight, weight_of
@@ -181,9 +181,10 @@ class _Meter:
     def _look(self, optimizer: torch.optim.Optimizer) -> None:
         """What the weights make of the inputs of this step, before they change: behind its last forward pass."""
         if due(self.place):
-            for name, group in group_of_weight(optimizer).items():
-                if name in self.probes and float(group["lr"]) > 0:
-                    self.probes[name].look()
+            with exact():
+                for name, group in group_of_weight(optimizer).items():
+                    if name in self.probes and float(group["lr"]) > 0:
+                        self.probes[name].look()
 
     @torch.no_grad()
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -205,14 +206,15 @@ class _Meter:
 
     def _measure(self, optimizer: torch.optim.Optimizer) -> None:
         found: dict[str, tuple[Tensor, float, float]] = {}
-        for name, group in group_of_weight(optimizer).items():
-            probe = self.probes.get(name)
-            if probe is None or probe.before is None:
-                continue
-            lr, base = float(group["applied_lr"]), float(group.get("scheduled_lr", group["lr"])) / group["lr_factor"]
-            left = 1 - lr * applied_decay(group) if _is_decoupled(optimizer, group) else 1.0
-            change = probe.change(left)
-            found[name] = (torch.stack([change.square().sum(), change.new_tensor(float(change.numel()))]), lr, lr / base)
+        with exact():
+            for name, group in group_of_weight(optimizer).items():
+                probe = self.probes.get(name)
+                if probe is None or probe.before is None:
+                    continue
+                lr, base = float(group["applied_lr"]), float(group.get("scheduled_lr", group["lr"])) / group["lr_factor"]
+                left = 1 - lr * applied_decay(group) if _is_decoupled(optimizer, group) else 1.0
+                change = probe.change(left)
+                found[name] = (torch.stack([change.square().sum(), change.new_tensor(float(change.numel()))]), lr, lr / base)
         if not found:
             return
         sums = torch.stack([both for both, _, _ in found.values()]).double()
