@@ -53,7 +53,8 @@ def main() -> None:
     model = ViT(128)
     plan = smupar.parameterize(model, base=ViT(64), density=1 / 4)  # <- 2
     for block in model.blocks:
-        block.scale = plan.attention_scale(HEAD_DIM)  # <- 3, with the line above it
+        block.scale = plan.attention_scale(HEAD_DIM)  # <- 3, with the lines around it
+    plan.settle("attention_scale")
     optimizer = torch.optim.AdamW(smupar.param_groups(model, plan, lr=2**-9))  # <- 4
     smupar.audit(model, plan, optimizer)  # <- 5
     for step in range(60):

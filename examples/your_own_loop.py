@@ -45,7 +45,8 @@ def build(width: int, density: float) -> tuple[LM, smupar.Plan]:
     model = LM(width)
     plan = smupar.parameterize(model, base=LM(64), density=density, init_std=0.08, alpha_input=8.0)  # <- 2
     for block in model.blocks:
-        block.scale = plan.attention_scale(HEAD_DIM)  # <- 3, with the line above it
+        block.scale = plan.attention_scale(HEAD_DIM)  # <- 3, with the lines around it
+    plan.settle("attention_scale")
     return model, plan
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from smupar.dynamic.at_init import fan_in_init, magnitude_masks, snip_masks
     from smupar.dynamic.pruning import GMP, IMP
     from smupar.dynamic.sparsifiers import SET, RigL
+    from smupar.layers import register_layer
     from smupar.masks import er, erk, uniform
     from smupar.optim import LRRatioWarning, guard, param_groups
     from smupar.plan import Plan
@@ -34,6 +35,7 @@ _WHERE = {
     "make_plan": "planner",
     "Plan": "plan",
     "PlanWarning": "planner",
+    "register_layer": "layers",
     "uniform": "masks",
     "er": "masks",
     "erk": "masks",
@@ -90,6 +92,7 @@ __all__ = [
     "param_groups",
     "parameterize",
     "record_updates",
+    "register_layer",
     "snip_masks",
     "sparsify_storage",
     "train_stacked",

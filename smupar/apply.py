@@ -6,6 +6,8 @@ What is added to a model, all of it keyed by name and put back by ``attach`` fro
 - a hook on that parameter that masks its gradient as soon as it is accumulated, so that optimizers, clipping and reducers
   never see off-mask gradients. Hooks on tensors get lost (deepcopy, to_empty, sharding): hence ``attach``;
 - a non-persistent buffer ``smupar_factor`` and a hook on every module whose output Table 1 multiplies.
+
+Optimizers whose updates mix entries also have their weights masked after each step (``stepping``).
 """
 
 from __future__ import annotations
@@ -21,12 +23,16 @@ import torch
 from torch import Tensor, nn
 
 from smupar.csr import expand_state, is_compressed
+from smupar.gradients import gradient_mask
+from smupar.layers import kind_of
 from smupar.masks import read_masks
+from smupar.optimizers import facts_of
 from smupar.plan import Plan
-from smupar.planner import MaskSetting, PlanWarning, Settings, plan_with_cautions, warn
+from smupar.planner import MaskSetting, PlanWarning, Settings, cautions, planned, warn
+from smupar.stepping import Step, on_every_step, optimizers, seam_of
 from smupar.storage import watch_optimizers
-from smupar.tensors import is_lookup, parent_path
-from smupar.values import initialise, is_sharded, local, padding_rows, plan_resets
+from smupar.tensors import parent_path
+from smupar.values import initialise, is_sharded, padding_rows, plan_resets, zero_off_mask
 from smupar.weights import weight_of, weights
 
 FACTOR = "smupar_factor"
@@ -50,17 +56,17 @@ def parameterize(model: nn.Module, *, base: nn.Module, reset: bool | None = None
     """
     _refuse(model)
     settings["masks"] = own = read_masks(settings.get("masks"))
-    plan, cautions = plan_with_cautions(model, base, settings)
+    plan = planned(model, base, settings)
     _refuse_used_names(model, plan)
     parameters = dict(model.named_parameters())
-    resets = None
+    resets, told = None, cautions(plan)
     if reset or (reset is None and all(parameter._version == 0 for parameter in parameters.values())):
         resets = plan_resets(model, plan, sure=reset is True)
-        cautions += resets.cautions if reset is None else []
+        told += resets.cautions if reset is None else []
     # Before anything changes: a mask that cannot be drawn, or a warning raised as an error, must leave the model as it is.
     with torch.device("cpu"):
         masks = _masks(plan, _by_parameter(own, plan))
-    warn(cautions, stacklevel=3)
+    warn(told, stacklevel=3)
     with torch.no_grad(), torch.device("cpu"):
         if resets is not None:
             resets.run(plan.seed)
@@ -75,8 +81,9 @@ def parameterize(model: nn.Module, *, base: nn.Module, reset: bool | None = None
 def attach(model: nn.Module, plan: Plan, optimizer: Any = None, *, masks: MaskSetting = None) -> None:
     """Puts masks, gradient hooks and forward factors back from the plan; does nothing where they are in place.
 
-    Call it after deepcopy, ``to_empty`` with a loaded checkpoint, ``load_state_dict(assign=True)`` or sharding. With an
-    optimizer (or several) also masks the weights after each of its steps: needed where updates mix entries, as Muon's do.
+    Call it after deepcopy, ``to_empty`` with a loaded checkpoint, ``load_state_dict(assign=True)`` or sharding. Weights are
+    masked after each step of an optimizer whose updates mix entries, as Muon's do, or that is not known; with an ``optimizer``
+    (or several) given here after each of its steps, whatever it is called.
     Masks that the model lacks are drawn from the plan again; those the user gave must be given again as ``masks``.
     """
     model = unwrapped(model)
@@ -87,9 +94,8 @@ def attach(model: nn.Module, plan: Plan, optimizer: Any = None, *, masks: MaskSe
         drawn = _masks(plan, own, missing)
     _warn_of_others(model, {name: mask for name, mask in drawn.items() if name not in own})
     _attach(model, plan, drawn)
-    for one in optimizers(optimizer):
-        if not masks_updates(one, model):
-            one.register_step_post_hook(_MaskWeights(model, plan))
+    for each in optimizers(optimizer):
+        seam_of(each).add(mask_updates, mask=mask_updates)
 
 
 def _warn_of_others(model: nn.Module, drawn: Mapping[str, Tensor]) -> None:
@@ -133,38 +139,6 @@ def unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
-def optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """One optimizer, several or none, as a list."""
-    if optimizer is None:
-        return []
-    return [_own(one) for one in (optimizer if isinstance(optimizer, Iterable) else [optimizer])]
-
-
-def _own(optimizer: Any) -> Any:
-    """The one that updates weights and has the state: Accelerate's has no hooks, and sharpness-aware ones, which call it
-    ``base_optimizer``, make a step of their own before it."""
-    while True:
-        inner = (getattr(optimizer, name, None) for name in ("optimizer", "base_optimizer"))
-        found = next((one for one in inner if isinstance(one, torch.optim.Optimizer)), None)
-        if found is None:
-            return optimizer
-        optimizer = found
-
-
-def trained_nothing(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the step that an optimizer has just made was none: torch.distributed.checkpoint makes such a one, to have state
-    to save or load into, and so does a fused optimizer under a GradScaler that found an overflow."""
-    overflow = getattr(optimizer, "found_inf", None)  # from a GradScaler; nobody else waits here for the GPU
-    if overflow is not None and bool(overflow):
-        return True
-    rates = [group["lr"] for group in optimizer.param_groups]
-    # Reading a GPU tensor at each step would stall it; torch's own step has its rates on the CPU.
-    if any((isinstance(lr, Tensor) and lr.device.type != "cpu") or float(lr) != 0 for lr in rates):
-        return False
-    grads = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
-    return not any(bool(local(grad).any()) for grad in grads if grad is not None)
-
-
 def is_parameterized(model: nn.Module) -> bool:
     return hasattr(model, _MARK)
 
@@ -181,12 +155,6 @@ def masks_move(model: nn.Module) -> bool:
 def mask_of(model: nn.Module, name: str) -> Tensor | None:
     """The mask of a parameter, if it has one: its buffer, or a copy where only non-zeros are kept."""
     return weight_of(model, name).mask
-
-
-def masks_updates(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
-    """Whether this model's weights are masked after each step: an optimizer may train several."""
-    hooks = optimizer._optimizer_step_post_hooks.values()
-    return any(isinstance(hook, _MaskWeights) and hook.model is model for hook in hooks)
 
 
 def add_masks(model: nn.Module, plan: Plan) -> None:
@@ -275,18 +243,14 @@ def _masks(plan: Plan, given: Mapping[str, Tensor], wanted: set[str] | None = No
 # Hooks
 
 
-class _MaskWeights:
-    """Optimizer post-step hook: off-mask weights were 0 before the step, so masking them masks the update."""
-
-    def __init__(self, model: nn.Module, plan: Plan) -> None:
-        self.model, self.names = model, [row.name for row in plan]
-
-    @torch.no_grad()
-    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for weight in (weight_of(self.model, name) for name in self.names):
-            if id(weight.parameter) in updated:
-                weight.zero_off_mask()
+@torch.no_grad()
+def mask_updates(step: Step) -> None:
+    """Off-mask weights were 0 before the step, so masking them masks the update."""
+    for group in step.optimizer.param_groups:
+        for parameter in group["params"]:
+            masked = gradient_mask(parameter)
+            if masked is not None:
+                zero_off_mask(parameter, getattr(masked.module, masked.mask_leaf))
 
 
 def _scale_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -312,6 +276,7 @@ def _scale_output(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> T
 def _attach(model: nn.Module, plan: Plan, masks: Mapping[str, Tensor]) -> None:
     """Everything of ``attach``, with the masks that are not in the model yet."""
     _let_compilers_see_hooks()
+    on_every_step("mask", mask_updates, lambda optimizer: facts_of(optimizer).mixes_entries)
     rows = [(row, weight_of(model, row.name)) for row in plan]
     for row, weight in rows:
         weight.attach(masks.get(row.name))
@@ -347,7 +312,7 @@ def _set_factor(module: nn.Module, factor: float, parameter: Tensor) -> None:
     module.register_buffer(FACTOR, torch.tensor(factor, dtype=dtype, device=parameter.device), persistent=False)
     if scales_output(module):
         return
-    if is_lookup(module):
+    if kind_of(module).is_lookup:
         module.register_forward_hook(_scale_output)
     else:
         module.register_forward_pre_hook(_scale_input, with_kwargs=True)

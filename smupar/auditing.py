@@ -10,6 +10,8 @@ import inspect
 import math
 import warnings
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,36 +20,34 @@ from torch import Tensor, nn
 from smupar.apply import (
     FACTOR,
     masks_move,
-    masks_updates,
-    optimizers,
     scales_output,
     unwrapped,
 )
+from smupar.layers import is_plain_lookup, kind_of
 from smupar.optim import guard, num_steps, ratio_problem, wrong_groups
+from smupar.optimizers import OPTIMIZERS, OptimizerFacts, facts_of, family_of, name_of
 from smupar.plan import Plan, PlanRow
 from smupar.planner import PlanWarning
-from smupar.rules import FAMILIES, family_of
-from smupar.tensors import is_lookup
+from smupar.reminders import shows_scale
+from smupar.stepping import optimizers
 from smupar.values import is_sharded, whole
 from smupar.weights import MaskedWeight, weight_of
 
 # A sample std of n weights scatters by 1 / sqrt(2 n); six of those are never reached by chance.
 _SIGMAS = 6.0
-# Optimizers of other packages whose updates stay where the gradient is.
-_BY_ELEMENT = {"fusedadam", "deepspeedcpuadam", "adam8bit", "adamw8bit", "adamwschedulefree", "sgdschedulefree", "prodigy"}
 
 
-class Finding(str):
+@dataclass(frozen=True)
+class Finding:
     """A line for the reader, with what a program wants to know: the cause, the parameter, its ratio to the plan."""
 
+    text: str
     cause: str
-    name: str
-    ratio: float  # what was measured over what was planned; nan where that means nothing
+    name: str = ""
+    ratio: float = math.nan  # what was measured over what was planned; nan where that means nothing
 
-    def __new__(cls, text: str, cause: str, name: str = "", ratio: float = math.nan) -> Finding:
-        finding = super().__new__(cls, text)
-        finding.cause, finding.name, finding.ratio = cause, name, ratio
-        return finding
+    def __str__(self) -> str:
+        return self.text
 
 
 class AuditError(ValueError):
@@ -74,30 +74,16 @@ def audit(
     if findings:
         raise AuditError(findings)
     guard(optimizer)
-    for kind in _may_mix(unwrapped(model), optimizers(optimizer)):
-        warnings.warn(
-            f"{kind} is not known to update each weight by its own gradient alone; if it does not (preconditioners, centred "
-            "gradients, noise), weights off the mask are trained: call smupar.attach(model, plan, optimizer), which masks them",
-            PlanWarning,
-            stacklevel=2,
-        )
-    left = [f"{name}: {text}" for name, text in plan.pending.items()]
+    left = [f"{name}: {text}" for name, text in unsettled(model, plan).items()]
     for line in left:
         warnings.warn(f"not set yet: {line}", PlanWarning, stacklevel=2)
     return left
 
 
-def _may_mix(model: nn.Module, all_: list[torch.optim.Optimizer]) -> list[str]:
-    """Optimizers nothing is known about that train masked weights and leave their updates unmasked."""
-    weights = [weight_of(model, name) for name, _ in model.named_parameters()]
-    masked = {id(weight.parameter) for weight in weights if weight.is_masked and weight.stores_zeros}
-    return [
-        type(one).__name__
-        for one in all_
-        if type(one).__name__.lower() not in FAMILIES.keys() | _BY_ELEMENT
-        and any(id(p) in masked for group in one.param_groups for p in group["params"])
-        and not masks_updates(one, model)
-    ]
+def unsettled(model: nn.Module, plan: Plan) -> dict[str, str]:
+    """The plan's reminders without the attention scale, where the model shows that it is set."""
+    seen = "attention_scale" in plan.pending and shows_scale(unwrapped(model), plan.attention_scale)
+    return {name: text for name, text in plan.pending.items() if not (seen and name == "attention_scale")}
 
 
 def differences(
@@ -238,12 +224,13 @@ class _Probed(Exception):  # noqa: N818  # leaves a forward pass as soon as its 
 @torch.no_grad()
 def _measured_factor(module: nn.Module) -> float | None:
     """What the layer's hooks do to a probe: to the input a layer gets, or to the row that a lookup returns."""
-    weight = getattr(module, "weight", None)
+    kind = kind_of(module)
+    weight = getattr(module, kind.weights, None)
     if not isinstance(weight, Tensor) or is_sharded(weight):
         return None
     seen: list[Tensor] = []
-    if is_lookup(module):
-        if type(module) is not nn.Embedding or module.max_norm is not None:  # a forward pass of its own, or one that writes
+    if kind.is_lookup:
+        if not is_plain_lookup(module):
             return None
         row = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).argmax()[None]
         probe, plain = row, weight[row]
@@ -274,6 +261,27 @@ def _measured_factor(module: nn.Module) -> float | None:
 # The optimizer
 
 
+@dataclass(frozen=True)
+class _Held:
+    """An optimizer with what the plan says about its parameters."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    family: str
+    names: list[str]  # all parameters of the model that it holds
+    planned: list[tuple[PlanRow, dict[str, Any]]]  # those of the plan, with their groups
+    lr: float | None
+
+    @property
+    def facts(self) -> OptimizerFacts:
+        """Those of the optimizer that the family is called after: the user may have named it for one of their own."""
+        return OPTIMIZERS[self.family]
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+
 def _optimizers(
     model: nn.Module,
     plan: Plan,
@@ -287,104 +295,128 @@ def _optimizers(
     findings: list[Finding] = []
     owners: Counter[str] = Counter()
     for optimizer in all_:
-        groups = optimizer.param_groups
-        owners.update(names[id(p)] for group in groups for p in group["params"] if id(p) in names)
-        try:
-            family = family_of(type(optimizer).__name__)
-        except ValueError as error:
-            labels = {str(group["family"]) for group in groups if "family" in group}
-            if len(labels) != 1 or type(optimizer).__name__ == "Adafactor":
-                findings.append(Finding(str(error), "optimizer"))
-                continue
-            family = labels.pop()  # an optimizer of the user's own, whose family they named in param_groups
-        findings += _group_lrs(plan, optimizer, family, names, lr)
-        findings += _unused_decay(optimizer)
-        owned = [names[id(p)] for group in groups for p in group["params"] if id(p) in names]
-        masked = any(weight_of(model, name).is_masked for name in owned)
-        if masked and any(group.get("eps") == 0 for group in groups):
-            text = "an epsilon of 0 divides 0 by 0 where weights are off the mask, and they become no numbers: leave it at 1e-8"
-            findings.append(Finding(text, "optimizer"))
-        if family == "muon" and any(group.get("adjust_lr_fn") == "match_rms_adamw" for group in groups):
-            text = "Muon with adjust_lr_fn='match_rms_adamw' sizes its update in another way than the rule: use the default"
-            findings.append(Finding(text, "LR"))
-        if family == "muon" and masked and not masks_updates(optimizer, model):
-            text = "Muon mixes entries, so its updates must be masked as well: call smupar.attach(model, plan, optimizer)"
-            findings.append(Finding(text, "off-mask weights"))
+        owned = [(names[id(p)], group) for group in optimizer.param_groups for p in group["params"] if id(p) in names]
+        owners.update(name for name, _ in owned)
+        family = _family(optimizer)
+        if isinstance(family, Finding):
+            findings.append(family)
+            continue
+        planned = [(plan[name], group) for name, group in owned if name in plan]
+        held = _Held(model, optimizer, family, [name for name, _ in owned], planned, lr)
+        findings += (finding for check in _CHECKS for finding in check(held))
+    return [*findings, *_ownership(parameters, owners)]
+
+
+def _family(optimizer: torch.optim.Optimizer) -> str | Finding:
+    try:
+        return family_of(optimizer)
+    except ValueError as error:
+        labels = {str(group["family"]) for group in optimizer.param_groups if "family" in group}
+        if len(labels) != 1 or facts_of(optimizer).no_rule:
+            return Finding(str(error), "optimizer")
+        return labels.pop()  # an optimizer of the user's own, whose family they named in param_groups
+
+
+def _ownership(parameters: dict[str, nn.Parameter], owners: Counter[str]) -> Iterator[Finding]:
     for name, parameter in parameters.items():
         if parameter.requires_grad and not owners[name]:
             text = (
                 f"{name!r} is trained but in no optimizer group: build the groups with smupar.param_groups, "
                 "give it a group with extra=[...], or freeze it"
             )
-            findings.append(Finding(text, "optimizer", name))
+            yield Finding(text, "optimizer", name)
         if owners[name] > 1:
             text = (
                 f"{name!r} is in {owners[name]} groups and would be stepped as often: "
                 "with two optimizers use param_groups(..., only='hidden') for one and only='rest' for the other"
             )
-            findings.append(Finding(text, "optimizer", name))
-    return findings
+            yield Finding(text, "optimizer", name)
 
 
-def _unused_decay(optimizer: torch.optim.Optimizer) -> list[Finding]:
-    """Groups have a decay of their own, so one that is given to the optimizer does nothing."""
-    kind, given = type(optimizer), optimizer.defaults.get("weight_decay")
-    default = inspect.signature(kind).parameters.get("weight_decay")
-    ours = [group for group in optimizer.param_groups if "lr_factor" in group]
-    if given is None or default is None or given == default.default or not ours:
-        return []
-    used = [decay for group in ours for decay in (group["weight_decay"], group["weight_decay"] * group["lr_factor"])]
-    if any(math.isclose(given, decay, rel_tol=1e-6) for decay in used):
-        return []
-    text = (
-        f"weight_decay={given:g} was given to {kind.__name__}, where it does nothing, since every group has its own: "
-        "pass it to param_groups(..., weight_decay=...)"
-    )
-    return [Finding(text, "optimizer")]
+def _learning_rates(held: _Held) -> Iterator[Finding]:
+    """What the first of these has to say: what comes later would follow from it."""
+    checks = (_other_family, _not_hidden, _ratios, _rates)
+    yield from next(filter(None, (list(check(held)) for check in checks)), [])
 
 
-def _group_lrs(
-    plan: Plan, optimizer: torch.optim.Optimizer, family: str, owned: dict[int, str], lr: float | None
-) -> list[Finding]:
-    kind = type(optimizer).__name__
-    planned: list[tuple[PlanRow, dict[str, Any]]] = []
-    for group in optimizer.param_groups:
-        made_for = group.get("family", family)
-        if made_for != family:
-            text = (
-                f"the groups were made for the {made_for} family but given to {kind}: "
-                f"pass optimizer={kind.lower()!r} to param_groups"
-            )
-            return [Finding(text, "LR")]
-        planned += [(plan[owned[id(p)]], group) for p in group["params"] if owned.get(id(p)) in plan]
-    if family == "muon" and any(row.role != "hidden" for row, _ in planned):
-        text = "Muon was given parameters that are not hidden weights: use param_groups(..., optimizer='muon', only='hidden')"
-        return [Finding(text, "optimizer")]
-    problem = ratio_problem(optimizer)
-    if problem:
-        scheduled = any("initial_lr" in group for _, group in planned)
-        base, wrong = wrong_groups(optimizer)
-        ratio = float(wrong[0]["lr"]) / (base * wrong[0]["lr_factor"]) if base else math.nan
-        names = " | ".join(group["name"] for group in wrong)
-        return [Finding(problem, "scheduler" if scheduled else "LR", names, ratio)]
-    if any("lr_factor" in group for _, group in planned):  # beside groups of ours, others are the user's own choice
-        planned = [(row, group) for row, group in planned if "lr_factor" in group]
-    # A scheduler keeps the rate it started from as initial_lr, also while a warm-up holds lr at 0; OneCycleLR as max_lr.
-    rates = [(row, float(group.get("max_lr", group.get("initial_lr", group["lr"])))) for row, group in planned]
-    bases = Counter(float(f"{rate / row.lr_factor(family):.5g}") for row, rate in rates if rate)
-    if not bases:
-        return []
-    flat = [rate for row, rate in rates if row.lr_factor(family) == 1 and rate]
-    base = lr if lr is not None else flat[0] if flat else bases.most_common(1)[0][0]
-    return [
-        Finding(
-            f"{row.name!r}: learning rate is {rate:.4g}, the plan says {base * row.lr_factor(family):.4g} "
-            f"(base {base:.4g} x {row.lr_factor(family):.6g}, {family} family); "
-            "build the optimizer from smupar.param_groups(model, plan, lr=...)",
-            "LR",
-            row.name,
-            rate / (base * row.lr_factor(family)),
+def _other_family(held: _Held) -> Iterator[Finding]:
+    others = [group["family"] for group in held.groups if group.get("family", held.family) != held.family]
+    if others:
+        kind = name_of(held.optimizer)
+        text = (
+            f"the groups were made for the {others[0]} family but given to {kind}: "
+            f"pass optimizer={kind.lower()!r} to param_groups"
         )
-        for row, rate in rates
-        if not math.isclose(rate, base * row.lr_factor(family), rel_tol=1e-3)
+        yield Finding(text, "LR")
+
+
+def _not_hidden(held: _Held) -> Iterator[Finding]:
+    if held.facts.hidden_only and any(row.role != "hidden" for row, _ in held.planned):
+        kind = held.facts.name
+        remedy = f"use param_groups(..., optimizer={kind.lower()!r}, only='hidden')"
+        yield Finding(f"{kind} was given parameters that are not hidden weights: {remedy}", "optimizer")
+
+
+def _ratios(held: _Held) -> Iterator[Finding]:
+    problem = ratio_problem(held.optimizer)
+    if problem:
+        scheduled = any("initial_lr" in group for _, group in held.planned)
+        base, wrong = wrong_groups(held.optimizer)
+        ratio = float(wrong[0]["lr"]) / (base * wrong[0]["lr_factor"]) if base else math.nan
+        yield Finding(problem, "scheduler" if scheduled else "LR", " | ".join(group["name"] for group in wrong), ratio)
+
+
+def _rates(held: _Held) -> Iterator[Finding]:
+    ours = [(row, group) for row, group in held.planned if "lr_factor" in group]
+    # Beside groups of ours, others are the user's own choice. A scheduler keeps the rate it started from as initial_lr, also
+    # while a warm-up holds lr at 0; OneCycleLR as max_lr.
+    started = [
+        (row.name, row.lr_factor(held.family), float(group.get("max_lr", group.get("initial_lr", group["lr"]))))
+        for row, group in ours or held.planned
     ]
+    bases = Counter(float(f"{rate / factor:.5g}") for _, factor, rate in started if rate)
+    if not bases:
+        return
+    flat = [rate for _, factor, rate in started if factor == 1 and rate]
+    base = held.lr if held.lr is not None else flat[0] if flat else bases.most_common(1)[0][0]
+    for name, factor, rate in started:
+        if not math.isclose(rate, base * factor, rel_tol=1e-3):
+            text = (
+                f"{name!r}: learning rate is {rate:.4g}, the plan says {base * factor:.4g} "
+                f"(base {base:.4g} x {factor:.6g}, {held.family} family); "
+                "build the optimizer from smupar.param_groups(model, plan, lr=...)"
+            )
+            yield Finding(text, "LR", name, rate / (base * factor))
+
+
+def _unused_decay(held: _Held) -> Iterator[Finding]:
+    """Groups have a decay of their own, so one that is given to the optimizer does nothing."""
+    kind, given = type(held.optimizer), held.optimizer.defaults.get("weight_decay")
+    default = inspect.signature(kind).parameters.get("weight_decay")
+    ours = [group for group in held.groups if "lr_factor" in group]
+    if given is None or default is None or given == default.default or not ours:
+        return
+    used = [decay for group in ours for decay in (group["weight_decay"], group["weight_decay"] * group["lr_factor"])]
+    if not any(math.isclose(given, decay, rel_tol=1e-6) for decay in used):
+        text = (
+            f"weight_decay={given:g} was given to {kind.__name__}, where it does nothing, since every group has its own: "
+            "pass it to param_groups(..., weight_decay=...)"
+        )
+        yield Finding(text, "optimizer")
+
+
+def _no_epsilon(held: _Held) -> Iterator[Finding]:
+    masked = any(weight_of(held.model, name).is_masked for name in held.names)
+    if masked and any(group.get("eps") == 0 for group in held.groups):
+        text = "an epsilon of 0 divides 0 by 0 where weights are off the mask, and they become no numbers: leave it at 1e-8"
+        yield Finding(text, "optimizer")
+
+
+def _other_size(held: _Held) -> Iterator[Finding]:
+    if held.facts.hidden_only and any(group.get("adjust_lr_fn") == "match_rms_adamw" for group in held.groups):
+        text = "with adjust_lr_fn='match_rms_adamw' sizes its update in another way than the rule: use the default"
+        yield Finding(f"{held.facts.name} {text}", "LR")
+
+
+_CHECKS = (_learning_rates, _unused_decay, _no_epsilon, _other_size)
+"""What is looked at in an optimizer, each a function from it to findings."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import resource
-import statistics
 import sys
 import tempfile
 import time
@@ -24,11 +24,12 @@ from smupar.lm.config import Execution, ModelConfig, RunConfig
 from smupar.lm.cost import peak_flops
 from smupar.lm.distributed import World, pick_device
 from smupar.lm.gpt import GPT, on_meta, plan_on_meta, use_flex_attention
-from smupar.lm.recipes import gpt_610m
+from smupar.lm.presets import gpt_610m
 from smupar.lm.shard_writer import write_tokens
 from smupar.lm.shards import TokenizerInfo, Tokens, open_tokens
 from smupar.lm.stack import GPTStack
 from smupar.lm.step import Stepper, next_token_loss
+from smupar.timing import in_turns, seconds_of
 from smupar.updates.trace import Trace
 
 _610M = ModelConfig(width=2048, depth=10, head_dim=64, vocab_size=50257)
@@ -46,15 +47,9 @@ def bench_parameterize(*, repeats: int = 3, model: ModelConfig = _610M, planned:
         base = GPT(replace(model, width=_BASE_WIDTH))
     for sparsity in tqdm([s for _ in range(repeats) for s in sparsities], desc="bench", leave=False):
         gpt = GPT(model)
-        start = time.perf_counter()
-        with torch.no_grad():
-            for parameter in gpt.parameters():
-                parameter.normal_()
-        plain.append(time.perf_counter() - start)
-        start = time.perf_counter()
-        plan = parameterize(gpt, base=base, density=1 - sparsity)
-        ours[sparsity].append(time.perf_counter() - start)
-        masks = [mask for row in plan if (mask := mask_of(gpt, row.name)) is not None]
+        plain.append(seconds_of(partial(_fill, gpt)))
+        ours[sparsity].append(seconds_of(partial(parameterize, gpt, base=base, density=1 - sparsity)))
+        masks = [mask for name, _ in gpt.named_parameters() if (mask := mask_of(gpt, name)) is not None]
         num_masked = sum(mask.numel() for mask in masks)
         extra_bytes[sparsity] = sum(mask.numel() * mask.element_size() for mask in masks) / max(1, num_masked)
     num_parameters = sum(parameter.numel() for parameter in gpt.parameters())
@@ -67,6 +62,12 @@ def bench_parameterize(*, repeats: int = 3, model: ModelConfig = _610M, planned:
             f"{extra_bytes[sparsity]:.2f} extra bytes per masked weight"
         )
     return "\n".join(lines)
+
+
+@torch.no_grad()
+def _fill(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.normal_()
 
 
 def _bench_plan(model: ModelConfig) -> str:
@@ -99,16 +100,12 @@ def bench_train(*, repeats: int = 3, run: RunConfig | None = None, micro_batch: 
     for positions, title in (("learned", "causal attention, learned positions"), ("alibi", "ALiBi")):
         config = replace(run, model=replace(run.model, positions=positions, context=run.seq_len))  # type: ignore[arg-type]
         sides = {"without smupar": _plain_step(config, how, device), "sparsity 0.75": _smupar_step(config, how, device)}
-        seconds: dict[str, list[float]] = {side: [] for side in sides}
         for step in sides.values():  # compiles and warms up
-            _timed(step, 3, device)
-        for _ in range(repeats):
-            for side, step in sides.items():
-                seconds[side].append(_timed(step, num_steps, device))
+            seconds_of(step, 3, device)
+        seconds = in_turns(sides, repeats, lambda _, step: seconds_of(step, num_steps, device))
         lines.append(f"{title}, {_num_parameters(config):,} parameters:")
-        plain = statistics.median(seconds["without smupar"])
-        for side, times in seconds.items():
-            median = statistics.median(times)
+        plain = seconds["without smupar"]
+        for side, median in seconds.items():
             share = 6 * _num_parameters(config) * tokens / median / peak
             lines.append(
                 f"  {side:<15} {median * 1e3:7.1f} ms a step  {tokens / median:9.0f} tokens/s  {share:.1%} of peak  "
@@ -163,21 +160,6 @@ def _random_text(config: RunConfig) -> data.Text:
     return data.Text(part, part, data.TextFacts("random", len(part), "", 0, {}), None)
 
 
-def _timed(step: Callable[[], object], times: int, device: torch.device) -> float:
-    """Seconds of one."""
-    _wait(device)
-    start = time.perf_counter()
-    for _ in range(times):
-        step()
-    _wait(device)
-    return (time.perf_counter() - start) / times
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
 
@@ -202,13 +184,10 @@ def bench_updates(*, repeats: int = 3, run: RunConfig | None = None, micro_batch
         sides["following"] = _smupar_step(replace(run, follow=f"{folder}/trace.json"), how, device)
     peaks = {}
     for side, step in sides.items():  # compiles, and leaves the first steps behind, which are all measured
-        _timed(step, 21, device)
+        seconds_of(step, 21, device)
         peaks[side] = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    seconds: dict[str, list[float]] = {side: [] for side in sides}
-    for _ in range(repeats):
-        for side, step in sides.items():
-            seconds[side].append(_timed(step, num_steps, device))
-    plain, following = (statistics.median(seconds[side]) for side in sides)
+    seconds = in_turns(sides, repeats, lambda _, step: seconds_of(step, num_steps, device))
+    plain, following = seconds["plain"], seconds["following"]
     later = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     return (
         f"{_device_name(device)}, torch {torch.__version__}, {run.dtype}, {_num_parameters(run):,} parameters, "
@@ -256,13 +235,10 @@ def bench_sweep(*, repeats: int = 3, cases: Sequence[tuple[int, int]] = _CASES, 
             "serial": partial(GPTStack(runs[:1], text, device).step, 0),
             "stacked": partial(stack.step, 0),
         }
-        seconds: dict[str, list[float]] = {side: [] for side in sides}
         for step in sides.values():
-            _timed(step, 6, device)
-        for _ in range(repeats):
-            for side, step in sides.items():
-                seconds[side].append(_timed(step, num_steps, device) / (count if side == "stacked" else 1))
-        each = {side: statistics.median(times) for side, times in seconds.items()}
+            seconds_of(step, 6, device)
+        seconds = in_turns(sides, repeats, lambda _, step: seconds_of(step, num_steps, device))
+        each = {side: median / (count if side == "stacked" else 1) for side, median in seconds.items()}
         single, stacked = min(each["captured"], each["serial"]), each["stacked"]
         share = 6 * _num_parameters(run) * tokens / min(single, stacked) / peak
         lines.append(
@@ -282,12 +258,11 @@ def bench_data(*, repeats: int = 3, num_tokens: int = 200_000_000, batch_size: i
         write_tokens(folder, made, TokenizerInfo("random", 50257, None, ""), shard_tokens=num_tokens // 4)
         del made
         tokens = open_tokens(folder)
-        best = math.inf
-        for number in range(repeats):
-            start = time.perf_counter()
-            for step in range(10 * number, 10 * number + 10):
-                data.batch(tokens, seed=0, step=step, batch_size=batch_size, seq_len=seq_len)
-            best = min(best, (time.perf_counter() - start) / 10)
+        steps = itertools.count()
+        best = min(
+            seconds_of(lambda: data.batch(tokens, seed=0, step=next(steps), batch_size=batch_size, seq_len=seq_len), 10)
+            for _ in range(repeats)
+        )
     speed = batch_size * seq_len / best
     return f"batches of {batch_size} x {seq_len} from {num_tokens:,} tokens on disk: {speed / 1e6:.0f} million tokens/s"
 

@@ -16,6 +16,7 @@ from fractions import Fraction
 from numbers import Real
 from os import PathLike
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -46,16 +47,29 @@ def round_half_up(value: Fraction) -> int:
 
 # Patterns
 
+PATTERNS = '"random" | "bernoulli" | "fan_in" | "2:4" (any N:M) | "2:4-transposable" | "block-16" (any size) | "neuron"'
+
 
 @dataclass(frozen=True)
 class Pattern:
     """Exact-count uniform random positions; the other patterns override ``count`` and ``draw``."""
 
     name: str = "random"
+    whole_neurons: ClassVar[bool] = False
+    """Neurons are removed from the network, so that widths change and what is left is dense."""
+    takes_any_density: ClassVar[bool] = True
+
+    @property
+    def default_density(self) -> float:
+        return 1.0
 
     def count(self, shape: Shape, in_dims: Dims, density: Fraction) -> int | None:
         """How many weights ``draw`` keeps, or None if that is random. Raises ValueError where the pattern does not fit."""
         return round_half_up(density * math.prod(shape))
+
+    def mask(self, row: Any, live_neurons: tuple[int, int], seed: int) -> Tensor:
+        """The mask of a parameter, from its row in the plan and the seed alone."""
+        return self.draw(row.shape, row.in_dims, row.density, generator(seed, "mask", row.name))
 
     def draw(self, shape: Shape, in_dims: Dims, density: Fraction, rng: torch.Generator) -> Tensor:
         return _exact_random(math.prod(shape), round_half_up(density * math.prod(shape)), rng).view(shape)
@@ -95,6 +109,11 @@ class NM(Pattern):
 
     n: int = 2
     m: int = 4
+    takes_any_density = False
+
+    @property
+    def default_density(self) -> float:
+        return self.n / self.m
 
     def _check(self, size: int, density: Fraction) -> None:
         if size % self.m:
@@ -167,21 +186,32 @@ class Neuron(Pattern):
     all its readers agree, also through fused, gated and grouped layers.
     """
 
-    def num_live(self, period: int, density: Fraction) -> int:
-        """Live neurons in each period, if that comes within a tenth of the density."""
-        num_live = round_half_up(density * period)
-        if num_live == 0:
-            raise ValueError(f"density {float(density):g} leaves none of {period} neurons; raise it")
-        near = Fraction(9, 10) * density <= Fraction(num_live, period) <= Fraction(11, 10) * density
-        if not near or num_live == period:
-            raise ValueError(
-                f"density {float(density):g} is not to be had with whole neurons: the greatest common divisor of all widths is "
-                f"{period}, so the nearest is {num_live}/{period}; choose another density, or widths with a larger one"
-            )
-        return num_live
+    whole_neurons = True
 
     def draw_live(self, num_live: int, period: int, seed: int) -> Tensor:
         return _exact_random(period, num_live, generator(seed, "neurons", str(period)))
+
+    def mask(self, row: Any, live_neurons: tuple[int, int], seed: int) -> Tensor:
+        live = self.draw_live(*live_neurons, seed)
+        mask = torch.ones((), dtype=torch.bool)
+        for dim, size in enumerate(row.shape):
+            kept = live.repeat(size // len(live)) if dim in row.scaling else torch.ones(size, dtype=torch.bool)
+            mask = mask[..., None] & kept
+        return mask
+
+
+def num_live_neurons(period: int, density: Fraction) -> int:
+    """How many of each ``period`` neurons live, if that comes within a tenth of the density."""
+    num_live = round_half_up(density * period)
+    if num_live == 0:
+        raise ValueError(f"density {float(density):g} leaves none of {period} neurons; raise it")
+    near = Fraction(9, 10) * density <= Fraction(num_live, period) <= Fraction(11, 10) * density
+    if not near or num_live == period:
+        raise ValueError(
+            f"density {float(density):g} is not to be had with whole neurons: the greatest common divisor of all widths is "
+            f"{period}, so the nearest is {num_live}/{period}; choose another density, or widths with a larger one"
+        )
+    return num_live
 
 
 def _exact_random(num: int, num_kept: int, rng: torch.Generator) -> Tensor:
@@ -216,7 +246,7 @@ def _flip(mask: Tensor, state: bool, num_flips: int, rng: torch.Generator) -> No
 
 
 def parse_pattern(text: str | Pattern) -> Pattern:
-    """ "random" | "bernoulli" | "fan_in" | "2:4" (any N:M) | "2:4-transposable" | "block-16" (any size) | "neuron"."""
+    """The pattern of a name such as "2:4"; ``PATTERNS`` lists them."""
     if isinstance(text, Pattern):
         return text
     plain = {"random": Pattern, "bernoulli": Bernoulli, "fan_in": ConstantFanIn, "neuron": Neuron}
@@ -229,7 +259,7 @@ def parse_pattern(text: str | Pattern) -> Pattern:
         return (TransposableNM if found[3] else NM)(text, n, m)
     if found := re.fullmatch(r"block-(\d*[1-9]\d*)", text):
         return Block(text, int(found[1]))
-    raise ValueError(f"unknown pattern {text!r}: choose one of {(parse_pattern.__doc__ or '').strip()}")
+    raise ValueError(f"unknown pattern {text!r}: choose one of {PATTERNS}.")
 
 
 def read_masks(masks: Mapping[str, Tensor] | str | PathLike[str] | None) -> dict[str, Tensor]:

@@ -14,16 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smupar.apply import attach, is_parameterized, optimizers, unwrapped
+from smupar.apply import attach, is_parameterized, unwrapped
 from smupar.globs import match_globs
+from smupar.optimizers import OptimizerFacts, facts_of, family_of
 from smupar.plan import Plan, PlanRow
 from smupar.planner import PlanWarning
-from smupar.rules import DECAYED, family_of
+from smupar.rules import DECAYED
+from smupar.stepping import Step, optimizers, seam_of
 
 NoDecay = Iterable[str] | Callable[[str, nn.Parameter], bool]
-_WITH_EPS = {"adamw", "adam", "adamax", "nadam", "radam", "rmsprop", "adagrad"}
-DECOUPLED = {"adamw", "lion", "muon"}
-"""Optimizers that keep weight decay apart from the gradient."""
 # Ratios of learning rates may differ this much by rounding.
 _SAME = 1e-4
 
@@ -58,29 +57,64 @@ def param_groups(
     no_decay      globs, or a function (name, parameter) -> bool, of the parameters without weight decay
     extra         groups of your own, appended as copies; parameters in them are left out of the plan's groups
     """
-    decoupled = isinstance(optimizer, torch.optim.Optimizer) and optimizer.defaults.get("decoupled_weight_decay")
-    if isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = type(optimizer)
-    kind = (optimizer if isinstance(optimizer, str) else optimizer.__name__).lower()
-    family = family_of(kind)
-    weight_decay = float(weight_decay)
+    family, weight_decay = family_of(optimizer), float(weight_decay)
     choice("decay", decay, ("independent", "coupled"))
     choice("eps", eps, ("constant", "width"))
     choice("only", only, (None, "hidden", "rest"))
-    if family == "muon" and only != "hidden":
-        raise ValueError(
-            "Muon is for hidden matrices: use param_groups(..., optimizer='muon', only='hidden') for it and "
-            "param_groups(..., optimizer='adamw', only='rest') for the rest of the model"
-        )
+    _refuse_all_but_hidden(facts_of(optimizer), only)
     model = unwrapped(model)
     if not is_parameterized(model):
         raise ValueError("this model is not parameterized: call smupar.parameterize first (smupar.attach on a loaded one)")
     attach(model, plan)
+    own = _own_groups(extra)
+    trained = _trained(model, plan, own)
+    undecayed = _undecayed(no_decay, trained)
+    members: dict[tuple[float, float, float], list[PlanRow]] = {}
+    for name in trained:
+        row = plan[name]
+        if only in (None, "hidden" if row.role == "hidden" else "rest"):
+            _refuse_shape(facts_of(optimizer), name, trained[name])
+            wd = 0.0 if name in undecayed else weight_decay * (row.decay_factor(family) if decay == "independent" else 1)
+            numbers = (row.lr_factor(family), wd, row.eps_factor if eps == "width" else 1.0)
+            members.setdefault(numbers, []).append(row)
+    groups = []
+    for (factor, wd, eps_factor), rows in members.items():
+        group = {"name": "", "params": [trained[row.name] for row in rows], "lr": lr * factor, "weight_decay": wd}
+        group |= {"lr_factor": factor, "family": family, "decay": decay}
+        if eps == "width" or eps_value is not None:
+            group["eps"] = (1e-8 if eps_value is None else eps_value) * eps_factor
+        groups.append({**group, "name": _group_name(rows, group, weight_decay)})
+    if decay == "independent" and any(row.eps_factor != 1 for key, rows in members.items() if key[1] for row in rows):
+        _warn_of_decay_in_gradient(optimizer)
+    return _distinct(groups) + own
+
+
+def _refuse_all_but_hidden(facts: OptimizerFacts, only: str | None) -> None:
+    if facts.hidden_only and only != "hidden":
+        raise ValueError(
+            f"{facts.name} is for hidden matrices: use param_groups(..., optimizer={facts.name.lower()!r}, only='hidden') for "
+            "it and param_groups(..., optimizer='adamw', only='rest') for the rest of the model"
+        )
+
+
+def _refuse_shape(facts: OptimizerFacts, name: str, parameter: nn.Parameter) -> None:
+    if facts.hidden_only and parameter.ndim != 2:
+        shape = tuple(parameter.shape)
+        raise ValueError(f"torch's {facts.name} takes matrices only, {name!r} has shape {shape}: use AdamW or SGD")
+
+
+def _own_groups(extra: Iterable[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
+    """Copies of the user's own groups, each with a list of parameters."""
     if isinstance(extra, Mapping):
         raise ValueError("extra takes a list of groups: extra=[{'params': ..., 'lr': ...}]")
     own = [dict(group) for group in extra or ()]
     for group in own:
         group["params"] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+    return own
+
+
+def _trained(model: nn.Module, plan: Plan, own: list[dict[str, Any]]) -> dict[str, nn.Parameter]:
+    """Every parameter that needs a group of the plan, by name."""
     taken = {id(parameter) for group in own for parameter in group["params"]}
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) not in taken}
     unplanned = [name for name in parameters if name not in plan]
@@ -93,36 +127,21 @@ def param_groups(
         )
     if unplanned:
         raise ValueError(f"the plan does not know {', '.join(unplanned[:4])}: give them a group of their own with extra=[...]")
-    undecayed = _undecayed(no_decay, parameters)
-    groups: dict[tuple[float, ...], dict[str, Any]] = {}
-    for name, parameter in parameters.items():
-        row = plan[name]
-        if only is not None and (row.role == "hidden") != (only == "hidden"):
-            continue
-        if family == "muon" and parameter.ndim != 2:
-            raise ValueError(f"torch's Muon takes matrices only, {name!r} has shape {tuple(parameter.shape)}: use AdamW or SGD")
-        factor = row.lr_factor(family)
-        wd = 0.0 if name in undecayed else weight_decay * (row.decay_factor(family) if decay == "independent" else 1)
-        key = (factor, wd, row.eps_factor if eps == "width" else 1.0)
-        if key not in groups:
-            groups[key] = {"params": [], "lr": lr * factor, "weight_decay": wd, "lr_factor": factor, "family": family}
-            groups[key]["decay"] = decay
-            if eps == "width" or eps_value is not None:
-                groups[key]["eps"] = (1e-8 if eps_value is None else eps_value) * key[2]
-            groups[key]["rows"] = []
-        groups[key]["params"].append(parameter)
-        groups[key]["rows"].append(row)
-    grows = any(row.eps_factor != 1 for group in groups.values() if group["weight_decay"] for row in group["rows"])
-    by_direction = kind in _WITH_EPS - DECOUPLED and not decoupled  # of a gradient that the decay is part of
-    if decay == "independent" and grows and by_direction:
+    return parameters
+
+
+def _warn_of_decay_in_gradient(optimizer: object) -> None:
+    """For optimizers that use the direction of a gradient which the decay is part of."""
+    facts = facts_of(optimizer)
+    decouples = isinstance(optimizer, torch.optim.Optimizer) and optimizer.defaults.get("decoupled_weight_decay")
+    if facts.eps and not facts.decoupled and not decouples:
         warnings.warn(
-            f"{kind} adds weight decay to the gradient, which shrinks with width, so the decay that was tuned on the base is "
-            "too large here. Use AdamW, which keeps the two apart, and name that here too if yours has decoupled_weight_decay",
+            f"{facts.name.lower()} adds weight decay to the gradient, which shrinks with width, so the decay that was tuned on "
+            "the base is too large here. Use AdamW, which keeps the two apart, and name that here too if yours has "
+            "decoupled_weight_decay",
             PlanWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
-    named = [{"name": _group_name(group.pop("rows"), group, weight_decay), **group} for group in groups.values()]
-    return _distinct(named) + own
 
 
 def groups_by_optimizer(
@@ -145,10 +164,10 @@ def groups_by_optimizer(
         settings["no_decay"] = lambda name, _: plan[name].role not in DECAYED[decayed]
 
     def groups(name: str, lr: float | Tensor, only: str | None = None) -> list[dict[str, Any]]:
-        own = {"eps": eps, "eps_value": eps_value} if name in _WITH_EPS else {}
+        own = {"eps": eps, "eps_value": eps_value} if facts_of(name).eps else {}
         return param_groups(model, plan, lr=lr, optimizer=name, only=only, **own, **settings)  # type: ignore[arg-type]
 
-    if optimizer != "muon" and rest_lr is None:
+    if not facts_of(optimizer).hidden_only and rest_lr is None:
         return [(optimizer, groups(optimizer, lr))]
     rest = groups("adamw", lr if rest_lr is None else rest_lr, "rest")
     return [(optimizer, groups(optimizer, lr, "hidden")), ("adamw", rest)]
@@ -205,15 +224,16 @@ def guard(optimizer: Any) -> None:
     Schedulers that set absolute values (OneCycleLR with one max_lr, CosineAnnealingLR with eta_min) erase the factors.
     ``audit`` calls it; it costs a comparison of a few numbers at each step. Groups not made by ``param_groups`` are ignored.
     """
-    for one in optimizers(optimizer):
-        if not any(isinstance(hook, _Guard) for hook in one._optimizer_step_pre_hooks.values()):
-            one.register_step_pre_hook(_Guard())
+    for each in optimizers(optimizer):
+        seam = seam_of(each)
+        if not seam.owners("check_ratios"):
+            watch = _Guard()
+            seam.add(watch, check_ratios=watch.check, count=watch.count)
 
 
 def num_steps(optimizer: torch.optim.Optimizer) -> int:
     """Steps since the guard came; at least 1 if the optimizer has state."""
-    guards = [hook for hook in optimizer._optimizer_step_pre_hooks.values() if isinstance(hook, _Guard)]
-    return max([hook.num_steps for hook in guards] + [int(bool(optimizer.state))])
+    return max([watch.num_steps for watch in seam_of(optimizer).owners("check_ratios")] + [int(bool(optimizer.state))])
 
 
 class _Guard:
@@ -221,13 +241,15 @@ class _Guard:
         self.spoken = False
         self.num_steps = 0
 
-    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self.num_steps += 1
+    def check(self, step: Step) -> None:
         if not self.spoken:
-            problem = ratio_problem(optimizer)
+            problem = ratio_problem(step.optimizer)
             if problem:
                 self.spoken = True
-                warnings.warn(problem, LRRatioWarning, stacklevel=2)
+                warnings.warn(problem, LRRatioWarning, stacklevel=5)  # where torch calls the seam
+
+    def count(self, step: Step) -> None:
+        self.num_steps += 1
 
 
 def _same(a: float, b: float) -> bool:

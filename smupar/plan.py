@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass, field, fields
 from fractions import Fraction
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from smupar.masks import Neuron, generator, parse_pattern
-from smupar.roles import layer_glob
+from smupar.masks import parse_pattern
+from smupar.reminders import REMINDERS
+from smupar.roles import Note, layer_glob
 from smupar.rules import aligned, get_rule
 
 FORMAT = "smupar-plan/1"
@@ -61,7 +61,7 @@ class PlanRow:
 
 @dataclass
 class Plan:
-    """All rows, and what made them. Prints as a table; ``pending`` holds what only the user can set."""
+    """All rows, and what made them. Prints as a table; ``pending`` holds what only the user can set, until it is settled."""
 
     rule: str
     rows: tuple[PlanRow, ...]
@@ -72,7 +72,7 @@ class Plan:
     alpha_output: float
     output_factor: float  # on the logits
     live_neurons: tuple[int, int] = (1, 1)  # pattern "neuron": how many live in each period
-    notes: list[str] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
     pending: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -98,17 +98,17 @@ class Plan:
         return 1 - float(sum(math.prod(row.shape) * row.density for row in hidden) / total) if total else 0.0
 
     def attention_scale(self, head_dim: int) -> float:
-        """What q.k must be multiplied with (Table 1). Asking for it settles the plan's reminder: put it into your model."""
+        """What q.k must be multiplied with (Table 1). Put it into your model, then ``settle("attention_scale")``."""
         if head_dim < 1:
             raise ValueError(f"head_dim must be a positive whole number, got {head_dim!r}")
-        self.pending.pop("attention_scale", None)
         return get_rule(self.rule).attention_scale(int(head_dim))
 
-    def waive(self, item: str) -> None:
-        """Settles a pending item without setting it."""
-        if item not in self.pending:
-            raise ValueError(f"nothing called {item!r} is pending; pending: {', '.join(self.pending) or 'nothing'}")
-        del self.pending[item]
+    def settle(self, reminder: str) -> None:
+        """Says that something the plan cannot set itself is done, or need not be: "attention_scale", "output_factor" or
+        "input_factor". A plan that does not ask for it stays as it is, so that one script serves every rule."""
+        if reminder not in REMINDERS:
+            raise ValueError(f"no plan has a reminder called {reminder!r}: choose one of {', '.join(REMINDERS)}")
+        self.pending.pop(reminder, None)
 
     def draw_mask(self, name: str) -> Tensor | None:
         """The mask of a parameter on the CPU, from (seed, name) alone; None if it is dense."""
@@ -117,20 +117,9 @@ class Plan:
             return None
         if row.pattern == "given":
             raise ValueError(f"the mask of {name!r} was given by the user and cannot be drawn again; pass it as masks={{...}}")
-        pattern = parse_pattern(row.pattern)
-        if isinstance(pattern, Neuron):
-            return self._draw_neurons(row, pattern)
-        mask = pattern.draw(row.shape, row.in_dims, row.density, generator(self.seed, "mask", name))
+        mask = parse_pattern(row.pattern).mask(row, self.live_neurons, self.seed)
         if not mask.any():
             raise ValueError(f"the {row.pattern} mask of {name!r} keeps no weight at density {float(row.density):g}; raise it")
-        return mask
-
-    def _draw_neurons(self, row: PlanRow, pattern: Neuron) -> Tensor:
-        live = pattern.draw_live(*self.live_neurons, self.seed)
-        mask = torch.ones((), dtype=torch.bool)
-        for dim, size in enumerate(row.shape):
-            kept = live.repeat(size // len(live)) if dim in row.scaling else torch.ones(size, dtype=torch.bool)
-            mask = mask[..., None] & kept
         return mask
 
     # Reading and writing
@@ -148,6 +137,10 @@ class Plan:
             data["rows"] = tuple(_row_from_json(row) for row in data["rows"])
             data["base_density"] = Fraction(data["base_density"])
             data["live_neurons"] = tuple(data["live_neurons"])
+            # Plans of the first version have notes without a kind, and name a method that is now called settle.
+            notes = data.get("notes", [])
+            data["notes"] = [Note("older", note, is_caution=False) if isinstance(note, str) else Note(**note) for note in notes]
+            data["pending"] = {name: text.replace("plan.waive(", "plan.settle(") for name, text in data["pending"].items()}
             return cls(**data)
         except (KeyError, TypeError) as error:
             raise ValueError(f"the plan is incomplete or damaged ({error}); write it again with plan.to_json()") from error

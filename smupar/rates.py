@@ -1,8 +1,8 @@
 """Learning rates of single hidden weights that change from step to step, beside whatever scheduler there is.
 
-The factor is put in when the optimizer steps and taken out behind it, so a scheduler never sees it. Weight decay that is
-independent of the learning rate stays so. That needs a group for each
-hidden weight: the groups of ``param_groups`` are split, which must happen before a scheduler is made.
+The factor is written into ``group["lr"]`` before the optimizer steps and the scheduled value restored after it, so a scheduler
+never sees it. Weight decay that is independent of the learning rate stays so. That needs a group for each hidden weight: the
+groups of ``param_groups`` are split, which must happen before a scheduler is made.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from smupar.apply import optimizers, unwrapped
+from smupar.apply import unwrapped
 from smupar.plan import Plan
+from smupar.stepping import Step, optimizers, seam_of
 
 _WEIGHT = "hidden_weight"
 
 
 class LayerRates:
-    """``corrections`` multiply what the plan gives; a number in ``measured`` replaces the plan's factor. By parameter name."""
+    """Learning-rate factors of hidden weights, by name: ``corrections`` multiply the plan's, ``measured`` replace it."""
 
     def __init__(self, names: list[str]) -> None:
         self.names = names
@@ -30,19 +31,19 @@ class LayerRates:
         """On the base learning rate."""
         return self.measured[name] if name in self.measured else planned * self.corrections.get(name, 1.0)
 
-    def put_in(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for group in optimizer.param_groups:
+    def set_rates(self, step: Step) -> None:
+        for group in step.optimizer.param_groups:
             if _WEIGHT in group:
                 group["scheduled_lr"] = scheduled = group.pop("scheduled_lr", group["lr"])  # still there if a step failed
                 planned = group["lr_factor"]
                 change = self.factor(group[_WEIGHT], planned) / planned
-                group["lr"] = group["applied_lr"] = scheduled * change
+                group["lr"] = scheduled * change
                 if group.get("decay") == "independent":
                     group["planned_decay"] = decay = group.pop("planned_decay", group["weight_decay"])
-                    group["weight_decay"] = group["applied_decay"] = decay / change
+                    group["weight_decay"] = decay / change
 
-    def take_out(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for group in optimizer.param_groups:
+    def restore_rates(self, step: Step) -> None:
+        for group in step.optimizer.param_groups:
             if _WEIGHT in group:
                 group["lr"] = group.pop("scheduled_lr")
                 group["weight_decay"] = group.pop("planned_decay", group["weight_decay"])
@@ -51,45 +52,27 @@ class LayerRates:
 def layer_rates(model: nn.Module, plan: Plan, optimizer: Any) -> LayerRates:
     """The rates of an optimizer (or several on one model), made the first time it is asked for."""
     every = optimizers(optimizer)
-    found = {id(one): rates for one in every if (rates := _rates_of(one)) is not None}
+    split = [each for each in every if seam_of(each).owners("set_rates")]
 
     def hidden() -> dict[int, str]:
         return {id(p): n for n, p in unwrapped(model).named_parameters() if n in plan and plan[n].role == "hidden"}
 
     names = hidden()
-    fresh = [one for one in every if id(one) not in found]
-    for one in every:
-        if id(one) in found:
-            _refuse_other_model(one, names)
-        else:
-            _refuse(one, names)
-    rates = next(iter(found.values()), LayerRates(list(names.values())))
-    for one in fresh:
-        _split(one, names)
-        one.register_step_pre_hook(rates.put_in)
-        one.register_step_post_hook(rates.take_out)
-        one.register_load_state_dict_post_hook(lambda loaded: _name(loaded, hidden()))  # groups that were saved without names
+    for each in every:
+        (_refuse_other_model if each in split else _refuse)(each, names)
+    rates = seam_of(split[0]).owners("set_rates")[0] if split else LayerRates(list(names.values()))
+    for each in every:
+        if each not in split:
+            _split(each, names)
+            seam_of(each).add(rates, set_rates=rates.set_rates, restore_rates=rates.restore_rates)
+            # Groups may have been saved without names.
+            each.register_load_state_dict_post_hook(lambda loaded: _name(loaded, hidden()))
     return rates
 
 
 def group_of_weight(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
     """Name of a hidden weight -> its group, after ``layer_rates``."""
     return {group[_WEIGHT]: group for group in optimizer.param_groups if _WEIGHT in group}
-
-
-def applied_lr(group: dict[str, Any]) -> Any:
-    """The learning rate of the step that is being made, whichever hooks have run."""
-    return group.get("applied_lr", group["lr"])
-
-
-def applied_decay(group: dict[str, Any]) -> Any:
-    """The weight decay of that step."""
-    return group.get("applied_decay", group["weight_decay"])
-
-
-def _rates_of(optimizer: torch.optim.Optimizer) -> LayerRates | None:
-    owners = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values())
-    return next((owner for owner in owners if isinstance(owner, LayerRates)), None)
 
 
 def _refuse(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:

@@ -139,35 +139,11 @@ RULES = {rule.name: rule for rule in (SP, MUP, SMUPAR, SMUPAR_INIT_ONLY, SMUPAR_
 DECAYED = {"all": ROLES, "matrices": ("embedding", "hidden", "unembedding"), "hidden": ("hidden",)}
 """Roles whose tensors weight decay shrinks, by what a run can choose."""
 
-# Which LR row of the table an optimizer reads, by its lower-case class name.
-FAMILIES = {
-    **dict.fromkeys(("adam", "adamw", "adamax", "nadam", "radam", "lion", "rmsprop", "adagrad"), "adam"),
-    "sgd": "sgd",
-    "muon": "muon",
-}
-
 
 def get_rule(name: str) -> Rule:
     if name not in RULES:
         raise ValueError(f"unknown rule {name!r}: choose one of {', '.join(RULES)}")
     return RULES[name]
-
-
-def family_of(optimizer: str) -> str:
-    """The LR family of an optimizer's name; what has no rule is refused with the remedy."""
-    name = optimizer.lower()
-    if name == "adafactor":
-        raise ValueError(
-            "Adafactor scales its step by the size of the parameter and caps the learning rate, so no factor of Table 1 "
-            "fits it. Use AdamW or SGD, or set the learning rate of each layer from measured updates."
-        )
-    if name not in FAMILIES:
-        known = ", ".join(sorted(FAMILIES))
-        raise ValueError(
-            f"no learning-rate rule is known for optimizer {optimizer!r} (known: {known}). If its update has a fixed size "
-            "per weight whatever the gradient's size, pass optimizer='adamw'; if it is proportional to the gradient, 'sgd'."
-        )
-    return FAMILIES[name]
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:

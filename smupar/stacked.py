@@ -20,8 +20,8 @@ from torch.utils import _pytree
 from smupar.apply import add_missing_factors
 from smupar.graphs import Graphed, Upload, compile_static
 from smupar.optim import groups_by_optimizer
+from smupar.optimizers import OPTIMIZERS, OptimizerFacts, facts_of, family_of, names_with
 from smupar.plan import Plan
-from smupar.rules import family_of
 from smupar.tensors import parent_path
 from smupar.weights import StackedWeight, weight_of
 
@@ -29,7 +29,7 @@ LossFn = Callable[[nn.Module, Any], Tensor]
 
 # Models whose activations are held at once where a gradient is computed outside of the compiled step.
 _CHUNK = 4
-SUPPORTED = ("adamw", "adam", "sgd", "lion", "muon")
+SUPPORTED = names_with("stackable")
 # torch.optim.Muon's defaults.
 _MUON_COEFFICIENTS, _MUON_STEPS, _MUON_EPS = (3.4445, -4.775, 2.0315), 5, 1e-7
 
@@ -73,9 +73,9 @@ class Stack:
         dtype: torch.dtype | None = None,
         own_batches: bool = False,
     ) -> None:
-        self.kind = optimizer.lower()
+        self.kind, self.facts = optimizer.lower(), facts_of(optimizer)
         self.betas, self.momentum = hyperparameters[0].betas, hyperparameters[0].momentum
-        self.two_optimizers = self.kind == "muon" or hyperparameters[0].rest_lr is not None
+        self.two_optimizers = self.facts.hidden_only or hyperparameters[0].rest_lr is not None
         self.hidden = {row.name for row in plans[0] if row.role == "hidden"}
         # A compiled or captured step knows where its tensors are: another set of models is copied into them.
         self.tensors = self._gathered(models, plans, hyperparameters)
@@ -158,7 +158,7 @@ class Stack:
             lr = lr * _wide(share * t["rates"][name] if name in t["rates"] else share, param)
             decay = decay * _wide(self.decay_change(name), param) if name in t["rates"] else decay
             new = self._updated(name, param, grads[name], lr, decay, eps, _wide(number, param))
-            if name in t["masks"] and self.kind == "muon":  # its update mixes entries
+            if name in t["masks"] and self._facts(name).mixes_entries:
                 new = new.masked_fill(~t["masks"][name], 0)
             param.copy_(torch.where(_wide(t["alive"], param), new, param))
         return losses
@@ -171,38 +171,16 @@ class Stack:
     def _updated(
         self, name: str, param: Tensor, grad: Tensor, lr: Tensor, decay: Tensor, eps: Tensor, number: Tensor
     ) -> Tensor:
-        kind = self._kind_of(name)
-        state, (beta1, beta2) = self.tensors["state"][name], self.betas
-        if kind == "lion":
-            (mean,) = state
-            update = (beta1 * mean + (1 - beta1) * grad).sign()
-            mean.mul_(beta2).add_(grad, alpha=1 - beta2)
-            return param * (1 - lr * decay) - lr * update
-        if kind == "sgd":
-            grad = grad + decay * param
-            if not state:
-                return param - lr * grad
-            (mean,) = state
-            mean.mul_(self.momentum).add_(grad)
-            return param - lr * mean
-        if kind == "muon":
-            (mean,) = state
-            mean.lerp_(grad, 1 - self.momentum)
-            update = _orthogonalised(grad.lerp(mean, self.momentum))
-            ratio = math.sqrt(max(1.0, param.shape[-2] / param.shape[-1]))
-            return param * (1 - lr * decay) - ratio * lr * update
-        if kind == "adam":
-            grad = grad + decay * param
-        else:
+        facts = self._facts(name)
+        if facts.decoupled:
             param = param * (1 - lr * decay)
-        mean, square = state
-        mean.lerp_(grad, 1 - beta1)
-        square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        correction1, correction2 = 1 - beta1**number, 1 - beta2**number
-        return param - lr / correction1 * mean / (square.sqrt() / correction2.sqrt() + eps)
+        else:
+            grad = grad + decay * param
+        return param - _CHANGES[facts.name](self.tensors["state"][name], grad, lr, eps, number, self.betas, self.momentum)
 
-    def _kind_of(self, name: str) -> str:
-        return "adamw" if self.two_optimizers and name not in self.hidden else self.kind
+    def _facts(self, name: str) -> OptimizerFacts:
+        """Those of the optimizer that a parameter gets."""
+        return OPTIMIZERS["adamw"] if self.two_optimizers and name not in self.hidden else self.facts
 
     # Gathering
 
@@ -233,8 +211,7 @@ class Stack:
         return tensors
 
     def _new_state(self, name: str, param: Tensor) -> list[Tensor]:
-        num = {"lion": 1, "muon": 1, "sgd": int(self.momentum != 0)}.get(self._kind_of(name), 2)
-        return [torch.zeros_like(param) for _ in range(num)]
+        return [torch.zeros_like(param) for _ in range(self._facts(name).num_states_with(self.momentum))]
 
 
 def train_stacked(
@@ -440,6 +417,43 @@ class _Losses:
 def _wide(values: Tensor, like: Tensor) -> Tensor:
     """A number for each model, to be multiplied with a stacked tensor."""
     return values.view(-1, *[1] * (like.ndim - 1))
+
+
+# What an optimizer takes from a weight, and does to its own state: (state, gradient, LR, epsilon, step, betas, momentum)
+
+State = list[Tensor]
+Betas = tuple[float, float]
+
+
+def _adam(state: State, grad: Tensor, lr: Tensor, eps: Tensor, number: Tensor, betas: Betas, momentum: float) -> Tensor:
+    (mean, square), (beta1, beta2) = state, betas
+    mean.lerp_(grad, 1 - beta1)
+    square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    correction1, correction2 = 1 - beta1**number, 1 - beta2**number
+    return lr / correction1 * mean / (square.sqrt() / correction2.sqrt() + eps)
+
+
+def _sgd(state: State, grad: Tensor, lr: Tensor, eps: Tensor, number: Tensor, betas: Betas, momentum: float) -> Tensor:
+    for mean in state:  # none without momentum
+        grad = mean.mul_(momentum).add_(grad)
+    return lr * grad
+
+
+def _lion(state: State, grad: Tensor, lr: Tensor, eps: Tensor, number: Tensor, betas: Betas, momentum: float) -> Tensor:
+    (mean,), (beta1, beta2) = state, betas
+    update = (beta1 * mean + (1 - beta1) * grad).sign()
+    mean.mul_(beta2).add_(grad, alpha=1 - beta2)
+    return lr * update
+
+
+def _muon(state: State, grad: Tensor, lr: Tensor, eps: Tensor, number: Tensor, betas: Betas, momentum: float) -> Tensor:
+    (mean,) = state
+    mean.lerp_(grad, 1 - momentum)
+    update = _orthogonalised(grad.lerp(mean, momentum))
+    return math.sqrt(max(1.0, grad.shape[-2] / grad.shape[-1])) * lr * update
+
+
+_CHANGES = {"AdamW": _adam, "Adam": _adam, "SGD": _sgd, "Lion": _lion, "Muon": _muon}
 
 
 def _orthogonalised(update: Tensor) -> Tensor:

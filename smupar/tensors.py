@@ -8,7 +8,8 @@ from fractions import Fraction
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
-from torch.nn.utils.parametrize import ParametrizationList
+
+from smupar.layers import GROUPED_DIM, IMAGES, PARAMETRIZED, LayerKind, check_registered, is_depthwise, kind_of, num_groups
 
 Shape = tuple[int, ...]
 
@@ -20,6 +21,7 @@ class ModelTensor:
     name: str
     path: str  # of the module that uses it
     module: nn.Module
+    layer: LayerKind  # of the module
     tied: tuple[tuple[str, nn.Module], ...]  # the other modules that hold it, each once
     shape: Shape
     base_shape: Shape
@@ -32,19 +34,17 @@ class ModelTensor:
 
     @property
     def is_lookup(self) -> bool:
-        return is_lookup(self.module)
+        return self.layer.is_lookup
 
     @property
     def is_recurrent(self) -> bool:
         """A weight of an RNN that reads the RNN's own state, or the layer below it."""
-        leaf = self.name.rpartition(".")[2]
-        cell = isinstance(self.module, nn.RNNCellBase) and leaf == "weight_hh"
-        return cell or (isinstance(self.module, nn.RNNBase) and not leaf.startswith("weight_ih_l0"))
+        return self.layer.outside is not None and not self.name.rpartition(".")[2].startswith(self.layer.outside)
 
     @property
     def makes_logits(self) -> bool:
-        """An embedding table that another module reads backwards."""
-        return self.is_lookup and any(not is_lookup(module) for _, module in self.tied)
+        """An embedding table that is tied to a readout."""
+        return self.is_lookup and any(not kind_of(module).is_lookup for _, module in self.tied)
 
     @property
     def reads_scaling(self) -> bool:
@@ -57,40 +57,28 @@ class ModelTensor:
     @property
     def read_size(self) -> int:
         """Channels of the layer's input."""
-        grouped = self.groups if not getattr(self.module, "transposed", False) else 1
-        return self.shape[self.in_dims[0]] * grouped
+        return self._num_channels(self.in_dims[0])
 
     @property
     def written_size(self) -> int:
         """Channels of the layer's output."""
-        if isinstance(self.module, nn.RNNBase):
-            return (self.module.proj_size or self.module.hidden_size) * (1 + self.module.bidirectional)
-        if isinstance(self.module, nn.RNNCellBase):
-            return self.module.hidden_size
-        grouped = self.groups if getattr(self.module, "transposed", False) else 1
-        return self.shape[self.out_dim] * grouped
+        return self._num_channels(self.out_dim) if self.layer.written is None else self.layer.written(self.module)
+
+    def _num_channels(self, dim: int) -> int:
+        return self.shape[dim] * (self.groups if dim == GROUPED_DIM else 1)
 
     def ratio(self, dims: tuple[int, ...]) -> Fraction:
         """Width multiplier of a product of dimensions."""
         return math.prod((Fraction(self.shape[dim], self.base_shape[dim]) for dim in dims), start=Fraction(1))
 
+    def base_fan_in(self, in_dims: tuple[int, ...]) -> int:
+        """How many inputs one output reads at base width, if it reads these dimensions."""
+        grouped = self.groups if GROUPED_DIM not in in_dims else 1  # the dimension that is read has the channels of all groups
+        return math.prod(self.base_shape[dim] for dim in in_dims) // grouped
+
 
 def parent_path(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-def is_lookup(module: nn.Module) -> bool:
-    return isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """Hugging Face's Linear with a transposed weight, (in, out); asked so, transformers need not be there."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
-
-
-def is_layer(module: nn.Module) -> bool:
-    """Whether its output is linear in its ``weight``, so that a factor on what it reads or gives is one on the weight."""
-    return is_lookup(module) or is_conv1d(module) or isinstance(module, (nn.Linear, nn.modules.conv._ConvNd))
 
 
 def read_tensors(model: nn.Module, base: nn.Module, delta: nn.Module | None) -> list[ModelTensor]:
@@ -100,6 +88,8 @@ def read_tensors(model: nn.Module, base: nn.Module, delta: nn.Module | None) -> 
     base_shapes = _shapes_like(model, own, names, base, "base")
     other_shapes = [base_shapes] if delta is None else [base_shapes, _shapes_like(model, own, names, delta, "delta")]
     modules, parameters = dict(model.named_modules(remove_duplicate=False)), dict(model.named_parameters())
+    for module in model.modules():
+        check_registered(module)
     tensors = []
     for name, shape in own.items():
         # A tied weight may be registered under its head's name first; its table is what it is. A module may have several names.
@@ -110,22 +100,37 @@ def read_tensors(model: nn.Module, base: nn.Module, delta: nn.Module | None) -> 
         tied = tuple((other_path, other) for other_path, other, _ in others)
         scaling = tuple(dim for dim in range(len(shape)) if any(other[name][dim] != shape[dim] for other in other_shapes))
         kind, in_dims, out_dim = _layout(module, leaf, shape, scaling)
-        groups = int(getattr(module, "groups", 1)) if kind == "matrix" else 1
+        groups = num_groups(module) if kind == "matrix" else 1
         frozen = not parameters[name].requires_grad
         tensors.append(
-            ModelTensor(name, path, module, tied, shape, base_shapes[name], scaling, kind, in_dims, out_dim, groups, frozen)
+            ModelTensor(
+                name,
+                path,
+                module,
+                kind_of(module),
+                tied,
+                shape,
+                base_shapes[name],
+                scaling,
+                kind,
+                in_dims,
+                out_dim,
+                groups,
+                frozen,
+            )
         )
     return tensors
 
 
 def _how_unclear(module: nn.Module) -> int:
-    return 0 if is_lookup(module) else 1 if is_layer(module) else 2
+    kind = kind_of(module)
+    return 0 if kind.is_lookup else 1 if kind.is_linear else 2
 
 
 def _holder(modules: dict[str, nn.Module], name: str) -> tuple[str, nn.Module, str]:
     """(path, module, name there) of a parameter's user: fc.parametrizations.weight.original is fc's weight."""
     path, _, leaf = name.rpartition(".")
-    if isinstance(modules[path], ParametrizationList) and leaf == "original":
+    if kind_of(modules[path]) is PARAMETRIZED and leaf == "original":
         path, leaf = parent_path(parent_path(path)), path.rpartition(".")[2]
     return path, modules[path], leaf
 
@@ -180,27 +185,11 @@ def _shapes_like(
 
 
 def _layout(module: nn.Module, leaf: str, shape: Shape, scaling: tuple[int, ...]) -> tuple[str, tuple[int, ...], int]:
-    """(kind, dimensions read, dimension written) of a parameter, from the module that owns it."""
-    vector, raw = ("vector", (), -1), ("raw", (), -1)
-    if len(shape) < 2:
-        return vector
-    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
-        return "matrix", (1,), 0
-    if isinstance(module, nn.MultiheadAttention):
-        return ("matrix", (1,), 0) if leaf.endswith("_weight") else vector
-    if isinstance(module, ParametrizationList):  # weight_norm and the like: several tensors make one weight
-        return raw
-    if leaf != "weight":  # not a layer's own: a raw parameter, or weight_orig and the like, which only make a weight
-        return raw if sum(size > 1 for size in shape) > 1 else vector
-    if is_lookup(module):
-        return "matrix", (0,), 1
-    if isinstance(module, nn.Linear):
-        return "matrix", (1,), 0
-    if isinstance(module, nn.modules.conv._ConvNd):
-        kernel = tuple(range(2, len(shape)))
-        if module.groups == module.in_channels > 1 or (module.groups > 1 and scaling == (0,)):
-            return vector  # depthwise, or groups of fixed size: each output reads a fixed number of inputs at every width
-        return ("matrix", (0, *kernel), 1) if module.transposed else ("matrix", (1, *kernel), 0)
-    if is_conv1d(module):
-        return "matrix", (0,), 1
-    return raw if sum(size > 1 for size in shape) > 1 else vector
+    """(kind, dimensions read, dimension written) of a parameter, from the layer that owns it."""
+    layer = kind_of(module)
+    if len(shape) < 2 or (layer.owns(leaf) and is_depthwise(module, scaling)):
+        return "vector", (), -1
+    if layer.owns(leaf):
+        kernel = range(2, len(shape)) if layer.reads == IMAGES else ()
+        return "matrix", (*layer.in_dims, *kernel), layer.out_dim
+    return layer.rest or ("raw" if sum(size > 1 for size in shape) > 1 else "vector"), (), -1

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from smupar.layers import kind_of
 from smupar.masks import generator
 from smupar.plan import Plan, PlanRow
-from smupar.tensors import is_lookup
 
 
 @dataclass
@@ -72,8 +72,8 @@ def plan_resets(model: nn.Module, plan: Plan, *, sure: bool) -> Resets:
 
 def padding_rows(model: nn.Module) -> dict[int, int]:
     """id of a lookup's weight -> its padding row, which stays 0 as torch makes it: it would never be trained."""
-    tables = ((module, getattr(module, "padding_idx", None)) for module in model.modules() if is_lookup(module))
-    return {id(module.weight): padding for module, padding in tables if padding is not None}
+    tables = ((module, kind_of(module), getattr(module, "padding_idx", None)) for module in model.modules())
+    return {id(getattr(module, kind.weights)): row for module, kind, row in tables if kind.is_lookup and row is not None}
 
 
 def initialise(parameter: nn.Parameter, row: PlanRow, mask: Tensor | None, seed: int, *, padding: int | None = None) -> None:

@@ -12,17 +12,17 @@ updates measured on tensors with a row for each model, so that one model and a s
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smupar.compressed import Compressed, MaskChange
 from smupar.csr import MASK
 from smupar.gradients import DenseGradient, gradient_mask, mask_gradient
+from smupar.layers import kind_of
 from smupar.plan import Plan
 from smupar.tensors import parent_path
 from smupar.values import is_sharded, like, local, num_ranks, sharded_like, whole, zero_off_mask
@@ -188,13 +188,10 @@ class MaskedWeight(Weight):
         return kept.flatten()[None]
 
     def multiply(self, x: Tensor, *, in_dim: int = 1) -> Tensor:
-        weight, conv = self.parameter.detach(), self.module
-        if isinstance(conv, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
-            function: Callable[..., Tensor] = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}[weight.ndim]
-            return function(x, local(weight).to(x.dtype), None, conv.stride, conv.padding, conv.dilation, conv.groups)
-        if in_dim == 1:
-            return x @ local(weight).to(x.dtype).T
-        return x @ whole(weight).to(x.dtype)  # (in, out): a rank's part would be of the inputs
+        kind = kind_of(self.module)
+        # A rank's rows of (out, in) give outputs of their own; those of (in, out) would be a part of the inputs.
+        own = local if in_dim == 1 and not kind.is_registered else whole
+        return kind.multiply(self.module, own(self.parameter.detach()).to(x.dtype), x, in_dim)
 
     # Values from elsewhere
 

@@ -17,8 +17,10 @@ from lion_pytorch import Lion
 from torch import nn
 
 import smupar
+from smupar.apply import mask_updates
 from smupar.lm.config import ModelConfig, RunConfig
 from smupar.lm.gpt import GPT, build
+from smupar.stepping import seam_of
 
 VOCAB = 11
 HIDDEN = ("hidden.0.weight", "hidden.1.weight")
@@ -465,7 +467,6 @@ def optimizers_of(kind, model, plan):
     if kind == "lion":
         return [Lion(groups("lion", 1e-3))]
     muon = torch.optim.Muon(groups("muon", 1e-2, only="hidden"))
-    smupar.attach(model, plan, muon)
     return [muon, torch.optim.AdamW(groups("adamw", 1e-2, only="rest"))]
 
 
@@ -496,22 +497,12 @@ def test_adam_state_off_mask_is_exactly_zero():
         assert all(values.ne(0).all() for values in kept)
 
 
-def test_muon_updates_leave_the_mask_without_attach():
-    # Why attach takes the optimizer: orthogonalization mixes entries, whatever the gradient's mask.
+def test_attach_masks_the_weights_of_any_optimizer_once():
     model, plan = make()
-    muon = torch.optim.Muon(smupar.param_groups(model, plan, lr=1e-2, optimizer="muon", only="hidden"))
-    with pytest.raises(smupar.AuditError, match="Muon mixes entries"):
-        smupar.audit(model, plan, [muon, *optimizers_of("muon", model, plan)[1:]])
-    train(model, [muon], 1)
-    assert off_mask(model, lambda p: p) > 0
-
-
-def test_attach_hooks_an_optimizer_once():
-    model, plan = make()
-    [muon, _] = optimizers_of("muon", model, plan)
-    smupar.attach(model, plan, muon)
-    smupar.attach(model, plan, [muon])
-    assert len(muon._optimizer_step_post_hooks) == 1
+    for optimizer in (optimizers_of("muon", model, plan)[0], optimizers_of("adamw", model, plan)[0]):
+        smupar.attach(model, plan, optimizer)
+        smupar.attach(model, plan, [optimizer])
+        assert seam_of(optimizer).owners("mask") == [mask_updates]
 
 
 # torch.compile
@@ -1193,8 +1184,6 @@ def test_muon_that_trains_two_models_keeps_both_on_their_masks():
     pairs = [make(), make(model=Net(), seed=1)]
     groups = [group for m, p in pairs for group in smupar.param_groups(m, p, lr=0.02, optimizer="muon", only="hidden")]
     muon = torch.optim.Muon(groups)
-    for model, plan in pairs:
-        smupar.attach(model, plan, muon)
     tokens, _ = batch()
     sum(model(tokens).square().mean() for model, _ in pairs).backward()
     muon.step()

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smupar.lm import data
-from smupar.lm.config import ModelConfig, RunConfig
-from smupar.lm.data import num_sequences, open_text, padded_vocab, shuffled
+from smupar.lm.config import ModelConfig, RunConfig, padded_vocab
+from smupar.lm.data import num_sequences, open_text, shuffled
 from smupar.lm.distributed import World
 from smupar.lm.shard_writer import write_tokens
 from smupar.lm.shards import TokenizerInfo, Tokens

@@ -88,7 +88,7 @@ def test_check_without_matplotlib_still_gives_its_verdict(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["check.json"]
 
 
-def test_dry_run_of_the_paper_recipe_prints_its_size():
+def test_dry_run_of_the_paper_preset_prints_its_size():
     done = _smupar("train", "paper-610m", "--dry-run")
     assert done.returncode == 0, done.stderr
     lines = {line.split()[0]: line for line in done.stdout.splitlines()}
@@ -96,20 +96,20 @@ def test_dry_run_of_the_paper_recipe_prints_its_size():
     assert "11,752 steps of 504 x 2048; 20 for each parameter" in lines["tokens"]
 
 
-def test_recipe_depends_on_the_rule():
+def test_preset_depends_on_the_rule():
     plan = smupar.Plan.from_json(_smupar("plan", "paper-610m", "--rule=sp", "--json").stdout)
     assert plan.rule == "sp"
     assert plan["embedding.weight"].init_std == 0.02  # Table 4; muP and SmuPar have Table 3's 0.08665602
 
 
 @pytest.mark.parametrize("command", ["train", "plan"])
-def test_unknown_recipe_exits_with_2_and_names_the_known_ones(command):
+def test_unknown_preset_exits_with_2_and_names_the_known_ones(command):
     done = _smupar(command, "huge")
     assert done.returncode == 2
-    assert done.stderr == "smupar: no recipe is called 'huge': choose one of demo, 610m, paper-610m, paper-iso\n"
+    assert done.stderr == "smupar: no preset is called 'huge': choose one of demo, 610m, paper-610m, paper-iso\n"
 
 
-def test_recipe_behind_the_flags_is_not_taken_for_the_demo():
+def test_preset_behind_the_flags_is_not_taken_for_the_demo():
     done = _smupar("train", "--dry-run", "paper-610m")
     assert done.returncode == 2 or "606,519,972" in done.stdout
 

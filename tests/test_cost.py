@@ -12,11 +12,11 @@ from smupar.lm.config import Execution, ModelConfig, RunConfig
 from smupar.lm.cost import estimate, fitting_micro_batch, peak_flops, report
 from smupar.lm.gpt import build
 from smupar.lm.optimizers import make_optimizers
-from smupar.lm.recipes import recipe
+from smupar.lm.presets import preset
 from smupar.lm.step import next_token_loss
 
 TINY = RunConfig(model=ModelConfig(width=64, depth=2), base_width=32, sparsity=0.75, steps=1, batch_size=2, seq_len=16)
-PAPER = recipe("paper-610m")
+PAPER = preset("paper-610m")
 
 
 def _with(**options):
@@ -44,13 +44,13 @@ def test_610m_run_keeps_a_sixteenth_of_its_hidden_weights():
 
 
 def test_figure_10_widest_model_has_about_twice_the_flops_of_the_dense_one():
-    dense = recipe("paper-iso")
+    dense = preset("paper-iso")
     wide = replace(dense, sparsity=0.875, model=replace(dense.model, width=2176))
     assert 1.85 < estimate(wide).sparse_flops / estimate(dense).sparse_flops < 2.0
 
 
 def test_dense_run_has_no_zeros_to_save():
-    cost = estimate(recipe("paper-iso"))
+    cost = estimate(preset("paper-iso"))
     assert cost.sparse_flops == cost.dense_flops
     assert cost.num_nonzeros == cost.num_parameters
 

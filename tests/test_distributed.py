@@ -41,7 +41,7 @@ def finish(model):
 def plain_model():
     model = GPT(CONFIG)
     plan = smupar.parameterize(model, base=base(), **SETTINGS)
-    plan.waive("attention_scale")
+    plan.settle("attention_scale")
     finish(model)
     return model, plan
 
@@ -139,7 +139,7 @@ def run_fsdp(rank):
         parameter.data.to_local().fill_(float("nan"))
     model.unembedding.weight = model.embedding.weight  # to_empty makes two tensors of a tied one
     plan = smupar.parameterize(model, base=base(), **SETTINGS)
-    plan.waive("attention_scale")
+    plan.settle("attention_scale")
     finish(model)
     seen = {"start": whole_state(model)}
     state = model.state_dict()

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from smupar.lm.config import ModelConfig, RunConfig
+from smupar.lm.distributed import World, place
 from smupar.lm.gpt import (
     GPT,
     Attention,
@@ -21,7 +22,7 @@ from smupar.lm.gpt import (
     rotate,
     use_flex_attention,
 )
-from smupar.lm.recipes import recipe
+from smupar.lm.presets import preset
 
 POSITIONS = ("alibi", "rotary", "learned", "none")
 SMALL = ModelConfig(width=64, depth=2, head_dim=16, vocab_size=101, context=32)
@@ -209,7 +210,7 @@ def test_610m_model_has_the_parameters_of_the_paper():
     d, inner, vocab, depth = 2048, 5461, 50257, 10  # 12.13B tokens of Table 4 are 20 for each of them
     block = (4 * d * d + 4 * d) + (3 * d * inner + 2 * inner + d) + 4 * d  # attention, MLP, norms, all with biases
     assert vocab * d + depth * block + 2 * d == 606_519_972
-    config = recipe("paper-610m")
+    config = preset("paper-610m")
     assert (config.model.width, config.model.depth, config.model.inner_width, config.model.vocab_size) == (
         d,
         depth,
@@ -403,3 +404,9 @@ def test_id_changes_with_everything_that_decides_the_result():
 def test_other_json_is_not_a_run(text):
     with pytest.raises(ValueError, match="not the configuration of a run, or one of another version"):
         RunConfig.from_json(text)
+
+
+def test_model_that_does_not_fit_into_memory_is_named():
+    huge = RunConfig(model=ModelConfig(width=2**24, depth=1, vocab_size=64), base_width=64, sparsity=0.5)
+    with pytest.raises(MemoryError, match=r"the model does not fit into memory .*: choose a smaller one"):
+        place(huge, World(0, 1, torch.device("cpu"), "ddp"))

@@ -17,36 +17,21 @@ from smupar.lm.config import ExportConfig, ModelConfig, RunConfig
 from smupar.lm.export import export
 from smupar.lm.folder import Summary
 from smupar.lm.gpt import plan_on_meta
-from smupar.lm.recipes import TABLE_3
-from smupar.paper import (
-    fig01,
-    fig03,
-    fig05,
-    fig06,
-    fig07,
-    fig08,
-    fig09,
-    fig10,
-    fig11,
-    fig12,
-    fig13,
-    fig14,
-    patterns,
-    publish,
-    tab01,
-    tab02,
-    tab03,
-    tab04,
-    thin,
-)
-from smupar.paper.figure import Claim, curve
+from smupar.lm.presets import TABLE_3
+from smupar.paper import publish, tab02, tab03
+from smupar.paper.fig05 import RULES
+from smupar.paper.fig14 import RULES as ABLATED
+from smupar.paper.figure import Claim, curve, curves
 from smupar.paper.reproduce import FIGURES, FINDINGS, Reproduced, dry_run, figure, listed, make_scale, reproduce
 from smupar.paper.settings import TABLE_4, Scale, iso_width, wpn_width
 from smupar.study.config import EngineConfig
 from smupar.study.engines import execute
+from smupar.study.optima import farthest_move
 from smupar.study.store import Result, Study
-from smupar.study.transfer import farthest_move
 
+fig01, fig03, fig05, fig06, fig07 = map(figure, ("fig01", "fig03", "fig05", "fig06", "fig07"))
+fig08, fig09, fig10, fig11, fig12 = map(figure, ("fig08", "fig09", "fig10", "fig11", "fig12"))
+fig13, tab01, tab04, patterns, thin = map(figure, ("fig13", "tab01", "tab04", "patterns", "thin"))
 PAPER = Scale("paper", "data/slimpajama", 50257)
 CPU = Scale("cpu")
 
@@ -84,13 +69,13 @@ def parabolas(runs, best, floor=lambda config: 4.0, axis="lr"):
 
 
 def test_table_1_is_executed_as_printed():
-    assert tab01.claim().holds
-    assert "all 7 printed rows" in tab01.claim().text
+    assert tab01.claim(()).holds
+    assert "all 7 printed rows" in tab01.claim(()).text
 
 
 def test_table_4_gives_the_printed_tokens_and_the_610m_model():
-    assert tab04.claim().holds
-    assert "606,519,972" in tab04.claim().text
+    assert tab04.claim(()).holds
+    assert "606,519,972" in tab04.claim(()).text
     assert "fig03 tab02" in tab04.text()
 
 
@@ -141,9 +126,9 @@ def test_iso_widths_keep_the_number_of_weights_or_of_weights_per_neuron():
 def test_every_run_of_every_figure_can_be_planned_at_every_scale():
     for scale in (CPU, Scale("small", "data/text", 8192), PAPER):
         for name in FIGURES:
-            module = figure(name)
-            if hasattr(module, "runs"):
-                kinds = {(run.model, run.rule, run.sparsity, run.dynamic): run for run in module.runs(scale)}
+            wanted = figure(name)
+            if wanted.runs:
+                kinds = {(run.model, run.rule, run.sparsity, run.dynamic): run for run in wanted.runs(scale)}
                 assert len(plan_on_meta(list(kinds.values())[-1])) > 10
 
 
@@ -165,7 +150,7 @@ def test_a_dense_model_is_run_once_for_mup_and_smupar():
 
 
 def test_ablations_have_one_half_of_smupar_each():
-    plans = {rule: plan_on_meta(CPU.run("sweep", rule=rule, sparsity=0.9375)) for rule in fig14.RULES}
+    plans = {rule: plan_on_meta(CPU.run("sweep", rule=rule, sparsity=0.9375)) for rule in ABLATED}
     name = "blocks.0.mlp.up.weight"
     init, rate = (
         {rule: f(plan[name]) for rule, plan in plans.items()} for f in (lambda r: r.init_std, lambda r: r.lr_factors["adam"])
@@ -192,7 +177,7 @@ def test_figure_6_holds_where_smupar_stays_and_the_others_move():
     floor = lambda run: 4.0 if run.rule == "smupar" or run.sparsity == 0 else 4.2  # noqa: E731
     rows = parabolas(fig06.runs(CPU), moving, floor)
     assert fig06.claim(rows).holds
-    assert farthest_move(fig06.curves(rows, "sp")) == pytest.approx(2 ** (1.5 * 0.9375), rel=1e-6)
+    assert farthest_move(curves(rows, "sp")) == pytest.approx(2 ** (1.5 * 0.9375), rel=1e-6)
     assert fig01.claim([row for row in rows if row.config.rule != "mup" or row.config.sparsity == 0]).holds
     assert fig08.claim(rows).holds
     assert len(fig06.draw(rows)) == 3
@@ -214,7 +199,7 @@ def test_figure_5_wants_activations_and_gradients_that_fall(sign, quantity, hold
         size = 0.0 if rule == "smupar" else 0.5 * (sign if rule == "sp" and what == quantity else 1)
         return Slope(rule, "density", 256, "blocks.0.mlp", "block", "block", what, step, size, 0.0, 3)
 
-    slopes = [slope(rule, what, step) for rule in fig05.RULES for what in ("Y", "grad X", "dY") for step in (1, 10)]
+    slopes = [slope(rule, what, step) for rule in RULES for what in ("Y", "grad X", "dY") for step in (1, 10)]
     report = SimpleNamespace(slopes=slopes, verdicts={"sp": "fail", "mup": "fail", "smupar": "pass"})
     assert fig05.claim(report).holds is holds
 
@@ -396,7 +381,7 @@ def test_published_numbers_can_be_followed_to_their_runs(path):
     assert all((RESULTS / name).exists() for name in re.findall(r"!\[[^]]*\]\(([^)]*)\)", page))
 
 
-@pytest.mark.parametrize("name", [name for name in FIGURES if hasattr(figure(name), "draw")])
+@pytest.mark.parametrize("name", [name for name in FIGURES if figure(name).draw])
 def test_published_claims_are_those_of_the_published_rows(name):
     facts = json.loads((RESULTS / f"{name}.json").read_text())
     rows = [

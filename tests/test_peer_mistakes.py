@@ -378,5 +378,5 @@ def test_mistake_14_a_parameterization_that_is_not_switched_on_fails_before_step
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         plan = smupar.parameterize(model, base=base, rule="mup", alpha_input=9.17, init_std=0.087)
-    plan.waive("attention_scale")
+    plan.settle("attention_scale")
     assert smupar.audit(model, plan, torch.optim.AdamW(smupar.param_groups(model, plan, lr=0.01)), lr=0.01) == []

@@ -6,6 +6,7 @@ import math
 import re
 import warnings
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 import torch
@@ -388,7 +389,7 @@ def test_given_masks_are_read_off(key, dtype):
     assert (row.pattern, row.num_kept, row.density) == ("given", 1024, Fraction(1, 4))
     assert row.lr_factor("adam") == 1.0
     assert plan["fc2.weight"].density == Fraction(1, 2)
-    assert any("assumes random masks" in note for note in plan.notes)
+    assert any(note.kind == "given masks" and "assumes random masks" in note.text for note in plan.notes)
 
 
 def test_given_mask_cannot_be_drawn_again():
@@ -427,7 +428,7 @@ def test_few_weights_per_neuron_warn():
     # 256 / 32 = 8 per neuron.
     with pytest.warns(smupar.PlanWarning, match=r"2 hidden weights keep fewer than 16 weights per neuron \('fc1.weight': 8\)"):
         plan = plan_mlp(256, 64, density=1 / 32)
-    assert any("fewer than 16" in note for note in plan.notes)
+    assert any(note.kind == "thin" and "fewer than 16" in str(note) for note in plan.notes)
     assert plan["fc1.weight"].lr_factor("adam") == 8.0  # warned about, not changed
 
 
@@ -442,7 +443,7 @@ def test_few_weights_per_neuron_counts_the_fan_in_of_a_convolution():
 def test_enough_weights_per_neuron_do_not_warn(density):
     plan, seen = plan_warnings(width=256, base_width=64, density=density)
     assert seen == []
-    assert not any("weights per neuron" in note for note in plan.notes)
+    assert not any(note.kind == "thin" or "weights per neuron" in str(note) for note in plan.notes)
 
 
 def test_dense_narrow_layers_do_not_warn():
@@ -472,7 +473,7 @@ def test_warning_points_at_the_caller_of_parameterize():
 
 def test_sp_notes_that_it_has_no_alphas():
     plan = plan_mlp(64, 16, rule="sp", alpha_input=ALPHA_INPUT)
-    assert plan.notes == ["SP has no alpha_input and alpha_output: they are not used"]
+    assert [str(note) for note in plan.notes] == ["SP has no alpha_input and alpha_output: they are not used"]
     assert plan["embed.weight"].forward == (("embed", 1.0),)
     assert plan.output_factor == 1.0
 
@@ -563,11 +564,12 @@ def attention_plan(**settings):
     return smupar.make_plan(on_meta(Headless, 64), base=on_meta(Headless, 16), **settings)
 
 
-def test_attention_scale_settles_the_reminder():
+def test_attention_scale_is_a_number_and_reading_it_changes_nothing():
     plan = attention_plan()
-    assert "attention_scale" in plan.pending
+    before = plan.to_json()
     assert plan.attention_scale(80) == 1 / 80
-    assert "attention_scale" not in plan.pending
+    assert plan.to_json() == before
+    assert "plan.settle('attention_scale')" in plan.pending["attention_scale"]
 
 
 class QueryLayer(nn.Linear):
@@ -622,13 +624,26 @@ def test_logits_made_out_of_sight_are_pending():
     assert "plan.output_factor = 0.5" in plan.pending["output_factor"]
 
 
-def test_waive_settles_one_item():
+def test_settle_settles_one_reminder():
     plan = attention_plan()
     assert set(plan.pending) == {"attention_scale", "output_factor"}
-    plan.waive("output_factor")
+    plan.settle("output_factor")
     assert set(plan.pending) == {"attention_scale"}
-    with pytest.raises(ValueError, match="nothing called 'output_factor' is pending; pending: attention_scale"):
-        plan.waive("output_factor")
+    plan.settle("output_factor")  # said twice, or under a rule that does not ask for it
+    assert set(plan.pending) == {"attention_scale"}
+
+
+@pytest.mark.parametrize("name", ["attention scale", "scale", ""])
+def test_settle_of_an_unknown_name_lists_the_reminders(name):
+    plan = attention_plan()
+    with pytest.raises(ValueError, match=f"'{name}': choose one of attention_scale, output_factor, input_factor"):
+        plan.settle(name)
+    assert set(plan.pending) == {"attention_scale", "output_factor"}
+
+
+def test_waive_is_gone():
+    with pytest.raises(AttributeError):
+        attention_plan().waive("output_factor")
 
 
 # Reading, writing, comparing
@@ -662,9 +677,29 @@ def test_json_round_trip_draws_the_same_masks():
 
 def test_json_round_trip_keeps_what_is_settled():
     plan = attention_plan()
-    plan.waive("output_factor")
+    plan.settle("output_factor")
     again = smupar.Plan.from_json(plan.to_json())
     assert set(again.pending) == {"attention_scale"}
+
+
+def test_json_round_trip_keeps_the_kinds_of_notes():
+    with pytest.warns(smupar.PlanWarning):
+        plan = attention_plan(density=1 / 16)
+    again = smupar.Plan.from_json(plan.to_json())
+    assert again.notes == plan.notes
+    assert [note.kind for note in again.notes] == ["thin"]
+
+
+def test_plan_of_the_first_version_loads():
+    plan = smupar.Plan.from_json((Path(__file__).parent / "fixtures" / "older" / "plan.json").read_text())
+    assert len(plan) == 8
+    assert plan["attention.qkv.weight"].density == Fraction(1, 4)
+    assert int(plan.draw_mask("attention.qkv.weight").sum()) == 768
+    assert plan["embed.weight"].forward == (("embed", 2.0),)
+    assert [str(note)[:43] for note in plan.notes] == ["2 hidden weights keep fewer than 16 weights"]
+    assert "plan.settle('attention_scale')" in plan.pending["attention_scale"]  # what it says to do can be done
+    plan.settle("attention_scale")
+    assert smupar.Plan.from_json(plan.to_json()) == plan
 
 
 def without_rows():
@@ -818,7 +853,7 @@ def test_print_ends_with_what_is_pending_and_noted():
         plan = attention_plan(density=1 / 16)
     ends = [line.partition(":")[0] for line in str(plan).splitlines()[-3:]]
     assert ends == ["TO DO attention_scale", "TO DO output_factor", "note"]
-    plan.waive("output_factor")
+    plan.settle("output_factor")
     assert "TO DO output_factor" not in str(plan)
 
 

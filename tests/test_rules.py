@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from smupar import rules
+from smupar import optimizers, rules
 
 # Fractional on purpose (1088 / 256), and all different, so that no entry can be right by using another multiplier.
 M_IN, M_OUT, M_RHO = Fraction(17, 4), Fraction(21, 5), Fraction(1, 16)
@@ -198,12 +198,12 @@ def test_docs_page_equals_the_generated_one():
 
 @pytest.mark.parametrize("optimizer", ["Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Lion", "adamw"])
 def test_family_of_normalised_updates_is_adam(optimizer):
-    assert rules.family_of(optimizer) == "adam"
+    assert optimizers.family_of(optimizer) == "adam"
 
 
 def test_family_of_sgd_and_muon_is_their_own():
-    assert rules.family_of("SGD") == "sgd"
-    assert rules.family_of("Muon") == "muon"
+    assert optimizers.family_of("SGD") == "sgd"
+    assert optimizers.family_of("Muon") == "muon"
 
 
 def test_family_of_torch_classes_is_known_or_refused():
@@ -213,7 +213,7 @@ def test_family_of_torch_classes_is_known_or_refused():
         if name in ("Optimizer", "lr_scheduler", "swa_utils"):
             continue
         try:
-            rules.family_of(name)
+            optimizers.family_of(name)
             known.add(name)
         except ValueError:
             pass
@@ -223,12 +223,12 @@ def test_family_of_torch_classes_is_known_or_refused():
 @pytest.mark.parametrize("name", ["adafactor", "Adafactor"])
 def test_adafactor_is_refused_with_measured_updates_as_remedy(name):
     with pytest.raises(ValueError, match="measured updates"):
-        rules.family_of(name)
+        optimizers.family_of(name)
 
 
 def test_unknown_optimizer_error_names_it_and_the_known_ones():
     with pytest.raises(ValueError, match=r"'Shampoo'.*adamw.*sgd"):
-        rules.family_of("Shampoo")
+        optimizers.family_of("Shampoo")
 
 
 def test_unknown_rule_error_lists_the_rules():

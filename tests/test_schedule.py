@@ -1,4 +1,4 @@
-"""Learning-rate schedules of Table 4, and the recipes that name its rows."""
+"""Learning-rate schedules of Table 4, and the presets that name its rows."""
 
 from dataclasses import replace
 
@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smupar.lm.config import RunConfig
-from smupar.lm.recipes import recipe
+from smupar.lm.presets import preset
 from smupar.lm.schedule import lr_share
 
 FIGURE_6 = RunConfig(steps=1169, warmup=116, schedule="linear")  # "10x linear"
 
 
 def test_610m_schedule_warms_up_for_1175_steps_and_ends_at_zero():
-    config = recipe("paper-610m")
+    config = preset("paper-610m")
     assert lr_share(0, config) == pytest.approx(1 / 1175)
     assert lr_share(587, config) == pytest.approx(588 / 1175)
     assert lr_share(1174, config) == lr_share(1175, config) == 1.0
@@ -54,31 +54,31 @@ def test_default_warm_up_is_that_of_table_4(steps, warmup):
     assert RunConfig(steps=steps).warmup_steps == warmup
 
 
-def test_recipes_have_the_schedules_of_table_4():
-    paper, iso = recipe("paper-610m"), recipe("paper-iso")
+def test_presets_have_the_schedules_of_table_4():
+    paper, iso = preset("paper-610m"), preset("paper-iso")
     assert (paper.steps, paper.warmup_steps, paper.schedule) == (11752, 1175, "linear-to-zero")
     assert (iso.steps, iso.warmup_steps, iso.schedule) == (1907, 190, "linear")
     assert iso.num_tokens == pytest.approx(1e9, rel=1e-3)
 
 
-def test_recipes_have_the_hyperparameters_of_tables_3_and_4():
+def test_presets_have_the_hyperparameters_of_tables_3_and_4():
     for name, sp_lr in (("paper-610m", 2e-4), ("paper-iso", 6e-4)):
-        sp = recipe(name, "sp")
+        sp = preset(name, "sp")
         assert (sp.rule, sp.lr, sp.init_std) == ("sp", sp_lr, 0.02)
         for rule in ("mup", "smupar"):
-            config = recipe(name, rule)
+            config = preset(name, rule)
             assert (config.rule, config.base_width, config.lr, config.init_std) == (rule, 256, 1.62e-2, 0.08665602)
             assert (config.alpha_input, config.alpha_output) == (9.1705, 1.0951835)
-    assert (recipe("paper-610m").batch_size, recipe("paper-iso").batch_size) == (504, 256)
+    assert (preset("paper-610m").batch_size, preset("paper-iso").batch_size) == (504, 256)
 
 
-def test_unknown_recipe_raises_with_those_there_are():
-    with pytest.raises(ValueError, match="no recipe is called 'huge': choose one of demo, 610m, paper-610m, paper-iso"):
-        recipe("huge")
+def test_unknown_preset_raises_with_those_there_are():
+    with pytest.raises(ValueError, match="no preset is called 'huge': choose one of demo, 610m, paper-610m, paper-iso"):
+        preset("huge")
 
 
-def test_610m_recipe_is_the_paper_model_in_sizes_that_suit_a_gpu():
-    config, paper = recipe("610m"), recipe("paper-610m")
+def test_610m_preset_is_the_paper_model_in_sizes_that_suit_a_gpu():
+    config, paper = preset("610m"), preset("paper-610m")
     assert config.model.inner_width == 5440  # a multiple of 64
     assert config.model.vocab_size % 64 == 0
     assert not config.model.biases

@@ -988,7 +988,7 @@ def no_gpu(monkeypatch):
     monkeypatch.setattr(bench_gpu, "measure_machine", lambda: Machine(1e9, 1e9))
     monkeypatch.setattr(bench_gpu, "_peak_bytes", lambda call: (call(), 5_000_000)[1])
     monkeypatch.setattr(bench_gpu, "_captured", lambda call: call)
-    monkeypatch.setattr(bench_gpu, "_milliseconds", lambda call, num: (call(), 2.0)[1])
+    monkeypatch.setattr(bench_gpu, "_seconds", lambda call, num: (call(), 2e-3)[1])
     monkeypatch.setattr(bench_gpu, "gc", SimpleNamespace(collect=lambda: None))  # takes long in a process full of tests
 
 

@@ -10,35 +10,27 @@ import random
 import shutil
 import signal
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
 
 import smupar
 from smupar.cli import main
-from smupar.lm.config import ModelConfig, PrepareConfig, RunConfig
+from smupar.lm.config import Execution, ModelConfig, PrepareConfig, RunConfig
 from smupar.lm.files import locked
 from smupar.lm.folder import Summary
 from smupar.lm.prepare import prepare
+from smupar.lm.train import train
 from smupar.study.config import EngineConfig, TransferConfig
 from smupar.study.curves import Panel, Point, Series, draw_png
-from smupar.study.engines import execute, groups, largest_stack, settle
+from smupar.study.engines import Board, execute, groups, largest_stack, run_group, settle
+from smupar.study.optima import Curve, move_in_words, moved
 from smupar.study.report import write_report
 from smupar.study.space import grid, parse_axes, parse_axis
 from smupar.study.store import Study
-from smupar.study.transfer import (
-    Curve,
-    Verdict,
-    analyse,
-    axis_values,
-    more_seeds,
-    move_in_words,
-    moved,
-    panels,
-    proposals,
-    sentence,
-)
+from smupar.study.transfer import Verdict, analyse, axis_values, more_seeds, panels, proposals, sentence
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["smupar.study.engines"])
@@ -159,6 +151,77 @@ def test_diverged_runs_are_marked_and_hurt_nobody(tmp_path):
     assert [result.summary.status for result in results] == ["finished", "diverged", "finished"]
     assert math.isinf(results[1].loss)
     assert results[0].loss < 6
+
+
+def test_trainer_and_stack_tell_the_same_of_a_run(tmp_path):
+    calm, wild = (replace(TINY, optimizer="sgd", lr=lr, sparsity=0.5) for lr in (0.01, 1e12))
+    stacked = run(tmp_path / "study", "stacked", [calm, wild])
+    for config in (calm, wild):
+        out = tmp_path / config.id
+        alone = train(config, Execution(out=str(out), device="cpu", log_every=1, valid_every=TINY.steps, peak_tflops=1))
+        (result,) = stacked.results([config])
+        machine = {"folder": "", "seconds": 0.0, "tokens_per_second": 0.0}
+        assert_near(*(asdict(replace(summary, **machine)) for summary in (result.summary, alone)))
+        ours, theirs = (rows_of(folder) for folder in (stacked.runs / config.id, out))
+        assert len(ours) == len(theirs)
+        for mine, other in zip(ours, theirs, strict=True):
+            assert_near(mine | {"tokens_per_second": 0.0}, other | {"tokens_per_second": 0.0})
+    assert alone.status == "diverged"
+    assert (alone.train_loss, alone.valid_loss) == (None, None)
+    assert alone.steps == len(theirs) - 1  # the last row is that of the step whose loss is no number
+    assert theirs[-1]["loss"] is None
+
+
+def assert_near(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert ours[name] == (pytest.approx(value, rel=1e-4) if isinstance(value, float) else value), name
+
+
+def rows_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_rows_of_a_long_stack_are_means_and_their_last_one_is_validated(tmp_path):
+    config = replace(TINY, steps=120)
+    rows = rows_of(run(tmp_path / "study", "stacked", [config, replace(config, lr=0.02)]).runs / config.id)
+    assert [row["step"] for row in rows] == list(range(2, 121, 2))
+    alone = train(config, Execution(out=str(tmp_path / "run"), device="cpu", log_every=1, peak_tflops=1))
+    losses = {row["step"]: row["loss"] for row in rows_of(Path(alone.folder))}
+    assert [row["loss"] for row in rows] == pytest.approx(
+        [(losses[step - 1] + losses[step]) / 2 for step in range(2, 121, 2)], rel=1e-4
+    )
+    assert ["valid_loss" in row for row in rows] == [False] * 59 + [True]
+
+
+def test_losses_of_a_stack_are_fetched_every_fifty_steps(tmp_path):
+    seen = []
+
+    class Watched(Board):
+        def steps(self, num, running):
+            seen.append(num)
+
+    runs = [replace(TINY, steps=120, lr=lr) for lr in (0.01, 0.02)]
+    with Study.open(tmp_path / "study", {"kind": "x"}, "") as study:
+        run_group(study, runs, "stacked", torch.device("cpu"), Watched(2, 240))
+    assert seen == [100, 100, 40, 0]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_stack_that_a_signal_stops_begins_again(tmp_path, number, code):
+    folder, log = tmp_path / "study", tmp_path / "log"
+    argv = ["sweep", "lr=0.01,0.02", *TINY_FLAGS, "--width", "32", "--steps", "1000000", "--out", str(folder)]
+    process = PROCESSES.Process(target=_command, args=([*argv, "--engine", "stacked"], log))
+    process.start()
+    deadline = time.monotonic() + 60
+    while "2 runs, 0 of them done" not in (log.read_text() if log.exists() else ""):
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.01)
+    time.sleep(2)  # most likely it trains by now; what it says is the same if not
+    os.kill(process.pid, number)
+    process.join()
+    assert process.exitcode == code
+    assert "0 of 2 runs are done and kept; stacked ones that were running begin again" in log.read_text()
 
 
 # The store
@@ -418,7 +481,9 @@ def test_studies_without_sense_are_refused_before_they_start(command, message, t
 
 def test_values_that_are_given_twice_are_taken_once():
     config = TransferConfig(run=TINY, rules=("sp", "sp"), sparsities=(0.75, 0.75), widths=(64, 64))
-    assert (config.rules, config.sparsities, config.widths) == (("sp",), (0.75,), (64,))
+    once = TransferConfig(run=TINY, rules=("sp",), sparsities=(0.75,), widths=(64,))
+    assert config.normalised == once
+    assert proposals(config) == proposals(once)
 
 
 def test_mistaken_command_leaves_no_folder_behind(tmp_path, capsys):
@@ -590,8 +655,6 @@ def test_panels_share_a_legend_only_if_their_series_do(tmp_path, monkeypatch):
 
 
 def test_transfer_study_runs_from_end_to_end(tmp_path):
-    from dataclasses import asdict
-
     config = TransferConfig(run=TINY, rules=("sp", "smupar"), widths=(64,), sparsities=(0.75,), values=(0.002, 0.008, 0.03))
     with Study.open(tmp_path / "study", {"kind": "transfer", **asdict(config)}, "smupar transfer") as study:
         execute(study, proposals(config), engine="stacked", device="cpu")

@@ -22,8 +22,9 @@ from smupar.lm.config import ModelConfig, RunConfig
 from smupar.lm.gpt import build
 from smupar.lm.optimizers import make_optimizers
 from smupar.lm.step import next_token_loss
+from smupar.optimizers import family_of
 from smupar.rates import group_of_weight
-from smupar.rules import family_of
+from smupar.stepping import seam_of
 from smupar.updates.meter import NUM_TOKENS, UpdatesWarning
 from smupar.updates.trace import Guide, Trace, due, same_moment
 
@@ -127,6 +128,15 @@ def make_all(name, model, plan, *, lr=None, weight_decay=None, decay="independen
     rest = torch.optim.AdamW(smupar.param_groups(model, plan, lr=0.01, only="rest"))
     smupar.attach(model, plan, hidden)
     return [hidden, rest]
+
+
+def used_lrs(optimizer):
+    """The learning rates of hidden weights at the last step, by name: hooks of an optimizer run after the seam's."""
+    used = {}
+    optimizer.register_step_pre_hook(
+        lambda *_: used.update({name: float(group["lr"]) for name, group in group_of_weight(optimizer).items()})
+    )
+    return used
 
 
 def make_adamw(model, plan, lr=0.01, **settings):
@@ -380,15 +390,16 @@ def test_layers_that_store_in_before_out_are_measured():
 
 def test_layers_that_cannot_be_measured_warn_and_keep_the_factor_of_the_plan():
     model, plan = make(Attending)
-    plan.waive("attention_scale")
+    plan.settle("attention_scale")
     optimizer = make_adamw(model, plan)
     trace = Trace(4, [0, 1, 2, 3], {"mix.weight": [2.0] * 4}, {}, "adamw")
     with pytest.warns(UpdatesWarning, match=r"cannot be measured \(attention\.in_proj_weight"):
         follower = smupar.follow_updates(model, plan, optimizer, trace=trace)
+    used = used_lrs(optimizer)
     train(model, optimizer, range(3))
     assert follower.rates.measured.keys() == {"mix.weight"}
     for name in ("attention.in_proj_weight", "attention.out_proj.weight"):
-        assert group_of_weight(optimizer)[name]["applied_lr"] == 0.01 * plan[name].lr_factor("adam")
+        assert used[name] == 0.01 * plan[name].lr_factor("adam")
 
 
 def test_layer_that_gets_no_tokens_is_not_an_error_of_the_user():
@@ -598,10 +609,7 @@ def test_factor_is_in_force_during_a_step_and_gone_behind_it(proxy, kind):
     smupar.audit(model, plan, optimizer)
     make_scheduler = SCHEDULERS[kind]
     schedulers = [make_scheduler(one) for one in (optimizer, plain)] if make_scheduler else []
-    seen = {}
-    optimizer.register_step_pre_hook(
-        lambda one, *_: seen.update({name: group["lr"] for name, group in group_of_weight(one).items()})
-    )
+    seen = used_lrs(optimizer)
     for number in range(5):
         planned = {id(p): group["lr"] / group["lr_factor"] for group in plain.param_groups for p in group["params"]}
         base_lr = next(iter(planned.values()))
@@ -672,20 +680,20 @@ def test_measured_factor_takes_the_place_of_the_correction_of_gmp(proxy, correct
     gmp = smupar.GMP(model, plan, optimizer, density=0.25, stop=6, every=2, correction=correction)
     follower = smupar.follow_updates(model, plan, optimizer, trace=proxy)
     assert follower.rates is gmp.rates
+    used = used_lrs(optimizer)
     for number in range(8):
         measured = dict(follower.rates.measured)
         assert bool(measured) == (number > 0)
         train(model, optimizer, [number])
         gmp.step()
-        for name, group in group_of_weight(optimizer).items():
+        for name, lr in used.items():
             first = plan[name].lr_factor("adam") * (4.0 if correction == "fixed" else 1.0)
-            assert group["applied_lr"] == pytest.approx(0.01 * measured.get(name, first), rel=1e-9)
+            assert lr == pytest.approx(0.01 * measured.get(name, first), rel=1e-9)
     assert set(gmp.densities.values()) == {0.25}
     assert set(gmp.rates.corrections.values()) == {4.0}
     follower.remove()
     train(model, optimizer, [8])
-    for name, group in group_of_weight(optimizer).items():
-        assert group["applied_lr"] == pytest.approx(0.01 * plan[name].lr_factor("adam") * 4, rel=1e-9)
+    assert used == pytest.approx({name: 0.01 * plan[name].lr_factor("adam") * 4 for name in gmp.densities}, rel=1e-9)
 
 
 # Traces
@@ -1118,7 +1126,7 @@ def test_remove_takes_everything_away(proxy, follows):
     model, plan = make(density=0.25)
     names = list(model.state_dict())
     optimizer = make_adamw(model, plan)
-    num_hooks = len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)
+    used = used_lrs(optimizer)
     meter = start(model, plan, optimizer, proxy if follows else None)
     assert list(model.state_dict()) == names
     train(model, optimizer, range(2))
@@ -1128,10 +1136,9 @@ def test_remove_takes_everything_away(proxy, follows):
     before = copy.deepcopy(meter.trace)
     planned = {name: 0.01 * plan[name].lr_factor("adam") for name in meter.probes}
     train(model, optimizer, [2])
-    assert {name: group["applied_lr"] for name, group in group_of_weight(optimizer).items()} == pytest.approx(planned)
+    assert used == pytest.approx(planned)
     assert meter.trace == before
-    hooks = len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)
-    assert [after - at_first for after, at_first in zip(hooks, num_hooks, strict=True)] == [1, 1]  # those of the split groups
+    assert list(seam_of(optimizer).phases) == ["set_rates", "restore_rates"]  # those of the split groups
     again = start(model, plan, optimizer, proxy if follows else None)
     train(model, optimizer, [3])
     assert again.trace.at == [0]
@@ -1183,9 +1190,8 @@ def test_what_later_hooks_change_is_measured_whichever_came_first():
         muon = torch.optim.Muon(smupar.param_groups(model, plan, lr=0.02, optimizer="muon", only="hidden"), weight_decay=0)
         if meter_first:
             recorded = smupar.record_updates(model, plan, muon)
-            smupar.attach(model, plan, muon)  # masks what Muon mixed
+            smupar.attach(model, plan, muon)  # masks what Muon mixed, as happens without it
         else:
-            smupar.attach(model, plan, muon)
             recorded = smupar.record_updates(model, plan, muon)
         F.cross_entropy(model(torch.randn(128, 6)), torch.arange(128) % CLASSES).backward()
         muon.step()

@@ -166,7 +166,7 @@ def train(config, world):
     stepper = Stepper(config, Execution(device="cpu"), world, text())
     losses = [world.mean(stepper.step(step)).item() for step in range(config.steps)]
     state = stepper.state_dict()
-    return {"losses": losses, "trace": state["updates"]["trace"], "moving": repr(state), "sparsity": stepper.sparsity}
+    return {"losses": losses, "trace": state["updates"]["trace"], "moving": repr(state), "sparsity": stepper.sparsities}
 
 
 def gpt_runs(trace_file):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import statistics
-import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -23,6 +22,7 @@ from smupar.sparse.auto import training_step
 from smupar.sparse.convert import sparsify_storage
 from smupar.sparse.linear import SparseLinear
 from smupar.sparse.products import Torch
+from smupar.timing import in_turns, seconds_of
 
 DENSE, OURS = "dense fp32", "csr"
 PEERS = ("sparselab", "sparseprop")
@@ -87,16 +87,13 @@ def bench_gpt(config: ModelConfig, tokens: int, density: float, repeats: int) ->
             sparsify_storage(model, plan, backend="auto", tokens=tokens)
         models[side], optimizers[side] = model, torch.optim.AdamW(param_groups(model, plan, lr=1e-3))
 
-    def step(side: str) -> Callable[[], object]:
-        def one() -> None:
-            logits = models[side](text[:, :-1])
-            F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten()).backward()
-            optimizers[side].step()
-            optimizers[side].zero_grad()
+    def step(side: str) -> None:
+        logits = models[side](text[:, :-1])
+        F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten()).backward()
+        optimizers[side].step()
+        optimizers[side].zero_grad()
 
-        return one
-
-    seconds = _interleaved({side: step(side) for side in models}, repeats)
+    seconds = _interleaved({side: partial(step, side) for side in models}, repeats)
     held = {side: state_bytes(model.blocks, optimizers[side]) for side, model in models.items()}
     return [
         Row("gpt", config.width, tokens, density, side, *against_dense(seconds, held, side, DENSE), math.nan) for side in models
@@ -106,13 +103,7 @@ def bench_gpt(config: ModelConfig, tokens: int, density: float, repeats: int) ->
 def _interleaved(steps: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
     for step in steps.values():
         step()
-    times: dict[str, list[float]] = {side: [] for side in steps}
-    for _ in range(repeats):
-        for side, step in steps.items():
-            start = time.perf_counter()
-            step()
-            times[side].append(time.perf_counter() - start)
-    return {side: statistics.median(own) for side, own in times.items()}
+    return in_turns(steps, repeats, lambda _, step: seconds_of(step))
 
 
 def measure_machine() -> Machine:
@@ -120,12 +111,6 @@ def measure_machine() -> Machine:
     to, square = torch.empty_like(big), torch.randn(2048, 2048)
 
     def best(call: Callable[[], object]) -> float:
-        return min(_seconds(call) for _ in range(12))
+        return min(seconds_of(call) for _ in range(12))
 
     return Machine(2 * 4 * 2**26 / best(lambda: to.copy_(big)), 2 * 2048**3 / best(lambda: square @ square))
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start

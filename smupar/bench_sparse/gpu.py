@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import math
-import statistics
 import warnings
 from collections.abc import Callable, Iterator
 from fractions import Fraction
@@ -36,6 +35,7 @@ from smupar.sparse.backends import BACKENDS
 from smupar.sparse.convert import sparsify_storage
 from smupar.sparse.linear import SparseLinear
 from smupar.sparse.tiles import SlicedEll, Tiles, multiply, pack
+from smupar.timing import Call, gpu_seconds_of, in_turns
 
 DENSE, CAPTURED = "dense bf16", " captured"
 DENSITIES = (1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128)
@@ -43,21 +43,20 @@ WIDTHS = (1024, 2048, 4096, 8192)
 _BLOCK_DENSITIES = (1 / 4, 1 / 8, 1 / 32)
 _GPU = torch.device("cuda")
 _HALF = torch.bfloat16
-_ROUND_MS = 8.0  # of calls between two looks at the clock
+_ROUND_SECONDS = 8e-3  # of calls between two looks at the clock
 _DRAWN = 1024  # size of a 2:4 mask that is drawn; larger ones repeat it
 
-Call = Callable[[], object]
 _T = TypeVar("_T")
 
 
 def bench(
-    *,
-    repeats: int,
     widths: tuple[int, ...],
-    width: int,
     densities: tuple[float, ...],
     tokens: int,
+    *,
+    width: int,
     depth: int,
+    repeats: int,
     machine: Machine,
 ) -> Iterator[Part]:
     """Case by case. What cannot be measured here is noted and does not end it."""
@@ -281,25 +280,13 @@ def _captured(call: Call) -> Call:
 
 def _timed(calls: dict[str, Call], repeats: int) -> dict[str, float]:
     """Median seconds of a call; sides in turns, each several times between two looks at the clock."""
-    nums = {}
-    for side, call in calls.items():
-        nums[side] = min(50, max(2, round(_ROUND_MS / max(1e-3, _milliseconds(call, 2)))))
-    times: dict[str, list[float]] = {side: [] for side in calls}
-    for _ in range(repeats):
-        for side, call in calls.items():
-            times[side].append(_milliseconds(call, nums[side]) / 1e3)
-    return {side: statistics.median(own) for side, own in times.items()}
+    nums = {side: min(50, max(2, round(_ROUND_SECONDS / max(1e-6, _seconds(call, 2))))) for side, call in calls.items()}
+    return in_turns(calls, repeats, lambda side, call: _seconds(call, nums[side]))
 
 
-def _milliseconds(call: Call, num: int) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    start.record()
-    for _ in range(num):
-        call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / num
+def _seconds(call: Call, num: int) -> float:
+    torch.cuda.synchronize()  # so that the time the host takes to start the first call counts
+    return gpu_seconds_of(call, num)
 
 
 def measure_machine() -> Machine:
@@ -308,6 +295,6 @@ def measure_machine() -> Machine:
 
     def best(call: Call) -> float:
         call()
-        return min(_milliseconds(call, 5) for _ in range(3)) / 1e3
+        return min(_seconds(call, 5) for _ in range(3))
 
     return Machine(2 * 4 * 2**28 / best(lambda: to.copy_(big)), 2 * 8192**3 / best(lambda: square @ square))

@@ -42,21 +42,12 @@ def bench_sparse(
     folder = None if out is None else Path(out)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-    machine = gpu.measure_machine() if device == "cuda" else cpu.measure_machine()
     if device == "cuda":
-        parts = gpu.bench(
-            repeats=repeats,
-            widths=widths or gpu.WIDTHS,
-            width=width,
-            densities=densities or gpu.DENSITIES,
-            tokens=tokens or 16384,
-            depth=depth,
-            machine=machine,
-        )
+        machine, wanted = gpu.measure_machine(), (widths or gpu.WIDTHS, densities or gpu.DENSITIES, tokens or 16384)
+        parts = gpu.bench(*wanted, width=width, depth=depth, repeats=repeats, machine=machine)
     else:
-        cases = [(width, density) for density in densities or _DENSITIES]
-        cases += [(other, 1 / 32) for other in widths or _WIDTHS if (other, 1 / 32) not in cases]
-        parts = _on_cpu(cases, tokens or 2048, depth, repeats, machine, gpt)
+        machine, wanted = cpu.measure_machine(), (widths or _WIDTHS, densities or _DENSITIES, tokens or 2048)
+        parts = _on_cpu(*wanted, width=width, depth=depth, repeats=repeats, machine=machine, gpt=gpt)
     found = Part([], [])
     for part in parts:
         found.rows.extend(part.rows)
@@ -82,10 +73,20 @@ def _pick(device: str | None) -> str:
 
 
 def _on_cpu(
-    cases: list[tuple[int, float]], tokens: int, depth: int, repeats: int, machine: Machine, gpt: ModelConfig | None
+    widths: tuple[int, ...],
+    densities: tuple[float, ...],
+    tokens: int,
+    *,
+    width: int,
+    depth: int,
+    repeats: int,
+    machine: Machine,
+    gpt: ModelConfig | None,
 ) -> Iterator[Part]:
-    for width, density in tqdm(cases, desc="bench", leave=False):
-        yield Part(cpu.bench_layers(width, density, tokens, depth, repeats, machine), [])
+    cases = [(width, density) for density in densities]
+    cases += [(other, 1 / 32) for other in widths if (other, 1 / 32) not in cases]
+    for at_width, density in tqdm(cases, desc="bench", leave=False):
+        yield Part(cpu.bench_layers(at_width, density, tokens, depth, repeats, machine), [])
     if gpt is not None:
         yield Part(cpu.bench_gpt(gpt, tokens, 1 / 32, repeats), [])
 

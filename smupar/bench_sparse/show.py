@@ -10,6 +10,7 @@ import torch
 
 from smupar.bench_sparse import cpu, gpu
 from smupar.bench_sparse.rows import Machine, Part, Row
+from smupar.pictures import new_figure
 from smupar.sparse.compiled import NoKernel, library
 
 
@@ -65,11 +66,7 @@ def _line(row: Row, long: int, on_gpu: bool) -> str:
 def draw(rows: list[Row], width: int) -> Any:
     """Time against density at one width, and against width at one density, with the floor; dense at that one width takes 1.
     Of training steps on a CPU, of a layer's passes on a GPU."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("the picture needs matplotlib: pip install 'smupar[plot]'") from error
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    figure = new_figure(figsize=(11, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     on_gpu = any(row.what == "layer" for row in rows)
     what, dense, density = ("layer", gpu.DENSE, 1 / 128) if on_gpu else ("layers", cpu.DENSE, 1 / 32)
@@ -80,27 +77,32 @@ def draw(rows: list[Row], width: int) -> Any:
     at_density = [row for row in shown if row.density == density or row.side.startswith("2:4")]
     plain = dict.fromkeys(row.side.removesuffix(gpu.CAPTURED) for row in [*at_width, *at_density])
     colors = {side: f"C{number}" for number, side in enumerate(plain)}
-    for panel, axis, chosen in ((left, "density", at_width), (right, "width", at_density)):
-        for side in dict.fromkeys(row.side for row in chosen):
-            points = sorted((getattr(row, axis), row.seconds / unit) for row in chosen if row.side == side)
-            label, color = "smupar csr" if side == cpu.OURS and not on_gpu else side, colors[side.removesuffix(gpu.CAPTURED)]
-            line = ":" if side.endswith(gpu.CAPTURED) else "-"
-            panel.plot(*zip(*points, strict=True), marker="o", markersize=4, color=color, linestyle=line, label=label)
-        floor = sorted((getattr(row, axis), row.floor_seconds / unit) for row in chosen if row.side == cpu.OURS)
-        panel.plot(*zip(*floor, strict=True), color="black", linestyle="--", label="floor of csr")
-        panel.set_xscale("log", base=2)
-        panel.set_yscale("log", base=2)
-        panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}" if value >= 1 else f"1/{1 / value:g}")
-        panel.grid(True, alpha=0.3)
-        ticks = [x for x, _ in floor]
-        panel.set_xticks(ticks, [f"1/{round(1 / x)}" if axis == "density" else str(x) for x in ticks])
-        panel.minorticks_off()
-        panel.set_xlabel(axis)
+    _draw_sides(left, "density", at_width, unit, colors, cpu.OURS if on_gpu else "smupar csr")
+    _draw_sides(right, "width", at_density, unit, colors, cpu.OURS if on_gpu else "smupar csr")
     left.invert_xaxis()  # sparser to the right
-    one = "forward and backward" if on_gpu else "time of a training step"
-    left.set_ylabel(f"{one}, {dense} at {width} = 1" if units else f"{one}, seconds")
+    what_ran = "forward and backward" if on_gpu else "time of a training step"
+    left.set_ylabel(f"{what_ran}, {dense} at {width} = 1" if units else f"{what_ran}, seconds")
     left.set_title(f"width {width}", fontsize=10)
     right.set_title(f"density 1/{round(1 / density)}{', and 2:4' if on_gpu else ''}", fontsize=10)
     if at_density:
         figure.legend(*right.get_legend_handles_labels(), loc="outside right center", fontsize=8)
     return figure
+
+
+def _draw_sides(panel: Any, axis: str, chosen: list[Row], unit: float, colors: dict[str, str], ours: str) -> None:
+    """A line for each side over one axis, and the floor of csr, which is called ``ours``."""
+    for side in dict.fromkeys(row.side for row in chosen):
+        points = sorted((getattr(row, axis), row.seconds / unit) for row in chosen if row.side == side)
+        label, color = ours if side == cpu.OURS else side, colors[side.removesuffix(gpu.CAPTURED)]
+        line = ":" if side.endswith(gpu.CAPTURED) else "-"
+        panel.plot(*zip(*points, strict=True), marker="o", markersize=4, color=color, linestyle=line, label=label)
+    floor = sorted((getattr(row, axis), row.floor_seconds / unit) for row in chosen if row.side == cpu.OURS)
+    panel.plot(*zip(*floor, strict=True), color="black", linestyle="--", label="floor of csr")
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log", base=2)
+    panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}" if value >= 1 else f"1/{1 / value:g}")
+    panel.grid(True, alpha=0.3)
+    ticks = [x for x, _ in floor]
+    panel.set_xticks(ticks, [f"1/{round(1 / x)}" if axis == "density" else str(x) for x in ticks])
+    panel.minorticks_off()
+    panel.set_xlabel(axis)

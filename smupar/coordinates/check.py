@@ -1,4 +1,8 @@
-"""``coord_check``: trains the same few steps at every width and density under every rule, and compares sizes."""
+"""``coord_check``: trains the same few steps at every width and density under every rule, and compares sizes.
+
+Its loop is not the trainer's (lm/loop.py). It has the user's model, loss and batches; it looks inside each step, before and
+after the update, so nothing can run ahead; and what is left of a run are sizes, not a model, losses or a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import islice, product
 from typing import Any, SupportsIndex, Unpack
 
@@ -15,15 +19,18 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from smupar.apply import optimizers, parameterize
-from smupar.auditing import Finding, differences
-from smupar.coordinates.measure import JUDGED, Reading, Recorder
+from smupar.apply import parameterize
+from smupar.auditing import Finding, differences, unsettled
+from smupar.coordinates.measure import JUDGED, Recorder
 from smupar.coordinates.report import Report
+from smupar.layers import kind_of
+from smupar.masks import parse_pattern
 from smupar.optim import LRRatioWarning, param_groups, ratio_problem, wrong_groups
 from smupar.plan import Plan
 from smupar.planner import PlanWarning, Settings
 from smupar.rules import get_rule
-from smupar.tensors import is_lookup, parent_path
+from smupar.stepping import optimizers
+from smupar.tensors import parent_path
 
 MakeModel = Callable[[int], nn.Module]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -74,64 +81,87 @@ def coord_check(
     allocation    density -> what ``parameterize`` takes as density, such as smupar.erk
     settings      as for ``parameterize``
     """
+    training = _Training(loss_fn, optimizer, lr, weight_decay, scheduler, prepare, allocation, settings)
+    rule_list = (rules,) if isinstance(rules, str) else tuple(rules)
+    training.refuse(rule_list, densities)
     seed_list = tuple(range(int(seeds))) if isinstance(seeds, SupportsIndex) else tuple(int(seed) for seed in seeds)
     if not seed_list or steps < 1:
         raise ValueError(f"steps and seeds must be at least 1, got steps={steps}, seeds={seeds!r}")
-    rules = (rules,) if isinstance(rules, str) else rules
-    if not rules:
-        raise ValueError("rules is empty: name at least one, such as rules=['smupar']")
-    for rule in rules:
-        get_rule(rule)
-        if isinstance(lr, Mapping) and rule not in lr:
-            raise ValueError(f"lr has no learning rate for the rule {rule!r}: it has {', '.join(lr)}")
-    taken_by_grid = settings.keys() & {"rule", "density", "seed", "delta"}
-    if taken_by_grid:
-        raise TypeError(f"{sorted(taken_by_grid)[0]!r} is set by the grid: use rules=, densities=, seeds= and widths=")
-    if settings.get("pattern") == "neuron" and len(set(_listed(densities))) > 1:
-        raise ValueError(
-            "pattern 'neuron' is not compared over densities: outputs of dead neurons are 0 and would count. What is left is "
-            "the narrower dense network: pass widths instead, at one density"
-        )
     taken = list(islice(batches, steps))
     if len(taken) < steps:
         raise ValueError(
             f"batches ran out: {steps} steps need as many batches, there are {len(taken)}; pass more, or fewer steps"
         )
     with torch.random.fork_rng():
-        width_list = tuple(int(width) for width in _listed(widths)) or (int(base_width),)
-        grid = _Grid(make_model, int(base_width), width_list, tuple(float(density) for density in _listed(densities)))
-    cells = [Cell(*cell) for cell in product(rules, grid.widths, grid.densities, seed_list)]
-    readings: list[Reading] = []
-    faults: dict[Cell, list[Finding]] = {}
-    plans: dict[tuple[str, int, float], Plan] = {}
-    for cell in tqdm(cells, desc="coordinate check", unit="run", disable=not progress, file=sys.stderr, leave=False):
-        run = _Run(cell, grid, loss_fn, prepare, dict(settings, seed=cell.seed), allocation)
-        with torch.random.fork_rng(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", PlanWarning)  # the report says it once
-            warnings.simplefilter("ignore", LRRatioWarning)
-            torch.manual_seed(cell.seed)
-            run.build(optimizer, lr[cell.rule] if isinstance(lr, Mapping) else lr, weight_decay, scheduler)
-            run.train(taken)
-        readings += run.recorder.readings(rule=cell.rule, width=cell.width, density=cell.density, seed=cell.seed)
-        faults[cell] = run.faults
-        plans.setdefault((cell.rule, cell.width, cell.density), run.plan)
+        grid = _Grid(make_model, int(base_width), widths, densities)
+    cells = [Cell(*cell) for cell in product(rule_list, grid.widths, grid.densities, seed_list)]
+    shown = tqdm(cells, desc="coordinate check", unit="run", disable=not progress, file=sys.stderr, leave=False)
+    runs = [_Run(cell, grid, training).carried_out(taken) for cell in shown]
+    readings = [reading for run in runs for reading in run.readings]
     if not any(reading.quantity in JUDGED for reading in readings):
         raise ValueError("nothing could be measured: none of the model's layers is called as a module and returns a tensor")
-    return Report(readings, faults={_label(cell): found for cell, found in faults.items() if found}, plans=plans)
+    plans: dict[tuple[str, int, float], Plan] = {}
+    for run in runs:
+        plans.setdefault((run.cell.rule, run.cell.width, run.cell.density), run.plan)
+    return Report(readings, faults={astuple(run.cell): run.faults for run in runs if run.faults}, plans=plans)
 
 
 def _listed(value: Any) -> Iterable[Any]:
     return value if isinstance(value, Iterable) else (value,)
 
 
-def _label(cell: Cell) -> tuple[str, int, float, int]:
-    return cell.rule, cell.width, cell.density, cell.seed
+@dataclass(frozen=True)
+class _Training:
+    """How every model of the grid is made and trained."""
+
+    loss_fn: Callable[[nn.Module, Any], Tensor]
+    optimizer: MakeOptimizer
+    lr: float | Mapping[str, float]
+    weight_decay: float
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None
+    prepare: Callable[[nn.Module, Plan], None] | None
+    allocation: Callable[[float], Any] | None
+    settings: Settings
+
+    def refuse(self, rules: tuple[str, ...], densities: float | Sequence[float]) -> None:
+        """What makes no sense, before anything runs."""
+        if not rules:
+            raise ValueError("rules is empty: name at least one, such as rules=['smupar']")
+        for rule in rules:
+            get_rule(rule)
+            if isinstance(self.lr, Mapping) and rule not in self.lr:
+                raise ValueError(f"lr has no learning rate for the rule {rule!r}: it has {', '.join(self.lr)}")
+        taken_by_grid = self.settings.keys() & {"rule", "density", "seed", "delta"}
+        if taken_by_grid:
+            raise TypeError(f"{sorted(taken_by_grid)[0]!r} is set by the grid: use rules=, densities=, seeds= and widths=")
+        if parse_pattern(self.settings.get("pattern", "random")).whole_neurons and len(set(_listed(densities))) > 1:
+            raise ValueError(
+                "pattern 'neuron' is not compared over densities: outputs of dead neurons are 0 and would count. What is left "
+                "is the narrower dense network: pass widths instead, at one density"
+            )
+
+    def density(self, cell: Cell) -> Any:
+        return self.allocation(cell.density) if self.allocation is not None and cell.density < 1 else cell.density
+
+    def optimizers(self, model: nn.Module, plan: Plan) -> list[torch.optim.Optimizer]:
+        if isinstance(self.optimizer, type):
+            lr = self.lr[plan.rule] if isinstance(self.lr, Mapping) else self.lr
+            groups = param_groups(model, plan, lr=lr, weight_decay=self.weight_decay, optimizer=self.optimizer)
+            return [self.optimizer(groups)]
+        made = optimizers(self.optimizer(model, plan))
+        if not made:
+            raise ValueError("the optimizer function returned no optimizer: it must return one, or a list of them")
+        return made
 
 
 class _Grid:
     """The models to compare, checked before anything runs."""
 
-    def __init__(self, make_model: MakeModel, base_width: int, widths: tuple[int, ...], densities: tuple[float, ...]) -> None:
+    def __init__(
+        self, make_model: MakeModel, base_width: int, width: int | Sequence[int], density: float | Sequence[float]
+    ) -> None:
+        widths = tuple(int(width) for width in _listed(width)) or (base_width,)
+        densities = tuple(float(density) for density in _listed(density))
         if len(set(widths)) < 2 and len(set(densities)) < 2:
             raise ValueError(
                 f"nothing to compare: widths={list(widths)} and densities={list(densities)} have one point each; "
@@ -163,42 +193,39 @@ def _shapes(model: nn.Module) -> list[tuple[int, ...]]:
 
 
 class _Run:
-    def __init__(
-        self,
-        cell: Cell,
-        grid: _Grid,
-        loss_fn: Callable[[nn.Module, Any], Tensor],
-        prepare: Callable[[nn.Module, Plan], None] | None,
-        settings: dict[str, Any],
-        allocation: Callable[[float], Any] | None,
-    ) -> None:
-        self.cell, self.grid, self.loss_fn, self.prepare = cell, grid, loss_fn, prepare
-        density = allocation(cell.density) if allocation is not None and cell.density < 1 else cell.density
-        self.settings = {**settings, "rule": cell.rule, "density": density}
+    def __init__(self, cell: Cell, grid: _Grid, training: _Training) -> None:
+        self.cell, self.grid, self.training = cell, grid, training
         self.faults: list[Finding] = []
 
-    def build(
-        self, optimizer: MakeOptimizer, lr: float, weight_decay: float, scheduler: Callable[[torch.optim.Optimizer], Any] | None
-    ) -> None:
-        self.model = self.grid.make_model(self.cell.width)
-        delta = self.grid.delta if self.cell.width == self.grid.base_width else None
-        self.plan = parameterize(self.model, base=self.grid.base, delta=delta, reset=False, **self.settings)
-        if self.prepare is not None:
-            self.prepare(self.model, self.plan)
-        if isinstance(optimizer, type):
-            groups = param_groups(self.model, self.plan, lr=lr, weight_decay=weight_decay, optimizer=optimizer)
-            self.optimizers = [optimizer(groups)]
-        else:
-            self.optimizers = optimizers(optimizer(self.model, self.plan))
-        if not self.optimizers:
-            raise ValueError("the optimizer function returned no optimizer: it must return one, or a list of them")
-        self.schedulers = [scheduler(one) for one in self.optimizers] if scheduler is not None else []
+    def carried_out(self, batches: list[Any]) -> _Run:
+        with torch.random.fork_rng(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", PlanWarning)  # the report says it once
+            warnings.simplefilter("ignore", LRRatioWarning)
+            torch.manual_seed(self.cell.seed)
+            self.build()
+            self.train(batches)
+        self.readings = self.recorder.readings(**vars(self.cell))
+        # A report needs neither models nor optimizers: those of a large grid would not fit into memory together.
+        del self.model, self.recorder, self.optimizers, self.schedulers
+        return self
+
+    def build(self) -> None:
+        cell, grid, training = self.cell, self.grid, self.training
+        self.model = grid.make_model(cell.width)
+        delta = grid.delta if cell.width == grid.base_width else None
+        own: Settings = {"rule": cell.rule, "density": training.density(cell), "seed": cell.seed, "delta": delta}
+        settings: Settings = {**training.settings, **own}
+        self.plan = parameterize(self.model, base=grid.base, reset=False, **settings)
+        if training.prepare is not None:
+            training.prepare(self.model, self.plan)
+        self.optimizers = training.optimizers(self.model, self.plan)
+        self.schedulers = [training.scheduler(each) for each in self.optimizers] if training.scheduler is not None else []
         self.faults += differences(self.model, self.plan, self.optimizers)
-        self.faults += [Finding(text, name.replace("_", " ")) for name, text in self.plan.pending.items()]
+        self.faults += [Finding(text, name.replace("_", " ")) for name, text in unsettled(self.model, self.plan).items()]
         self.faults += [
             Finding(f"{row.name!r} is a lookup table with the role hidden", "embedding as hidden", row.name)
             for row in self.plan
-            if row.role == "hidden" and is_lookup(self.model.get_submodule(parent_path(row.name)))
+            if row.role == "hidden" and kind_of(self.model.get_submodule(parent_path(row.name))).is_lookup
         ]
         self.faults += _decay_faults(self.optimizers)
         self.recorder = Recorder(self.model, self.plan)
@@ -213,11 +240,11 @@ class _Run:
                 break
             loss.backward()
             weights = self.recorder.before_update()
-            for one in self.optimizers:
-                one.step()
-                one.zero_grad()
-            for one in self.schedulers:
-                one.step()
+            for optimizer in self.optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            for scheduler in self.schedulers:
+                scheduler.step()
             self.recorder.after_update(weights)
             self._probe(batches[0])
         self.recorder.close()
@@ -240,13 +267,13 @@ class _Run:
         kept = [{name: buffer.clone() for name, buffer in module.named_buffers(recurse=False)} for module in norms]
         with self.recorder.probe(), torch.random.fork_rng():
             torch.manual_seed(0)
-            self.loss_fn(self.model, copy(batch))
+            self.training.loss_fn(self.model, copy(batch))
         for module, buffers in zip(norms, kept, strict=True):
             for name, buffer in buffers.items():
                 getattr(module, name).copy_(buffer)
 
     def _loss(self, batch: Any, step: int) -> Tensor | None:
-        loss = self.loss_fn(self.model, copy(batch))
+        loss = self.training.loss_fn(self.model, copy(batch))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"loss_fn must return a scalar tensor, got {shape}; reduce it, e.g. with .mean()")
@@ -267,10 +294,10 @@ class _Run:
     def _note_erased_ratios(self, step: int) -> None:
         if any(finding.cause in ("LR", "scheduler") for finding in self.faults):
             return
-        for one in self.optimizers:
-            problem = ratio_problem(one)
+        for optimizer in self.optimizers:
+            problem = ratio_problem(optimizer)
             if problem:
-                names = " | ".join(group["name"] for group in wrong_groups(one)[1])
+                names = " | ".join(group["name"] for group in wrong_groups(optimizer)[1])
                 self.faults.append(Finding(f"from step {step}: {problem}", "scheduler", names))
 
 

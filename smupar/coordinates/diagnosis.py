@@ -13,7 +13,6 @@ from smupar.auditing import Finding
 from smupar.coordinates.measure import GRAD_X
 from smupar.coordinates.verdict import FAIL, LATER, Slope, decides
 from smupar.plan import Plan
-from smupar.planner import MIN_WEIGHTS_PER_NEURON
 from smupar.roles import layer_glob
 from smupar.rules import get_rule
 
@@ -25,7 +24,7 @@ REMEDIES = {
     "scheduler": "LR erased by a scheduler: use one that multiplies (LambdaLR; CosineAnnealingLR with eta_min=0; OneCycleLR "
     "with a list of max_lr)",
     "attention scale": "attention scale missing: set your model's scale to plan.attention_scale(head_dim) in prepare, "
-    "or plan.waive('attention_scale')",
+    "and plan.settle('attention_scale')",
     "output factor": "output factor missing: call smupar.attach(model, plan), or multiply logits made by hand by "
     "plan.output_factor",
     "input factor": "input factor missing: call smupar.attach(model, plan), or multiply by alpha_input yourself",
@@ -113,7 +112,7 @@ def _thin(rule: str, plans: Mapping[tuple[str, int, float], Plan]) -> list[Diagn
     seen = {}
     for (_, width, density), plan in plans.items():
         for note in plan.notes:
-            if f"fewer than {MIN_WEIGHTS_PER_NEURON} weights per neuron" in note:
+            if note.kind == "thin":
                 seen[f"width {width}, density {density:g}"] = note
     return [Diagnosis(rule, "thin", (), f"At {'; '.join(seen)}: {next(iter(seen.values()))}")] if seen else []
 

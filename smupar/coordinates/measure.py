@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from smupar.apply import FACTOR
+from smupar.layers import IMAGES, kind_of
 from smupar.plan import Plan
-from smupar.tensors import is_layer, is_lookup, parent_path
+from smupar.tensors import parent_path
 
 MAX_ROWS = 256
 MAX_IMAGES = 8  # of a convolution, whose rows are all positions of an image
@@ -142,15 +143,16 @@ class Recorder:
         weights = {}
         for path, (name, _) in self.layers.items():
             module = self.model.get_submodule(path)
+            kind = kind_of(module)
             weight_grad = parameters[name].grad
             if weight_grad is not None:
                 self._note(path, GRAD_W, weight_grad)
             weights[name] = parameters[name].detach().clone()
-            if path in self._inputs and path in self._output_grads and not is_lookup(module):
+            if path in self._inputs and path in self._output_grads and not kind.is_lookup:
                 dtype = parameters[name].dtype  # autocast may have run the layer in another
                 with torch.enable_grad():
                     x = self._inputs[path].to(dtype).requires_grad_()
-                    (grad,) = torch.autograd.grad(module.forward(x), x, self._output_grads[path].to(dtype))
+                    (grad,) = torch.autograd.grad(kind.output(module, x), x, self._output_grads[path].to(dtype))
                 self._inputs[path] = x.detach()
                 self._note(path, GRAD_X, grad * getattr(module, FACTOR, 1.0) / self.plan.output_factor)
         return weights
@@ -162,8 +164,9 @@ class Recorder:
         for path, (name, _) in self.layers.items():
             if path in self._inputs:
                 module = self.model.get_submodule(path)
-                effect = _effect(module, parameters[name], parameters[name].detach() - weights[name], self._inputs[path])
-                self._note(path, DY, effect * getattr(module, FACTOR, 1.0) if is_lookup(module) else effect)
+                kind, change = kind_of(module), parameters[name].detach() - weights[name]
+                effect = kind.effect(module, parameters[name], change, self._inputs[path])
+                self._note(path, DY, effect * getattr(module, FACTOR, 1.0) if kind.is_lookup else effect)
         self._inputs.clear()
         self._output_grads.clear()
         self._seen.clear()
@@ -209,35 +212,22 @@ def _layers(model: nn.Module, plan: Plan) -> Iterator[tuple[str, str, str]]:
     """(module path, weight name, role) of the layers that are linear in their weight."""
     for row in plan:
         uses = [path for path, _ in row.forward] or [parent_path(row.name)]
-        for number, path in enumerate(uses):
-            module = model.get_submodule(path)
-            known = is_layer(module) and not isinstance(module, nn.EmbeddingBag)
-            if row.role in ("embedding", "hidden", "unembedding") and known and getattr(module, "weight", None) is not None:
-                reads_table = number > 0 and is_lookup(model.get_submodule(uses[0])) and not is_lookup(module)
-                tied_readout = row.role == "embedding" and reads_table
+        kinds = {path: kind_of(model.get_submodule(path)) for path in uses}
+        for path, kind in kinds.items():
+            # Another parameter of the layer than its weight is not what the layer multiplies by.
+            is_other = parent_path(row.name) == path and not kind.owns(row.name.rpartition(".")[2])
+            if row.role in ("embedding", "hidden", "unembedding") and kind.is_measured and not is_other:
+                tied_readout = row.role == "embedding" and kinds[uses[0]].is_lookup and not kind.is_lookup
                 yield path, row.name, "unembedding" if tied_readout else row.role
-
-
-def _effect(module: nn.Module, parameter: nn.Parameter, change: Tensor, x: Tensor) -> Tensor:
-    """The layer's output on ``x`` with ``change`` as its weight and no bias; its hooks have acted on x already."""
-    bias = getattr(module, "bias", None)
-    kept = parameter.data, None if bias is None else bias.data
-    try:
-        parameter.data = change
-        if bias is not None:
-            bias.data = torch.zeros_like(bias)
-        return module.forward(x)
-    finally:
-        parameter.data = kept[0]
-        if bias is not None:
-            bias.data = kept[1]
 
 
 def _rows(module: nn.Module, values: Tensor, *, output: bool = False) -> Tensor:
     """Up to MAX_ROWS rows of a layer's input or output, the same rows of both."""
-    if isinstance(module, nn.modules.conv._ConvNd):
-        return values[:MAX_IMAGES].clone() if values.ndim == module.weight.ndim else values.clone()  # one image has no batch
-    rows = values.flatten() if is_lookup(module) and not output else values.reshape(-1, values.shape[-1])
+    kind = kind_of(module)
+    if kind.reads == IMAGES:
+        batched = values.ndim == module.weight.ndim  # one image has no batch
+        return values[:MAX_IMAGES].clone() if batched else values.clone()
+    rows = values.flatten() if kind.is_lookup and not output else values.reshape(-1, values.shape[-1])
     return rows[_spread(len(rows)).to(rows.device)]
 
 

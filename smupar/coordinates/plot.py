@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
+from smupar.pictures import new_figure
 from smupar.rules import get_rule
 
 if TYPE_CHECKING:
@@ -14,15 +15,11 @@ if TYPE_CHECKING:
 
 def draw(report: Report, quantities: tuple[str, ...]) -> Any:
     """Rows are quantities, columns rules (one block of columns for each axis); lines are steps, from dark to light."""
-    try:
-        from matplotlib.cm import ScalarMappable
-        from matplotlib.colors import Normalize
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("the picture needs matplotlib: pip install 'smupar[plot]'") from error
-
     panels = [(axis, rule) for axis in _axes(report) for rule in report.rules]
-    figure = Figure(figsize=(3.1 * len(panels) + 1.2, 2.4 * len(quantities) + 0.8), layout="constrained")
+    figure = new_figure(figsize=(3.1 * len(panels) + 1.2, 2.4 * len(quantities) + 0.8), layout="constrained")
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
     grid = figure.subplots(len(quantities), len(panels), sharey="row", squeeze=False)
     steps = sorted({reading.step for reading in report.readings if reading.step > 0})
     colours: Any = ScalarMappable(Normalize(steps[0], steps[-1] + 1), "cividis")  # also safe for the colour-blind

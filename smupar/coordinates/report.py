@@ -7,7 +7,7 @@ import html
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,20 +67,24 @@ class Report:
         return "\n".join(line for rule in self.rules for line in self._explain(rule))
 
     def _explain(self, rule: str) -> list[str]:
-        own = [slope for slope in self.slopes if slope.rule == rule and slope.quantity in JUDGED]
+        judged = [slope for slope in self.slopes if slope.rule == rule and slope.quantity in JUDGED]
         verdict, title = self.verdicts[rule], get_rule(rule).title
-        steps, seeds = max(slope.step for slope in own), max(slope.num_seeds for slope in own)
-        own = [slope for slope in own if decides(slope)]
-        places = len({slope.place for slope in own})
-        lines = [f"{title}: {verdict.upper()} over {_axes(own)} ({places} layers and blocks, {steps} steps, {seeds} seeds)"]
-        passing = [slope for slope in own if slope.verdict == PASS]
+        steps, seeds = max(slope.step for slope in judged), max(slope.num_seeds for slope in judged)
+        deciding = [slope for slope in judged if decides(slope)]
+        places = len({slope.place for slope in deciding})
+        lines = [
+            f"{title}: {verdict.upper()} over {_axes(deciding)} ({places} layers and blocks, {steps} steps, {seeds} seeds)"
+        ]
+        passing = [slope for slope in deciding if slope.verdict == PASS]
         if verdict == PASS and passing:
             lines.append(f"  largest slope: {_told(max(passing, key=_excess))}")
         if verdict == UNCLEAR:
-            lines.append(_unclear([slope for slope in own if slope.verdict == UNCLEAR], seeds))
-        lines += [line for quantity in JUDGED for line in _failures(own, quantity)]
-        found = [diagnosis for diagnosis in self.diagnoses if diagnosis.rule == rule]
-        return lines + [f"  {'note' if diagnosis.is_caution else 'likely cause'}: {diagnosis}" for diagnosis in found]
+            lines.append(_unclear([slope for slope in deciding if slope.verdict == UNCLEAR], seeds))
+        for quantity in JUDGED:
+            failing = [slope for slope in deciding if slope.quantity == quantity and slope.verdict == FAIL]
+            lines += [_failing(quantity, failing)] if failing else []
+        own = [diagnosis for diagnosis in self.diagnoses if diagnosis.rule == rule]
+        return lines + [f"  {'note' if diagnosis.is_caution else 'likely cause'}: {diagnosis}" for diagnosis in own]
 
     # Files
 
@@ -121,25 +125,22 @@ def _finite(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in fields.items()}
 
 
-def _unclear(between: Sequence[Slope], seeds: int) -> str:
-    """What to do about slopes that are neither small nor large."""
-    worst = max(between, key=_excess)
+def _unclear(unclear: list[Slope], seeds: int) -> str:
+    worst = max(unclear, key=_excess)
     certain = worst.ci == worst.ci and abs(worst.slope) - worst.ci > thresholds(worst)[0]
-    remedy = f"run more seeds (now {seeds})"
-    if certain:
-        remedy = "a drift that more seeds will not change; a longer axis, larger batches or more weights per neuron would"
-    return f"  {len(between)} slopes are neither small nor large, such as {_told(worst)}: {remedy}"
+    remedy = (
+        "a drift that more seeds will not change; a longer axis, larger batches or more weights per neuron would"
+        if certain
+        else f"run more seeds (now {seeds})"
+    )
+    return f"  {len(unclear)} slopes are neither small nor large, such as {_told(worst)}: {remedy}"
 
 
-def _failures(own: Sequence[Slope], quantity: str) -> list[str]:
-    """A line for a quantity that fails somewhere: from which step, where, and the worst place."""
-    failing = [slope for slope in own if slope.quantity == quantity and slope.verdict == FAIL]
-    if not failing:
-        return []
+def _failing(quantity: str, failing: list[Slope]) -> str:
     first = 1 if any(slope.step == 1 for slope in failing) else 2
-    failed = folded(failing)
-    shown = ", ".join(failed[:3]) + (f" and {len(failed) - 3} more" if len(failed) > 3 else "")
-    return [f"  {quantity} from step {first} in {shown}; worst {_told(max(failing, key=_excess))}"]
+    places = folded(failing)
+    shown = ", ".join(places[:3]) + (f" and {len(places) - 3} more" if len(places) > 3 else "")
+    return f"  {quantity} from step {first} in {shown}; worst {_told(max(failing, key=_excess))}"
 
 
 def _axes(own: list[Slope]) -> str:

@@ -60,39 +60,51 @@ def slopes(readings: Iterable[Reading]) -> list[Slope]:
     return found
 
 
+@dataclass(frozen=True)
+class Series:
+    """Sizes of one quantity in one place at one step, over the values of an axis."""
+
+    rule: str
+    at: float  # the value of the other axis
+    place: str
+    kind: str
+    role: str
+    quantity: str
+    step: int  # or LATER
+
+
 def _fitted(readings: list[Reading], axis: str) -> list[tuple[Slope, list[float]]]:
+    """Each series' mean slope, with the slopes of its seeds."""
+    by_seed = _slopes_by_seed(readings, axis)
+    later: dict[Series, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for series, slope_of in by_seed.items():
+        for seed, slope in slope_of.items():
+            if series.step > 1:
+                later[replace(series, step=LATER)][seed].append(slope)
+    means = {series: {seed: _mean(steps) for seed, steps in of_seed.items()} for series, of_seed in later.items()}
+    return [
+        (Slope(axis=axis, **vars(series), slope=_mean(seeds), ci=math.nan, num_seeds=len(seeds)), seeds)
+        for series, slope_of in {**by_seed, **means}.items()
+        if (seeds := list(slope_of.values()))
+    ]
+
+
+def _slopes_by_seed(readings: list[Reading], axis: str) -> dict[Series, dict[int, float]]:
     other = "density" if axis == "width" else "width"
-    series: dict[tuple[object, ...], dict[int, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    points: dict[Series, dict[int, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for reading in readings:
         if reading.rms > 0 and math.isfinite(reading.rms):  # a zero-initialised readout: nothing to see before its first step
-            key = (
-                reading.rule,
-                getattr(reading, other),
-                reading.place,
-                reading.kind,
-                reading.role,
-                reading.quantity,
-                reading.step,
-            )
-            series[key][reading.seed].append((math.log2(getattr(reading, axis)), math.log2(reading.rms)))
-    by_step = {
-        key: {seed: _fit(points) for seed, points in by_seed.items() if len({x for x, _ in points}) > 1}
-        for key, by_seed in series.items()
+            where = reading.place, reading.kind, reading.role, reading.quantity, reading.step
+            series = Series(reading.rule, getattr(reading, other), *where)
+            points[series][reading.seed].append((math.log2(getattr(reading, axis)), math.log2(reading.rms)))
+    return {
+        series: {seed: _fit(pairs) for seed, pairs in of_seed.items() if len({x for x, _ in pairs}) > 1}
+        for series, of_seed in points.items()
     }
-    later: dict[tuple[object, ...], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for (*where, step), by_seed in by_step.items():
-        for seed, one in by_seed.items():
-            if isinstance(step, int) and step > 1:
-                later[*where, LATER][seed].append(one)
-    means = {key: {seed: sum(each) / len(each) for seed, each in by_seed.items()} for key, by_seed in later.items()}
-    fitted = []
-    for (rule, at, place, kind, role, quantity, step), slope_of in {**by_step, **means}.items():
-        each = list(slope_of.values())
-        if each:
-            mean = sum(each) / len(each)
-            slope = Slope(rule, axis, at, place, kind, role, quantity, step, mean, math.nan, len(each))  # type: ignore[arg-type]
-            fitted.append((slope, each))
-    return fitted
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _fit(points: list[tuple[float, float]]) -> float:
@@ -105,7 +117,7 @@ def _judged(fitted: list[tuple[Slope, list[float]]]) -> list[Slope]:
     squares: dict[tuple[object, ...], float] = defaultdict(float)
     freedom: dict[tuple[object, ...], int] = defaultdict(int)
     for slope, each in fitted:
-        squares[slope.group] += sum((one - slope.slope) ** 2 for one in each)
+        squares[slope.group] += sum((seed - slope.slope) ** 2 for seed in each)
         freedom[slope.group] += len(each) - 1
     judged = []
     for slope, each in fitted:

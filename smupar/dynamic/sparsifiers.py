@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from smupar.apply import attach, is_parameterized, let_masks_move, optimizers, trained_nothing, unwrapped
+from smupar.apply import attach, is_parameterized, let_masks_move, unwrapped
 from smupar.compressed import MaskChange
 from smupar.dynamic.movers import Goal, Mover
 from smupar.dynamic.moves import DropAndGrow, Times
+from smupar.optimizers import facts_of, name_of
 from smupar.plan import Plan
 from smupar.planner import PlanWarning
-from smupar.rates import applied_lr
+from smupar.stepping import Step, optimizers, seam_of
 from smupar.values import local, num_ranks
 from smupar.weights import MaskedWeight, Weight, weight_of, weights
 
@@ -58,20 +59,15 @@ class Sparsifier(Mover):
         structured = sorted({str(row.pattern) for row in plan if row.role == "hidden" and row.pattern not in _MOVABLE})
         if structured:
             raise ValueError(f"masks that move are unstructured, pattern {structured[0]!r} would be lost: use pattern='random'")
-        mixing = [one for one in self.optimizers if any(group.get("family") == "muon" for group in one.param_groups)]
-        attach(self.model, plan, mixing)
-        for one in self.optimizers:
-            if type(one).__name__ == "ZeroRedundancyOptimizer":  # torch.distributed.optim takes long to import
-                raise ValueError(
-                    "ZeroRedundancyOptimizer keeps most state on other ranks, where grown weights cannot be started anew: use "
-                    "FSDP2 (fully_shard), or the optimizer alone"
-                )
+        attach(self.model, plan)
+        for reason in filter(None, (facts_of(each).no_moves for each in self.optimizers)):
+            raise ValueError(reason)
         self._refuse_strangers()
         let_masks_move(self.model)
         self.num_steps = 0
         self._stepped, self._num_idle = False, 0
-        for one in self.optimizers:
-            one.register_step_post_hook(self._note_step)
+        for each in self.optimizers:
+            seam_of(each).add(self, count=self._count)
         self.restart = _Restart(self) if restart_bias_correction else None
 
     def _refuse_strangers(self) -> None:
@@ -100,7 +96,7 @@ class Sparsifier(Mover):
     def step(self) -> bool:
         """After every ``optimizer.step()``. Says whether masks moved. Where the optimizer made no step, as while gradients are
         accumulated or when a scaler skips one, nothing happens."""
-        if not self._stepped:
+        if not self.has_stepped():
             self._num_idle += 1
             if self.num_steps == 0 and self._num_idle == _MANY_IDLE:
                 warnings.warn(
@@ -119,8 +115,14 @@ class Sparsifier(Mover):
             self._request_gradients()
         return due
 
-    def _note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._stepped |= not trained_nothing(optimizer)
+    def has_stepped(self) -> bool:
+        """Whether an optimizer has trained the model since the last call of ``step``."""
+        for each in self.optimizers:
+            seam_of(each).finish()  # this may be called by a hook of the optimizer, before the seam's own
+        return self._stepped
+
+    def _count(self, step: Step) -> None:
+        self._stepped |= not step.was_noop
 
     def state_dict(self) -> dict[str, Any]:
         """Masks are in the model's own state dict."""
@@ -236,29 +238,21 @@ class SET(_Moving):
     grow = "random"
 
 
-def _forget(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Takes away what an earlier sparsifier of the model corrects, which would be corrected twice."""
-    for key, hook in list(optimizer._optimizer_step_post_hooks.items()):
-        owner = getattr(hook, "__self__", None)
-        if isinstance(owner, _Restart) and owner.sparsifier.model is model:
-            del optimizer._optimizer_step_post_hooks[key]
-
-
 class _Restart:
     """Adam corrects its averages for having started at 0, by the optimizer's step, but a grown weight starts later: this takes
-    the difference out of the weight, behind each step. ``born``: the optimizer's step at which a weight grew, 0 at first."""
+    the difference out of the weight, after each step. ``born``: the optimizer's step at which a weight grew, 0 at first."""
 
     def __init__(self, sparsifier: Sparsifier) -> None:
         self.sparsifier = sparsifier
         self.born: dict[str, Tensor] = {}
         hidden = {id(weight.parameter) for weight in weights(sparsifier.model, sparsifier.plan).values()}
         for optimizer in sparsifier.optimizers:
-            kind = type(optimizer).__name__
+            facts = facts_of(optimizer)
             groups = [group for group in optimizer.param_groups if any(id(p) in hidden for p in group["params"])]
-            if groups and (kind not in ("Adam", "AdamW") or any(group.get("amsgrad") for group in groups)):
+            if groups and (not facts.restartable or any(group.get("amsgrad") for group in groups)):
+                kind = name_of(optimizer)
                 raise ValueError(f"restart_bias_correction is for Adam and AdamW without amsgrad, not {kind}: leave it out")
-            _forget(optimizer, sparsifier.model)
-            optimizer.register_step_post_hook(self._correct)
+            seam_of(optimizer).add(sparsifier.model, correct=self._correct)  # in place of an earlier sparsifier's
 
     def note(self, weight: MaskedWeight, change: MaskChange) -> None:
         parameter = weight.parameter
@@ -268,9 +262,10 @@ class _Restart:
         self.born[weight.name] = born.masked_fill_(change.new_entries, float(state.get("step", 0)))
 
     @torch.no_grad()
-    def _correct(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if trained_nothing(optimizer):  # a fused step under a GradScaler that found an overflow: nothing to correct
+    def _correct(self, step: Step) -> None:
+        if step.was_noop:
             return
+        optimizer = step.optimizer
         names = {id(weight.parameter): name for name, weight in self.sparsifier.weights().items()}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -289,5 +284,5 @@ class _Restart:
             started1, started2 = (-torch.expm1(age * math.log(beta)) for beta in (beta1, beta2))  # 1 - beta^age
             return mean / started1 / ((square / started2).sqrt() + group["eps"])
 
-        difference: Tensor = applied_lr(group) * (update(count) - update(count - born))
+        difference: Tensor = group["lr"] * (update(count) - update(count - born))
         return difference.masked_fill_(born == 0, 0)

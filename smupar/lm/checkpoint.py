@@ -86,15 +86,19 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
+class DamagedCheckpointError(ValueError):
+    """A checkpoint that cannot be read; names it and the remedy."""
+
+
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
     """Whatever goes wrong in reading a checkpoint, in one line with the remedy."""
     try:
         yield
+    except DamagedCheckpointError:  # named already
+        raise
     except (OSError, ValueError, KeyError, RuntimeError, AssertionError, SafetensorError, CheckpointException) as error:
-        if str(error).startswith("the checkpoint "):
-            raise
-        raise ValueError(
+        raise DamagedCheckpointError(
             f"the checkpoint {path} is damaged ({_reason(error)}): delete it, and the run goes on from the one before, or anew"
         ) from error
 

@@ -10,17 +10,25 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass, replace
 from fractions import Fraction
 from pathlib import PurePath
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar
 
-_LARGEST = 1e30  # beyond it fp32 overflows
+from smupar.lm.validation import (
+    check_choices,
+    check_model,
+    check_not_negative,
+    check_positive,
+    check_run,
+    check_sparsities,
+    n_of_m,
+    refuse,
+)
+
+_Config = TypeVar("_Config")
 _FEW_MOVES = 5
-_ROUNDING = 1e-3  # of a sparsity that a pattern fixes
-
-LATER_FIELDS = {"decayed": "all"}
-"""Fields that came after the first published runs, with the values that those had without knowing: left out of ids."""
 
 STANDARD_LIBRARY = "stdlib"
 """The text that needs no download: the source of the running Python's standard library, as bytes."""
@@ -32,29 +40,23 @@ def name_of_text(data: str) -> str:
     return data if path == STANDARD_LIBRARY else path
 
 
-def _known(config: object) -> None:
-    """Every choice is one of those that its annotation lists."""
-    for name, hint in get_type_hints(type(config)).items():
-        if get_origin(hint) is Literal and getattr(config, name) not in get_args(hint):
-            raise ValueError(f"{name} must be one of {', '.join(map(str, get_args(hint)))}, got {getattr(config, name)!r}")
+def padded_vocab(vocab_size: int) -> int:
+    """Rounded up to a multiple of 64, which matrix units like; 256 stays."""
+    return -(-vocab_size // 64) * 64
 
 
-def _sparsities(*values: float) -> None:
-    for value in values:
-        if not 0 <= value < 1:
-            raise ValueError(f"sparsity must lie in [0, 1), got {value}: 0.75 keeps a quarter of the hidden weights")
+def changed(config: _Config, values: Mapping[str, Any]) -> _Config:
+    """The configuration with other values of some fields, which go by their own names also where configurations are nested."""
+    assert is_dataclass(config)
+    assert not isinstance(config, type)
+    nested = {f.name: changed(old, values) for f in fields(config) if is_dataclass(old := getattr(config, f.name))}
+    own = {f.name: values[f.name] for f in fields(config) if f.name in values}
+    return replace(config, **nested, **own)
 
 
-def _positive(config: object, *names: str) -> None:
-    for name in names:
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name} must be a positive whole number, got {getattr(config, name)}")
-
-
-def _not_negative(config: object, *names: str) -> None:
-    for name in names:
-        if not 0 <= getattr(config, name) < math.inf:
-            raise ValueError(f"{name} must be a number from 0 on, got {getattr(config, name)}")
+def default_of(item: Field[Any]) -> Any:
+    """A field's default; ``MISSING`` if it has none."""
+    return item.default if item.default_factory is MISSING else item.default_factory()
 
 
 @dataclass(frozen=True)
@@ -81,20 +83,7 @@ class ModelConfig:
     """Longest sequence, for learned positions only."""
 
     def __post_init__(self) -> None:
-        _known(self)
-        _positive(self, "width", "depth", "head_dim", "vocab_size", "context")
-        if self.width % self.head_dim:
-            near = max(1, round(self.width / self.head_dim)) * self.head_dim
-            raise ValueError(
-                f"width {self.width} is not a multiple of head_dim {self.head_dim}: --width {near} would be, "
-                "or choose another --head-dim"
-            )
-        if (self.ff_ratio is not None and not 0 < self.ff_ratio < 1000) or (
-            self.ff_multiple is not None and self.ff_multiple < 1
-        ):
-            raise ValueError(f"ff_ratio must lie in (0, 1000), ff_multiple from 1 on, got {self.ff_ratio}, {self.ff_multiple}")
-        if self.positions == "rotary" and self.head_dim % 2:
-            raise ValueError(f"rotary positions turn pairs, and head_dim {self.head_dim} is odd: choose an even --head-dim")
+        check_model(self)
 
     @property
     def num_heads(self) -> int:
@@ -181,75 +170,35 @@ class RunConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("data", "valid_data"):
-            if getattr(self, name):
-                object.__setattr__(self, name, name_of_text(getattr(self, name)))
-        if self.sparsity is not None:
-            _sparsities(self.sparsity)
-        _known(self)
-        _positive(self, "steps", "batch_size", "seq_len", "base_width", "valid_batches")
-        _not_negative(self, "lr", "weight_decay", "eps", "momentum", "init_std", "alpha_input", "alpha_output")
-        if self.lr > _LARGEST or self.momentum >= 1:
-            raise ValueError(f"lr {self.lr:g} or momentum {self.momentum:g} is too large: momentum lies below 1")
-        if self.rest_lr is not None:
-            _not_negative(self, "rest_lr")
-        if self.clip is not None and not 0 < self.clip < math.inf:
-            raise ValueError(f"clip must be a number above 0, got {self.clip}: leave it out for no clipping")
-        if not 0 <= self.warmup_steps <= self.round_steps:
-            raise ValueError(f"warmup must lie in [0, steps = {self.round_steps}], got {self.warmup}")
-        if self.base_width % self.model.head_dim:
-            raise ValueError(
-                f"base width {self.base_width} is not a multiple of head_dim {self.model.head_dim}: the head size is the same "
-                "in both models, choose another --base-width or --head-dim"
-            )
-        base = replace(self.model, width=self.base_width)
-        if base.width != self.model.width and base.inner_width == self.model.inner_width:
-            raise ValueError(
-                f"the MLP is {base.inner_width} wide at width {base.width} and at {self.model.width}: "
-                "choose a smaller --ff-multiple"
-            )
-        if self.dynamic != "none" and self.pattern not in ("random", "bernoulli"):
-            raise ValueError(f"masks that move are unstructured: --dynamic {self.dynamic} needs --pattern random")
-        kept, _, of = self.pattern.partition("-")[0].partition(":")
-        if kept.isdigit() and of.isdigit() and not 0 < int(kept) < int(of):
-            raise ValueError(f"pattern {self.pattern!r}: N:M needs 0 < N < M")
-        if kept.isdigit() and of.isdigit() and self.sparsity:
-            its = 1 - int(kept) / int(of)
-            if abs(self.sparsity - its) > _ROUNDING:
-                raise ValueError(
-                    f"the pattern {self.pattern} keeps {kept} of {of} weights: leave --sparsity out, or say {its:g} "
-                    f"(or 0 for a dense model), not {self.sparsity:g}"
-                )
-            object.__setattr__(self, "sparsity", its)  # 0.667 of 1:3
-        if self.dynamic == "imp" and (self.rounds < 1 or self.steps % (self.rounds + 1)):
-            raise ValueError(
-                f"{self.steps} steps are not {self.rounds + 1} equal rounds: choose --steps as a multiple of --rounds plus one"
-            )
-        if not 0 < self.drop_fraction < 1:
-            raise ValueError(f"drop_fraction must lie in (0, 1), got {self.drop_fraction}")
-        if not 0 < self.mask_stop <= 1 or self.mask_every < 1:
-            raise ValueError(
-                f"mask_stop must lie in (0, 1] and mask_every from 1 on, got {self.mask_stop} and {self.mask_every}: "
-                "masks must not move after the run"
-            )
-        if self.dynamic != "none" and self.mask_stop * self.steps < 1:
-            raise ValueError(f"the masks of a run of {self.steps} steps would stop moving before its first: raise --mask-stop")
-        if self.dynamic in ("rigl", "set") and self.density != 1 and self.mask_every > self.last_move:
-            raise ValueError(
-                f"masks would never move: every {self.mask_every} steps, not after step {self.last_move}: choose a smaller "
-                "--mask-every"
-            )
-        if self.allocation != "uniform" and ":" in self.pattern:
-            raise ValueError(f"the pattern {self.pattern} fixes the density of every layer: leave --allocation uniform")
-        if self.model.positions == "learned" and self.seq_len > self.model.context:
-            raise ValueError(f"seq_len {self.seq_len} is longer than the model's context: pass --context {self.seq_len}")
+        check_run(self)
+
+    @property
+    def exact_sparsity(self) -> float | None:
+        """2/3 where somebody says 0.667 of the pattern 1:3, which fixes it."""
+        fixed = n_of_m(self.pattern)
+        return 1 - fixed[0] / fixed[1] if fixed and self.sparsity else self.sparsity
+
+    @property
+    def normalised(self) -> RunConfig:
+        """The same run as it is hashed and stored, whichever way it was spelled."""
+        return replace(
+            self,
+            data=self.data and name_of_text(self.data),
+            valid_data=self.valid_data and name_of_text(self.valid_data),
+            sparsity=self.exact_sparsity,
+        )
+
+    @property
+    def anywhere(self) -> RunConfig:
+        """The normalised run with its trace reduced to a file name: its id must not depend on where the trace lies."""
+        return replace(self.normalised, follow=PurePath(self.follow).name) if self.follow else self.normalised
 
     @property
     def density(self) -> float | None:
         """What the run ends with; None leaves it to an N:M pattern."""
-        if self.sparsity is None:
+        if self.exact_sparsity is None:
             return None if ":" in self.pattern else 0.0625
-        return 1 - self.sparsity
+        return 1 - self.exact_sparsity
 
     @property
     def start_density(self) -> float | None:
@@ -277,16 +226,7 @@ class RunConfig:
     @property
     def id(self) -> str:
         """Equal for equal runs: the hash of everything above."""
-        values = asdict(self.anywhere)
-        for name, value in LATER_FIELDS.items():
-            if values[name] == value:
-                del values[name]
-        return hashlib.sha256(json.dumps(values, indent=1).encode()).hexdigest()[:10]
-
-    @property
-    def anywhere(self) -> RunConfig:
-        """Its trace goes by its name, wherever it lies."""
-        return self if self.follow is None else replace(self, follow=PurePath(self.follow).name)
+        return hashlib.sha256(json.dumps(_hashed(self.anywhere), indent=1).encode()).hexdigest()[:10]
 
     @property
     def last_move(self) -> int:
@@ -305,7 +245,7 @@ class RunConfig:
         return f"masks move {times} in {self.steps} steps: a smaller --mask-every than {self.mask_every} moves them more often"
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1)
+        return json.dumps(asdict(self.normalised), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> RunConfig:
@@ -313,9 +253,59 @@ class RunConfig:
             values: dict[str, Any] = json.loads(text)
             values["model"] = ModelConfig(**values["model"])
             values["betas"] = tuple(values["betas"])
-            return cls(**values)
+            return cls(**values).normalised
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"not the configuration of a run, or one of another version ({error})") from error
+
+
+FIRST_FIELDS = frozenset(
+    (
+        *("width", "depth", "head_dim", "vocab_size", "ff_ratio", "ff_multiple", "positions", "activation", "biases", "tied"),
+        *(
+            "residual_factor",
+            "context",
+            "model",
+            "rule",
+            "base_width",
+            "sparsity",
+            "pattern",
+            "allocation",
+            "dynamic",
+            "rounds",
+        ),
+        *("mask_every", "mask_stop", "drop_fraction", "correction", "follow", "record", "init_std", "alpha_input"),
+        *("alpha_output", "optimizer", "lr", "rest_lr", "betas", "momentum", "eps", "eps_scaling", "weight_decay", "decay"),
+        *(
+            "clip",
+            "schedule",
+            "warmup",
+            "steps",
+            "batch_size",
+            "seq_len",
+            "dtype",
+            "data",
+            "valid_data",
+            "valid_batches",
+            "seed",
+        ),
+    )
+)
+"""The fields of a run and its model that the first published runs had: they are always hashed. Never change this list. A field
+that came later is hashed only where it differs from its default, so that the ids of earlier runs stay what they were."""
+
+LATER_FIELDS = {
+    item.name: default_of(item) for kind in (RunConfig, ModelConfig) for item in fields(kind) if item.name not in FIRST_FIELDS
+}
+"""All other fields, with the values that earlier runs had without knowing them."""
+
+
+def _hashed(config: Any) -> dict[str, Any]:
+    found = {item.name: (getattr(config, item.name), item) for item in fields(config)}
+    return {
+        name: _hashed(value) if is_dataclass(value) else value
+        for name, (value, item) in found.items()
+        if name in FIRST_FIELDS or value != default_of(item)
+    }
 
 
 @dataclass(frozen=True)
@@ -353,11 +343,25 @@ class Execution:
     """Peak of one device for the share that is shown; default the datasheet's, else the speed of a large product here."""
 
     def __post_init__(self) -> None:
-        _known(self)
-        _positive(self, "keep", "log_every")
-        _not_negative(self, "micro_batch", "save_every", "valid_every")
-        if self.peak_tflops is not None and not 0 < self.peak_tflops < math.inf:
-            raise ValueError(f"peak_tflops must be a number above 0, got {self.peak_tflops}")
+        check_choices(self)
+        check_positive(self, "keep", "log_every")
+        check_not_negative(self, "micro_batch", "save_every", "valid_every")
+        refuse(
+            self.peak_tflops is not None and not 0 < self.peak_tflops < math.inf,
+            f"peak_tflops must be a number above 0, got {self.peak_tflops}",
+        )
+
+
+@dataclass(frozen=True)
+class MachineConfig:
+    """What a dry run computes the cost of a run for."""
+
+    gpus: int = 1
+    """Number of GPUs, for --dry-run."""
+    gpu_gib: float = 139.0
+    """Memory of one, for --dry-run; default an H200's."""
+    peak_share: float = 0.45
+    """Share of peak FLOP/s, for --dry-run; the peak is --peak-tflops, default an H200's 990."""
 
 
 @dataclass(frozen=True)
@@ -384,7 +388,7 @@ class PrepareConfig:
     """Tokens in a shard, about."""
 
     def __post_init__(self) -> None:
-        _positive(self, "shard_tokens", *(() if self.max_tokens is None else ("max_tokens",)))
+        check_positive(self, "shard_tokens", *(() if self.max_tokens is None else ("max_tokens",)))
 
 
 @dataclass(frozen=True)
@@ -415,11 +419,10 @@ class CheckConfig:
     """Folder for check.png, check.html and check.json, which take the place of those of an earlier check."""
 
     def __post_init__(self) -> None:
-        _positive(self, "steps", "seeds", "depth", "batch_size", "seq_len", "base_width")
-        _not_negative(self, "lr", "init_std", "alpha_input", "alpha_output")
-        _sparsities(*self.sparsities)
-        if not self.widths or min(self.widths) < 1:
-            raise ValueError(f"widths must be whole numbers from 1 on, got {self.widths}")
+        check_positive(self, "steps", "seeds", "depth", "batch_size", "seq_len", "base_width")
+        check_not_negative(self, "lr", "init_std", "alpha_input", "alpha_output")
+        check_sparsities(*self.sparsities)
+        refuse(not self.widths or min(self.widths) < 1, f"widths must be whole numbers from 1 on, got {self.widths}")
 
 
 @dataclass(frozen=True)
@@ -471,13 +474,13 @@ class TasksConfig:
     """Only the first so many documents of each task."""
 
     def __post_init__(self) -> None:
-        unknown = [task for task in self.tasks if task not in TASKS]
-        if unknown:
-            raise ValueError(f"unknown task {unknown[0]!r}: choose among {', '.join(TASKS)}")
-        if not self.tasks or len(set(self.tasks)) < len(self.tasks):
-            raise ValueError(f"--tasks names each task once, at least one, got {' '.join(self.tasks) or 'none'}")
-        if self.limit is not None:
-            _positive(self, "limit")
+        for task in self.tasks:
+            refuse(task not in TASKS, f"unknown task {task!r}: choose among {', '.join(TASKS)}")
+        refuse(
+            not self.tasks or len(set(self.tasks)) < len(self.tasks),
+            f"--tasks names each task once, at least one, got {' '.join(self.tasks) or 'none'}",
+        )
+        check_positive(self, *(() if self.limit is None else ("limit",)))
 
 
 @dataclass(frozen=True)
@@ -493,8 +496,8 @@ class ScoringConfig:
     """Longest input in tokens, older ones are cut off; a model with fewer positions takes fewer."""
 
     def __post_init__(self) -> None:
-        _known(self)
-        _positive(self, "batch_size", "max_length")
+        check_choices(self)
+        check_positive(self, "batch_size", "max_length")
 
 
 @dataclass(frozen=True)
@@ -509,7 +512,7 @@ class EvalConfig:
     """Folder for results.json, table.md, table.csv. Started again, only what is missing is computed."""
 
     def __post_init__(self) -> None:
-        if not self.folders:
-            raise ValueError("no model: give the folder of a run, a checkpoint, an export, or a model that transformers reads")
-        if len(set(self.folders)) < len(self.folders):
-            raise ValueError("a folder is given twice: name each model once")
+        refuse(
+            not self.folders, "no model: give the folder of a run, a checkpoint, an export, or a model that transformers reads"
+        )
+        refuse(len(set(self.folders)) < len(self.folders), "a folder is given twice: name each model once")

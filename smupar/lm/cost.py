@@ -8,15 +8,15 @@ token and nothing else. Zeros are multiplied like other numbers today; "sparse" 
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
 
 import torch
 
 from smupar.lm.config import Execution, RunConfig
 from smupar.lm.gpt import plan_on_meta
+from smupar.optimizers import facts_of, family_of
 from smupar.plan import Plan, PlanRow
-from smupar.rules import family_of
+from smupar.timing import seconds_of
 
 # Dense bf16 TFLOP/s of the datasheets, by what the device's name contains.
 _PEAK_TFLOPS = {"H200": 990, "H100": 990, "B200": 2250, "A100": 312, "L40S": 362, "4090": 165, "V100": 125}
@@ -121,20 +121,14 @@ def _kept(row: PlanRow) -> float:
 
 
 def _state_bytes(plan: Plan, config: RunConfig) -> float:
-    total = 0.0
+    family_of(config.optimizer)
+    total, facts = 0.0, facts_of(config.optimizer)
     for row in plan:
-        beside_muon = config.optimizer == "muon" and row.role != "hidden"
-        moments = _num_moments("adamw" if beside_muon else config.optimizer, config.momentum)
+        beside = facts.hidden_only and row.role != "hidden"
+        moments = (facts_of("adamw") if beside else facts).num_states_with(config.momentum)
         copy = 2 if config.dtype == "bf16" and len(row.shape) == 2 else 0  # what the products read
         total += math.prod(row.shape) * (4 + 4 + 4 * moments + copy + row.masked)
     return total
-
-
-def _num_moments(optimizer: str, momentum: float) -> int:
-    family_of(optimizer)
-    if optimizer == "sgd" and momentum == 0:
-        return 0
-    return 1 if optimizer in ("sgd", "muon", "lion", "adagrad", "rmsprop") else 2
 
 
 def _activation_bytes(config: RunConfig) -> float:
@@ -165,9 +159,5 @@ def peak_flops(device: torch.device, dtype: str, given_tflops: float | None = No
 
 def _measured_flops(device: torch.device, dtype: torch.dtype, size: int = 1024, repeats: int = 5) -> float:
     a = torch.full((size, size), 0.5, dtype=dtype, device=device)
-    best = math.inf
-    for _ in range(repeats + 1):  # the first warms up
-        start = time.perf_counter()
-        (a @ a).sum().item()
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
+    rounds = range(repeats + 1)  # the first warms up
+    return 2 * size**3 / min(seconds_of(lambda: (a @ a).sum().item(), device=device) for _ in rounds)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smupar.lm.config import STANDARD_LIBRARY, RunConfig
+from smupar.lm.config import STANDARD_LIBRARY, RunConfig, padded_vocab
 from smupar.lm.shards import Index, Tokens, open_tokens, read_index, verify
 from smupar.lm.tokenizer import TOKENIZER_FILE, Tokenizer
 
@@ -80,11 +80,6 @@ def open_text(config: RunConfig, *, check: bool = True) -> Text:
         num_sequences(part, config.seq_len, what)  # raises if there is none
     file = Path(config.data) / TOKENIZER_FILE
     return Text(train, valid, facts, file if config.data != STANDARD_LIBRARY and file.exists() else None)
-
-
-def padded_vocab(vocab_size: int) -> int:
-    """Rounded up to a multiple of 64, which matrix units like; 256 stays."""
-    return -(-vocab_size // 64) * 64
 
 
 def standard_library() -> Tokens:

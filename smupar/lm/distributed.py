@@ -117,7 +117,12 @@ def place(config: RunConfig, world: World) -> tuple[GPT, Plan]:
         for block in model.blocks:
             fully_shard(block, mp_policy=policy)
         fully_shard(model, mp_policy=policy)
-    model.to_empty(device=world.device)
+    try:
+        model.to_empty(device=world.device)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # torch has no class of its own for a CPU without room
+        raise MemoryError(f"the model does not fit into memory ({str(error).splitlines()[0]}): choose a smaller one") from error
     model.tie()
     return model, parameterized(model, config, reset=True)
 

@@ -17,6 +17,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -32,7 +33,7 @@ from smupar.lm.tokenizer import TOKENIZER_FILE, Tokenizer
 from smupar.updates.trace import Trace
 
 Status = Literal["finished", "diverged", "interrupted", "terminated"]
-
+Row = Mapping[str, float | None]  # metrics of a run at a step
 
 TRACE_FILE, FOLLOWED_FILE = "trace.json", "followed.json"
 
@@ -45,19 +46,19 @@ class Summary:
     status: Status
     folder: str
     steps: int
-    """Steps done."""
+    """Steps done; of a run that diverged, those whose loss was a number."""
     num_tokens: int
     num_parameters: int
     sparsity: float
     """Of the hidden weights."""
     train_loss: float | None
-    """Mean of the last 5 % of the steps, in nats per token; None if that is no number."""
+    """Mean of the last 5 % of the steps, in nats per token; None if the run diverged."""
     valid_loss: float | None
     """None if it was not reached."""
     best_valid_loss: float | None
     best_step: int | None
     seconds: float
-    """Spent training, over all starts."""
+    """Spent in training steps, over all starts; a run of a stack has its share of them."""
     tokens_per_second: float
     device: str
     num_ranks: int
@@ -157,11 +158,15 @@ class RunFolder:
         write_atomic(path, "".join(kept))
         self._metrics = path.open("a", buffering=1)
 
-    def log(self, row: dict[str, float | None]) -> None:
+    def log(self, row: Row) -> None:
         assert self._metrics is not None, "resume_metrics opens the file"
-        known = {name: value for name, value in row.items() if value is not None}
-        finite = {name: value if math.isfinite(value) else None for name, value in known.items()}  # JSON knows no NaN
-        self._metrics.write(json.dumps(finite) + "\n")
+        self._metrics.write(metrics_line(row))
+
+
+def metrics_line(row: Row) -> str:
+    """A line of metrics.jsonl: what is known, with null for what is no number, since JSON knows no NaN."""
+    known = {name: value for name, value in row.items() if value is not None}
+    return json.dumps({name: value if math.isfinite(value) else None for name, value in known.items()}) + "\n"
 
 
 def read_followed(path: Path) -> Trace | None:

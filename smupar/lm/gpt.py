@@ -204,12 +204,13 @@ def set_attention_scale(model: nn.Module, plan: Plan) -> None:
     for module in model.modules():
         if isinstance(module, Attention):
             module.scale.fill_(plan.attention_scale(module.head_dim))
+    plan.settle("attention_scale")
 
 
 def plan_on_meta(config: RunConfig) -> Plan:
     """The plan ``build`` would carry out, for a model of any size, in no memory."""
     plan = make_plan(on_meta(config.model), base=_base(config), **_settings(config))
-    plan.attention_scale(config.model.head_dim)  # build sets it
+    plan.settle("attention_scale")  # build sets it
     return plan
 
 

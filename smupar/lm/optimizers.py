@@ -7,16 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smupar.apply import attach
 from smupar.lm.config import RunConfig
 from smupar.lm.gpt import GPT
 from smupar.optim import groups_by_optimizer
+from smupar.optimizers import facts_of
 from smupar.plan import Plan
-
-_WITH_BETAS = {"adamw", "adam", "adamax", "nadam", "radam", "lion"}
-_FUSED = {"adamw", "adam", "sgd", "adagrad"}
-CAPTURABLE = ("adamw", "adam")
-"""Those whose step torch can put into a CUDA graph."""
 
 
 def make_optimizers(model: GPT, plan: Plan, config: RunConfig, *, capturable: bool = False) -> list[torch.optim.Optimizer]:
@@ -37,15 +32,14 @@ def make_optimizers(model: GPT, plan: Plan, config: RunConfig, *, capturable: bo
     made: list[torch.optim.Optimizer] = []
     for kind, groups in named:
         options: dict[str, Any] = {"capturable": True} if capturable else {}
-        if kind in _WITH_BETAS:
+        facts = facts_of(kind)
+        if facts.betas:
             options["betas"] = config.betas
-        if kind in ("sgd", "muon"):
+        if facts.momentum:
             options["momentum"] = config.momentum
-        if kind in _FUSED and device.type == "cuda":
+        if facts.fused and device.type == "cuda":
             options["fused"] = True
-        made.append(_class(kind)(groups, **options))
-        if kind == "muon":
-            attach(model, plan, made[-1])  # its updates mix entries and have to be masked
+        made.append(_class(facts.name)(groups, **options))
     return made
 
 
@@ -61,11 +55,10 @@ def set_lr(optimizers: list[torch.optim.Optimizer], share: float) -> None:
 
 
 def _class(name: str) -> Any:
-    if name == "lion":
-        try:
-            from lion_pytorch import Lion  # type: ignore[import-untyped]
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError("torch has no Lion: pip install lion-pytorch") from error
-        return Lion
-    classes = {known.lower(): getattr(torch.optim, known) for known in dir(torch.optim) if known[0].isupper()}
-    return classes[name]
+    if hasattr(torch.optim, name):
+        return getattr(torch.optim, name)
+    try:
+        from lion_pytorch import Lion  # type: ignore[import-untyped]
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("torch has no Lion: pip install lion-pytorch") from error
+    return Lion

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -25,11 +24,10 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from smupar import __version__
 from smupar.lm.config import ScoringConfig
 from smupar.lm.distributed import pick_device
 from smupar.lm.files import PLAN_FILE, write_atomic
-from smupar.lm.folder import read_run_tokenizer
+from smupar.lm.folder import read_run_tokenizer, versions
 from smupar.lm.gpt import GPT
 from smupar.lm.load import EXPORT_FORMAT, load_model, load_run
 from smupar.lm.tokenizer import Tokenizer, first_line
@@ -262,7 +260,7 @@ def score_file(folder: str, requests: str | Path, out: str | Path, config: Scori
         **subject.about,
         "dtype": config.dtype,
         "max_length": length,
-        "versions": {"smupar": __version__, "torch": torch.__version__, "python": sys.version.split()[0]},
+        "versions": versions(),
     }
     known = _begin(path, header)
     missing = {request.key: request for request in asked if request.key not in known}

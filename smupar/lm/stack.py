@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -60,7 +60,7 @@ class GPTStack:
         own_batches: bool | None = None,
     ) -> None:
         """``own_batches``: a batch for each run; default if they differ in seed. A stack that is refilled keeps to it."""
-        self.text, self.device = text, device
+        self.text, self.device, self.world = text, device, World(0, 1, device, "ddp")
         first, on_gpu = configs[0], device.type == "cuda"
         compiled = on_gpu if compile is None else compile
         models, plans = self._built(configs)
@@ -125,9 +125,8 @@ class GPTStack:
             path = folder / config.id
             write_facts(path, self.text)
             write_atomic(path / "config.json", config.to_json())
-            world = World(0, 1, self.device, "ddp")
             state = {"best_step": None, "valid_loss": summary.valid_loss, "seconds": summary.seconds}
-            checkpoint.save(path / "checkpoints", config.steps, model, [], state, world)
+            checkpoint.save(path / "checkpoints", config.steps, model, [], state, self.world)
 
     def step(self, step: int) -> Tensor:
         batch, shares = self._batch(self.text.train, step), [lr_share(step, config) for config in self.configs]
@@ -148,11 +147,13 @@ class GPTStack:
         inputs, targets = (part[:, :num] if self.own_batches else part[:num] for part in batch)
         return inputs, targets
 
-    def validate(self) -> list[float]:
-        """Mean loss of every run over its validation batches, which are the same for all."""
+    def validate(self, *, until: Callable[[], bool] = lambda: False) -> list[float] | None:
+        """Mean loss of every run over the same validation batches; None if it was told to stop before."""
         first = self.configs[0]
         total = torch.zeros(len(self.configs), dtype=torch.float64, device=self.device)
         for step in range(first.valid_batches):
+            if until():
+                return None
             batch = self._of_seed(self.text.valid, 0, step)
             if self.own_batches:
                 batch = (batch[0].expand(len(self.configs), -1, -1), batch[1].expand(len(self.configs), -1, -1))

@@ -20,9 +20,10 @@ from smupar.lm.data import Text
 from smupar.lm.distributed import World, accumulate, place, reshard, wrap
 from smupar.lm.gpt import use_flex_attention
 from smupar.lm.moving import make_sparsifier, read_trace
-from smupar.lm.optimizers import CAPTURABLE, make_optimizers, set_lr
+from smupar.lm.optimizers import make_optimizers, set_lr
 from smupar.lm.schedule import lr_share
 from smupar.lm.shards import Tokens
+from smupar.optimizers import facts_of
 from smupar.sparse.convert import StorageReport, sparsify_storage
 from smupar.updates.meter import Follower, Recorder, follow_updates, record_updates
 from smupar.updates.trace import Trace
@@ -37,17 +38,18 @@ class Stepper:
 
     def __init__(self, config: RunConfig, how: Execution, world: World, text: Text, trace: Trace | None = None) -> None:
         """``trace``: the one that the run follows, where it is not to be read from the file that the configuration names."""
-        self.config, self.world, self.text = config, world, text
+        self.config, self.configs, self.world, self.text = config, [config], world, text
         self.upload = Upload(world.device)
         self.rows = world.share_of(config.batch_size)
         self.num_micro = _num_micro_batches(self.rows[1] - self.rows[0], how.micro_batch or _fitting(config, world))
         self.model, self.plan = place(config, world)
+        self.num_parameters = sum(math.prod(row.shape) for row in self.plan)
         self.storage = self._stored(how)
         on_gpu = world.device.type == "cuda"
         compiled = on_gpu if how.compile is None else how.compile
         captured = how.graph
         moving = config.dynamic != "none" or config.follow or config.record
-        one_graph = on_gpu and world.size == 1 and self.num_micro == 1 and config.optimizer in CAPTURABLE and not moving
+        one_graph = on_gpu and world.size == 1 and self.num_micro == 1 and facts_of(config.optimizer).capturable and not moving
         if captured and not one_graph:
             raise ValueError(
                 "--graph is for one GPU, one micro-batch per step, AdamW or Adam, masks that stay and nothing measured: leave "
@@ -66,8 +68,12 @@ class Stepper:
     def _stored(self, how: Execution) -> StorageReport | None:
         if how.storage == "dense":
             return None
-        if self.config.prunes or self.config.optimizer == "muon":
-            what = "a run that is pruned starts dense" if self.config.prunes else "Muon needs whole matrices"
+        if self.config.prunes or facts_of(self.config.optimizer).mixes_entries:
+            what = (
+                "a run that is pruned starts dense"
+                if self.config.prunes
+                else f"{facts_of(self.config.optimizer).name} needs whole matrices"
+            )
             raise ValueError(f"{what}: leave out --storage {how.storage}")
         tokens = (self.rows[1] - self.rows[0]) // self.num_micro * self.config.seq_len
         dtype = torch.bfloat16 if self.config.dtype == "bf16" else torch.float32
@@ -93,13 +99,17 @@ class Stepper:
             self.sparsifier.load_state_dict(state["sparsifier"])
 
     @property
-    def sparsity(self) -> float:
+    def sparsities(self) -> list[float]:
         """Share of all hidden weights that is zero at the moment."""
         if self.sparsifier is None:
-            return self.plan.hidden_sparsity
+            return [self.plan.hidden_sparsity]
         sizes = {name: math.prod(self.plan[name].shape) for name in self.sparsifier.densities}
         kept = sum(density * sizes[name] for name, density in self.sparsifier.densities.items())
-        return 1 - kept / sum(sizes.values())
+        return [1 - kept / sum(sizes.values())]
+
+    def traces(self) -> list[Trace | None]:
+        """What was measured in the run, where it was."""
+        return [None if self.updates is None else self.updates.trace]
 
     def _compile(self, *, flex: bool) -> None:
         if flex:
@@ -134,7 +144,7 @@ class Stepper:
         return total
 
     @torch.no_grad()
-    def validate(self, *, until: Callable[[], bool] = lambda: False) -> float | None:
+    def validate(self, *, until: Callable[[], bool] = lambda: False) -> list[float] | None:
         """Mean loss over the run's validation batches, the same ones each time; None if it was told to stop before."""
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for step in range(self.config.valid_batches):
@@ -146,7 +156,7 @@ class Stepper:
                 with self._precision():
                     total += self.loss_fn(self.forward, some_inputs, some_targets)
         reshard(self.model)
-        return self.world.mean(total / (self.config.valid_batches * self.num_micro)).item()
+        return [self.world.mean(total / (self.config.valid_batches * self.num_micro)).item()]
 
     def _batch(self, tokens: Tokens, seed: int, step: int) -> tuple[Tensor, Tensor]:
         """This rank's rows, on its device."""

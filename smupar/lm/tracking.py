@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -17,8 +16,7 @@ from typing import Protocol
 
 from smupar.lm.config import Execution, RunConfig
 from smupar.lm.files import write_atomic
-
-Row = Mapping[str, float | None]
+from smupar.lm.folder import Row
 
 
 class _Place(Protocol):

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from smupar.lm.config import RunConfig
-from smupar.paper.figure import Claim, Rows, all_of, over_sparsity, title
+from smupar.paper.figure import Claim, Figure, Rows, all_of, over_sparsity, title
 from smupar.paper.settings import Scale
 from smupar.study.curves import Panel
 
-TITLE = "Language models over sparsity, no tuning"
-SHOWS = "SmuPar has the best loss at every sparsity, and SP and muP fall behind further as sparsity grows."
-FINDING = 4
 RULES = ("sp", "mup", "smupar")
-KEEPS_WEIGHTS = True  # for Table 2
 _CORRELATION = 0.8
 
 
@@ -57,3 +53,14 @@ def _rank_correlation(values: list[float]) -> float:
     ranks = [sorted(values).index(value) for value in values]
     n = len(values)
     return 1 - 6 * sum((rank - index) ** 2 for index, rank in enumerate(ranks)) / (n * (n**2 - 1)) if n > 1 else 0.0
+
+
+FIGURE = Figure(
+    title="Language models over sparsity, no tuning",
+    shows="SmuPar has the best loss at every sparsity, and SP and muP fall behind further as sparsity grows.",
+    finding=4,
+    runs=runs,
+    keeps_weights=True,  # for Table 2
+    draw=draw,
+    claim=claim,
+)

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from smupar.coordinates.measure import GRAD_X, Y
 from smupar.coordinates.report import Report
 from smupar.coordinates.verdict import PASS
 from smupar.lm.check import check_gpt
 from smupar.lm.config import CheckConfig
-from smupar.paper.figure import Claim, all_of, title
+from smupar.paper.figure import Claim, Figure, Place, Rows, all_of, title
 from smupar.paper.settings import Scale
 
-TITLE = "Coordinate check over density"
-SHOWS = "Activations of SP and muP vanish as weights are removed, SmuPar's keep their size. The text names gradients too."
-FINDING = 1
 RULES = ("sp", "mup", "smupar")
 
 
-def measure(scale: Scale, folder: Path, device: str = "auto") -> Report:
+def measure(place: Place, rows: Rows) -> Report:
     """Writes the check's own picture and pages."""
+    scale = place.scale
     size, run = scale.size("coordinates"), scale.run("coordinates")
     return check_gpt(
         CheckConfig(
@@ -36,8 +32,8 @@ def measure(scale: Scale, folder: Path, device: str = "auto") -> Report:
             head_dim=run.model.head_dim,
             batch_size=size.batch_size,
             seq_len=size.seq_len,
-            device=device,
-            out=str(folder),
+            device=place.device,
+            out=str(place.folder),
         ),
         lr={rule: scale.run("coordinates", rule=rule).lr for rule in RULES},
     )
@@ -74,3 +70,13 @@ def _vanish(report: Report, rule: str, quantity: str, steps: tuple[int, ...], na
     when = " and ".join(map(str, dict.fromkeys(steps)))
     fall = f"density^{min(found):.2f} to density^{max(found):.2f}"
     return Claim(min(found) > 0, f"{title(rule)}'s {name} fall with density in every block at step {when}: as {fall}")
+
+
+FIGURE = Figure(
+    title="Coordinate check over density",
+    shows="Activations of SP and muP vanish as weights are removed, SmuPar's keep their size. The text names gradients too.",
+    finding=1,
+    measure=measure,
+    what=what,
+    claim=claim,
+)

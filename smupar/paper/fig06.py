@@ -2,42 +2,23 @@
 
 from __future__ import annotations
 
-from smupar.lm.config import RunConfig
 from smupar.paper.figure import (
     Claim,
+    Figure,
     Rows,
     all_of,
     at_dense_optimum,
-    curve,
+    curves,
     moves_more,
     panel,
-    sparsities,
     stable,
     sweep,
     title,
 )
-from smupar.paper.settings import Scale
-from smupar.study.curves import Panel
-from smupar.study.transfer import Curve
+from smupar.study.optima import Curve
 
-TITLE = "Learning-rate transfer over sparsity"
-SHOWS = "SmuPar's best learning rate is the dense model's at every sparsity; SP's and muP's move."
-FINDING = 2
-SWEPT = ("sweep", "lr")
 RULES = ("sp", "mup", "smupar")
 _SPARSE = 0.75
-
-
-def runs(scale: Scale) -> list[RunConfig]:
-    return sweep(scale, SWEPT[0], RULES)
-
-
-def curves(rows: Rows, rule: str) -> list[Curve]:
-    return [curve(rows, rule, sparsity) for sparsity in sparsities(rows)]
-
-
-def draw(rows: Rows) -> list[Panel]:
-    return [panel(curves(rows, rule), title(rule)) for rule in RULES]
 
 
 def claim(rows: Rows) -> Claim:
@@ -53,9 +34,20 @@ def claim(rows: Rows) -> Claim:
 def _better(smupar: list[Curve], others: dict[str, list[Curve]]) -> Claim:
     """Each at the learning rate that is best for it when dense."""
     gaps = []
-    for index, one in enumerate(smupar):
-        if one.sparsity >= _SPARSE:
+    for index, curve in enumerate(smupar):
+        if curve.sparsity >= _SPARSE:
             ours = at_dense_optimum(smupar, index)
-            gaps += [(name, one.sparsity, at_dense_optimum(curves, index) / ours - 1) for name, curves in others.items()]
+            gaps += [(name, curve.sparsity, at_dense_optimum(other, index) / ours - 1) for name, other in others.items()]
     words = ", ".join(f"{name} {gap:+.1%} at {sparsity:.4g}" for name, sparsity, gap in gaps)
     return Claim(all(gap > 0 for _, _, gap in gaps), f"at dense-tuned learning rates others lose more than SmuPar: {words}")
+
+
+FIGURE = Figure(
+    title="Learning-rate transfer over sparsity",
+    shows="SmuPar's best learning rate is the dense model's at every sparsity; SP's and muP's move.",
+    finding=2,
+    runs=lambda scale: sweep(scale, "sweep", RULES),
+    swept=("sweep", "lr"),
+    draw=lambda rows: [panel(curves(rows, rule), title(rule)) for rule in RULES],
+    claim=claim,
+)

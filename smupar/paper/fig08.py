@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from smupar.lm.config import RunConfig
 from smupar.paper import fig06
-from smupar.paper.figure import Claim, Rows, all_of, over_sparsity, title
-from smupar.paper.settings import Scale
+from smupar.paper.figure import Claim, Figure, Rows, all_of, curves, over_sparsity, title
 from smupar.study.curves import LOSS, Panel
 
-TITLE = "The best of each rule at each sparsity"
-SHOWS = "SmuPar is on the frontier: on average 0.8 % better than SP and 2.1 % better than muP, even if those are tuned anew."
-FINDING = 4
-SWEPT = ("sweep", "lr")
 RULES = fig06.RULES
 
 
-def runs(scale: Scale) -> list[RunConfig]:
-    return fig06.runs(scale)
-
-
 def _best(rows: Rows) -> dict[str, dict[float, float]]:
-    return {rule: {one.sparsity: one.best_loss for one in fig06.curves(rows, rule)} for rule in RULES}
+    return {rule: {own.sparsity: own.best_loss for own in curves(rows, rule)} for rule in RULES}
 
 
 def draw(rows: Rows) -> list[Panel]:
@@ -35,3 +25,14 @@ def claim(rows: Rows) -> Claim:
 
 def _mean_gap(theirs: dict[float, float], ours: dict[float, float]) -> float:
     return sum(theirs[sparsity] / ours[sparsity] - 1 for sparsity in ours) / len(ours)
+
+
+FIGURE = Figure(
+    title="The best of each rule at each sparsity",
+    shows="SmuPar is on the frontier: on average 0.8 % better than SP and 2.1 % better than muP, even if those are tuned anew.",
+    finding=4,
+    runs=fig06.FIGURE.runs,
+    swept=("sweep", "lr"),
+    draw=draw,
+    claim=claim,
+)

@@ -2,43 +2,39 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from smupar.lm.config import RunConfig
-from smupar.paper.fig06 import curves
-from smupar.paper.figure import STABLE, Claim, Rows, all_of, moves_more, panel, sweep, title
+from smupar.paper import fig06
+from smupar.paper.figure import STABLE, Claim, Figure, Rows, all_of, curves, moves_more, sweep, title
 from smupar.paper.settings import Scale, iso_width
-from smupar.study.curves import Panel
-from smupar.study.transfer import farthest_move
+from smupar.study.optima import farthest_move
 
-TITLE = "Learning-rate transfer in Iso-Parameter scaling"
-SHOWS = "SmuPar's best learning rate stays, SP's and muP's move more, and its loss improves with width and sparsity."
-FINDING = 3
-SWEPT = ("iso", "lr")
-RULES = ("sp", "mup", "smupar")
+RULES = fig06.RULES
 # Losses of two seeds differ by about as much.
 _HOLDS = 0.005
 
 
 def runs(scale: Scale) -> list[RunConfig]:
     head_dim = scale.run("iso").model.head_dim
-    return sweep(scale, SWEPT[0], RULES, width=partial(_width, scale.size("iso").width, head_dim))
-
-
-def _width(width: int, head_dim: int, sparsity: float) -> int:
-    return iso_width(width, sparsity, head_dim)
-
-
-def draw(rows: Rows) -> list[Panel]:
-    return [panel(curves(rows, rule), title(rule)) for rule in RULES]
+    return sweep(scale, "iso", RULES, width=lambda sparsity: iso_width(scale.size("iso").width, sparsity, head_dim))
 
 
 def claim(rows: Rows) -> Claim:
     smupar = curves(rows, "smupar")
-    move, losses = farthest_move(smupar), [one.best_loss for one in smupar]
-    text = ", ".join(f"{one.best_loss:.3f} at width {one.width}" for one in smupar)
+    move, losses = farthest_move(smupar), [curve.best_loss for curve in smupar]
+    text = ", ".join(f"{curve.best_loss:.3f} at width {curve.width}" for curve in smupar)
     return all_of(
         Claim(move <= STABLE, f"SmuPar's best learning rate moves {move:.2g}x over widths and sparsities"),
         *(moves_more(curves(rows, rule), smupar, title(rule), "SmuPar") for rule in ("sp", "mup")),
         Claim(all(loss <= losses[0] * (1 + _HOLDS) for loss in losses), f"its loss improves or holds: {text}"),
     )
+
+
+FIGURE = Figure(
+    title="Learning-rate transfer in Iso-Parameter scaling",
+    shows="SmuPar's best learning rate stays, SP's and muP's move more, and its loss improves with width and sparsity.",
+    finding=3,
+    runs=runs,
+    swept=("iso", "lr"),
+    draw=fig06.FIGURE.draw,
+    claim=claim,
+)

@@ -5,14 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from smupar.lm.config import RunConfig
-from smupar.paper.fig03 import losses
-from smupar.paper.figure import Claim, Rows, over_sparsity, title
+from smupar.paper.fig03 import draw, losses
+from smupar.paper.figure import Claim, Figure, Rows, title
 from smupar.paper.settings import Scale, iso_width
-from smupar.study.curves import Panel
 
-TITLE = "Iso-Parameter scaling with dense hyperparameters"
-SHOWS = "SP and muP detune as sparsity grows, and SmuPar ends with the best loss at every width."
-FINDING = 4
 RULES = ("sp", "mup", "smupar")
 # SP has another learning rate for the wider half of the models: 6e-4 up to 1088 of 768 .. 2176, then 2e-4.
 _WIDER, _SP_LR_WIDER = 1088 / 768, 2e-4
@@ -32,10 +28,6 @@ def runs(scale: Scale) -> list[RunConfig]:
     return list({run.id: run for run in made}.values())
 
 
-def draw(rows: Rows) -> list[Panel]:
-    return [over_sparsity({title(rule): values for rule, values in losses(rows).items()}, "", "validation loss")]
-
-
 def claim(rows: Rows) -> Claim:
     found = losses(rows)
     ours = found["smupar"]
@@ -44,3 +36,13 @@ def claim(rows: Rows) -> Claim:
     ]
     holds = all(loss <= min(found[rule][s] for rule in ("sp", "mup")) for s, loss in ours.items())
     return Claim(holds, f"SmuPar is no worse than SP and muP at every width; {'; '.join(words)}")
+
+
+FIGURE = Figure(
+    title="Iso-Parameter scaling with dense hyperparameters",
+    shows="SP and muP detune as sparsity grows, and SmuPar ends with the best loss at every width.",
+    finding=4,
+    runs=runs,
+    draw=draw,
+    claim=claim,
+)

@@ -4,25 +4,15 @@ from __future__ import annotations
 
 from functools import partial
 
-from smupar.lm.config import RunConfig
-from smupar.paper.fig06 import curves
-from smupar.paper.figure import Claim, Rows, panel, stable, sweep
-from smupar.paper.settings import Scale, wpn_width
-from smupar.study.curves import Panel
+from smupar.paper.figure import Figure, curves, panel, stable, sweep
+from smupar.paper.settings import wpn_width
 
-TITLE = "Learning-rate transfer under SP in Iso-WPN scaling"
-SHOWS = "With width times density constant SP's best learning rate stays between 2^-7 and 2^-6."
-FINDING = 3
-SWEPT = ("wpn", "lr")
-
-
-def runs(scale: Scale) -> list[RunConfig]:
-    return sweep(scale, SWEPT[0], ("sp",), width=partial(wpn_width, scale.size("wpn").width))
-
-
-def draw(rows: Rows) -> list[Panel]:
-    return [panel(curves(rows, "sp"), "SP, Iso-WPN")]
-
-
-def claim(rows: Rows) -> Claim:
-    return stable(curves(rows, "sp"), "SP")
+FIGURE = Figure(
+    title="Learning-rate transfer under SP in Iso-WPN scaling",
+    shows="With width times density constant SP's best learning rate stays between 2^-7 and 2^-6.",
+    finding=3,
+    runs=lambda scale: sweep(scale, "wpn", ("sp",), width=partial(wpn_width, scale.size("wpn").width)),
+    swept=("wpn", "lr"),
+    draw=lambda rows: [panel(curves(rows, "sp"), "SP, Iso-WPN")],
+    claim=lambda rows: stable(curves(rows, "sp"), "SP"),
+)

@@ -7,30 +7,15 @@ from dataclasses import replace
 from functools import partial
 
 from smupar.lm.config import RunConfig
-from smupar.paper.figure import (
-    STABLE,
-    Claim,
-    Rows,
-    all_of,
-    at_dense_optimum,
-    curve,
-    panel,
-    sparsities,
-    sweep,
-    title,
-)
+from smupar.paper.figure import STABLE, Claim, Figure, Rows, all_of, at_dense_optimum, curve, panel, sparsities, sweep, title
 from smupar.paper.settings import Scale
 from smupar.study.curves import Panel
+from smupar.study.optima import Curve, moved
 from smupar.study.store import Study
-from smupar.study.transfer import Curve, moved, write_trace
+from smupar.study.transfer import write_trace
 
-TITLE = "Learning-rate transfer under RigL and gradual pruning"
-SHOWS = "None of SP, muP and SmuPar keeps its best learning rate; SmuPar over-corrects, and its best falls with sparsity."
-FINDING = None
-SWEPT = ("dynamic", "lr")
 METHODS = {"gmp": "GMP", "rigl": "RigL"}
 RULES = ("sp", "mup", "smupar")
-COLUMNS = 5
 # The paper's, and what stands for it in shorter runs.
 _EVERY, _MOVES_PER_RUN = 100, 20
 _FALLS = 4.0
@@ -41,8 +26,8 @@ def runs(scale: Scale) -> list[RunConfig]:
     """Those of the rules and of the proxy."""
     made = _proxies(scale)
     for method in METHODS:
-        made += sweep(scale, SWEPT[0], RULES, change=partial(_moving, method, "fixed"))
-    made += sweep(scale, SWEPT[0], ("smupar",), change=partial(_moving, "gmp", "moment"))
+        made += sweep(scale, "dynamic", RULES, change=partial(_moving, method, "fixed"))
+    made += sweep(scale, "dynamic", ("smupar",), change=partial(_moving, "gmp", "moment"))
     return list({run.id: run for run in made}.values())
 
 
@@ -52,10 +37,8 @@ def then(scale: Scale, study: Study) -> list[RunConfig]:
     if not results:
         raise ValueError("no run of the proxy has finished")
     trace = write_trace(study, min(results, key=lambda result: result.loss).config)
-    made: list[RunConfig] = []
-    for method in METHODS:
-        for run in sweep(scale, SWEPT[0], ("smupar",), change=partial(_moving, method, "moment")):
-            made.append(replace(run, rule="smupar", follow=str(trace)))
+    swept = (sweep(scale, "dynamic", ("smupar",), change=partial(_moving, method, "moment")) for method in METHODS)
+    made = (replace(run, rule="smupar", follow=str(trace)) for runs in swept for run in runs)
     return list({run.id: run for run in made}.values())
 
 
@@ -130,3 +113,15 @@ def _claims(rows: Rows, method: str) -> list[Claim]:
             text = f"{name} at {one.sparsity:.4g}, each at its dense-tuned learning rate: measured {ours:.3f}, {words}"
             wins.append(Claim(ours < min(others.values()), text))
     return [falls, stays, *wins]
+
+
+FIGURE = Figure(
+    title="Learning-rate transfer under RigL and gradual pruning",
+    shows="None of SP, muP and SmuPar keeps its best learning rate; SmuPar over-corrects, and its best falls with sparsity.",
+    runs=runs,
+    then=then,
+    swept=("dynamic", "lr"),
+    draw=draw,
+    columns=5,
+    claim=claim,
+)

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from smupar.lm.config import RunConfig
-from smupar.paper.fig07 import curves
-from smupar.paper.fig14 import ABLATIONS, RULES, worse
-from smupar.paper.figure import Claim, Rows, all_of, panel, sweep, title
-from smupar.paper.settings import Scale
-from smupar.study.curves import Panel
+from smupar.paper.fig14 import RULES, ablated
+from smupar.paper.figure import Figure, curves, panel, sweep, title
 
-TITLE = "Both corrections are needed: init"
-SHOWS = "muP with SmuPar's init alone, or its learning rate alone, does not keep the best init std."
-FINDING = 3
-SWEPT = ("init", "init_std")
-
-
-def runs(scale: Scale) -> list[RunConfig]:
-    return sweep(scale, SWEPT[0], RULES, axis=SWEPT[1])
-
-
-def draw(rows: Rows) -> list[Panel]:
-    return [panel(curves(rows, rule), title(rule), "base init std") for rule in RULES]
-
-
-def claim(rows: Rows) -> Claim:
-    return all_of(*(worse(curves(rows, rule), curves(rows, "smupar"), title(rule)) for rule in ABLATIONS))
+FIGURE = Figure(
+    title="Both corrections are needed: init",
+    shows="muP with SmuPar's init alone, or its learning rate alone, does not keep the best init std.",
+    finding=3,
+    runs=lambda scale: sweep(scale, "init", RULES, axis="init_std"),
+    swept=("init", "init_std"),
+    draw=lambda rows: [panel(curves(rows, rule, "init_std"), title(rule), "base init std") for rule in RULES],
+    claim=lambda rows: ablated(rows, "init_std"),
+)

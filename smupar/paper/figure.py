@@ -1,18 +1,31 @@
-"""What the files of figures share: reading curves off results, drawing them, and claims with their numbers."""
+"""What a figure is, and what the files of figures share: reading curves off results, drawing them, claims with their numbers.
+
+Each figure or table is one file that ends with ``FIGURE = Figure(...)``; reproduce.py runs it, publish.py writes its page. A
+figure must say its title, what the paper shows, and a claim that can fail. All else is optional, and happens in this order:
+
+prepare         raises before anything is trained if something is missing
+runs, then      what is trained; ``then`` proposes runs that depend on the results of the first
+swept           more seeds are run round the best value of every curve
+measure         turns the runs, or nothing at all, into what the claim is about; without it the claim is about the runs' rows
+draw, text      the picture of the rows; a table that needs no run
+claim           yes or no, with numbers
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from smupar.lm.config import RunConfig
 from smupar.paper.settings import Scale
 from smupar.rules import get_rule
 from smupar.study.curves import LOSS, Panel, Point, Series
+from smupar.study.optima import Curve, farthest_move, move_in_words, times
 from smupar.study.space import with_fields
-from smupar.study.store import Result
-from smupar.study.transfer import Curve, farthest_move, move_in_words, times
+from smupar.study.store import Result, Study
 
 Rows = Sequence[Result]
 STABLE = 2.0
@@ -32,8 +45,42 @@ class Claim:
 
 
 def all_of(*claims: Claim) -> Claim:
-    text = "; ".join(f"{'yes' if one.holds else 'NO'}: {one.text}" for one in claims)
-    return Claim(all(one.holds for one in claims), text, claims)
+    text = "; ".join(f"{'yes' if claim.holds else 'NO'}: {claim.text}" for claim in claims)
+    return Claim(all(claim.holds for claim in claims), text, claims)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where and how a figure is made."""
+
+    scale: Scale
+    folder: Path  # for what the figure writes
+    runs: Path  # holds the folders of runs, by their ids
+    device: str = "auto"
+    data_dir: str | None = None  # local copies of the tasks of Table 2
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure or table of the paper, or one beside it."""
+
+    title: str
+    shows: str  # by the paper, in a sentence
+    claim: Callable[[Any], Claim]
+    """About what ``measure`` returns; without it, about the rows."""
+    finding: int | None = None  # of the paper's four
+    prepare: Callable[[str | None], None] | None = None  # given --data-dir
+    runs: Callable[[Scale], list[RunConfig]] | None = None
+    then: Callable[[Scale, Study], list[RunConfig]] | None = None
+    swept: tuple[str, str] | None = None
+    """The experiment whose number of seeds counts, and the field that is swept."""
+    keeps_weights: bool = False
+    measure: Callable[[Place, Rows], Any] | None = None
+    what: Callable[[Scale], str] | None = None
+    """A sentence about what is measured, where nothing is trained for it."""
+    draw: Callable[[Rows], list[Panel]] | None = None
+    columns: int | None = None  # panels in a row of the picture; default all
+    text: Callable[[], str] | None = None
 
 
 # Proposing
@@ -88,6 +135,11 @@ def curve(
     return Curve(rule, width, sparsity, tuple(values), means)
 
 
+def curves(rows: Rows, rule: str, axis: str = "lr") -> list[Curve]:
+    """One for each sparsity, the dense one first."""
+    return [curve(rows, rule, sparsity, axis=axis) for sparsity in sparsities(rows)]
+
+
 def sparsities(rows: Rows) -> list[float]:
     return sorted({row.config.sparsity for row in rows if row.config.sparsity is not None})
 
@@ -110,12 +162,12 @@ def panel(curves: Sequence[Curve], heading: str, x_label: str = "learning rate")
     """A rule's curves over the swept value, light for sparse."""
     series = tuple(
         Series(
-            f"sparsity {one.sparsity:.4g}",
-            tuple(Point(x, y) for x, y in zip(one.values, one.losses, strict=True)),
+            f"sparsity {own.sparsity:.4g}",
+            tuple(Point(x, y) for x, y in zip(own.values, own.losses, strict=True)),
             number / max(1, len(curves) - 1),
-            best=one.values[one.best_index],
+            best=own.best_value,
         )
-        for number, one in enumerate(curves)
+        for number, own in enumerate(curves)
     )
     return Panel(f"{heading}: best moves {move_in_words(curves)}", x_label, LOSS, series, curves[0].best)
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from smupar.lm.config import RunConfig
-from smupar.paper.figure import STABLE, Claim, Rows, all_of, curve, panel, sweep_values
+from smupar.paper.figure import STABLE, Claim, Figure, Rows, all_of, curve, panel, sweep_values
 from smupar.paper.settings import Scale
-from smupar.study.curves import Panel
-from smupar.study.transfer import Curve, moved
+from smupar.study.optima import Curve, moved
 
-TITLE = "Learning-rate transfer for 2:4, constant fan-in and ERK masks"
-SHOWS = "Not in the paper, whose masks are random and uniform."
-FINDING = None
-SWEPT = ("sweep", "lr")
 # Sparsity, pattern and allocation of each.
 KINDS = {
     "2:4": (0.5, "2:4", "uniform"),
@@ -28,24 +24,32 @@ def runs(scale: Scale) -> list[RunConfig]:
         replace(scale.run("sweep", sparsity=sparsity), pattern=pattern, allocation=allocation)  # type: ignore[arg-type]
         for sparsity, pattern, allocation in KINDS.values()
     ]
-    return sweep_values(scale, *SWEPT, [dense, *sparse])
+    return sweep_values(scale, "sweep", "lr", [dense, *sparse])
 
 
 def _curves(rows: Rows) -> dict[str, tuple[Curve, Curve]]:
     """Dense and sparse, of each kind."""
     dense = curve(rows, "smupar", 0.0)
-    found = {}
-    for name, (sparsity, pattern, allocation) in KINDS.items():
-        wanted = (pattern, allocation)
-        sparse = curve(rows, "smupar", sparsity, keep=lambda run, wanted=wanted: (run.pattern, run.allocation) == wanted)  # type: ignore[misc]
-        found[name] = (dense, sparse)
-    return found
+    return {
+        name: (dense, curve(rows, "smupar", sparsity, keep=partial(_has, pattern, allocation)))
+        for name, (sparsity, pattern, allocation) in KINDS.items()
+    }
 
 
-def draw(rows: Rows) -> list[Panel]:
-    return [panel(both, name) for name, both in _curves(rows).items()]
+def _has(pattern: str, allocation: str, run: RunConfig) -> bool:
+    return (run.pattern, run.allocation) == (pattern, allocation)
 
 
 def claim(rows: Rows) -> Claim:
     moves = {name: moved(*both) for name, both in _curves(rows).items()}
     return all_of(*(Claim(move <= STABLE, f"{name}: the best learning rate moves {move:.2g}x") for name, move in moves.items()))
+
+
+FIGURE = Figure(
+    title="Learning-rate transfer for 2:4, constant fan-in and ERK masks",
+    shows="Not in the paper, whose masks are random and uniform.",
+    runs=runs,
+    swept=("sweep", "lr"),
+    draw=lambda rows: [panel(both, name) for name, both in _curves(rows).items()],
+    claim=claim,
+)

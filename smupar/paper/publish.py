@@ -70,15 +70,15 @@ def index(folder: Path) -> str:
         "|---|---|---|---|---|---|",
     ]
     for name in FIGURES:
-        module, facts = figure(name), found.get(name)
-        about = f"{module.TITLE} | {module.FINDING or ''}"
+        wanted, facts = figure(name), found.get(name)
+        about = f"{wanted.title} | {wanted.finding or ''}"
         if facts is None:
             lines.append(f"| {name} | {about} | not run yet | | |")
         else:
             lines.append(f"| [{name}]({name}.md) | {about} | {_holds(facts)} | {len(facts['rows'])} | {facts['minutes']:.1f} |")
     lines += ["", "The paper's findings, and what was found of each here:", ""]
     for number, text in FINDINGS.items():
-        claims = [f"[{name}]({name}.md) {_holds(facts)}" for name, facts in found.items() if number == figure(name).FINDING]
+        claims = [f"[{name}]({name}.md) {_holds(facts)}" for name, facts in found.items() if number == figure(name).finding]
         lines.append(f"- Finding {number}: {text}. {', '.join(claims) or 'Not run yet'}.")
     return "\n".join(lines) + "\n"
 
@@ -166,21 +166,21 @@ def _by_hand(page: Path) -> str:
 
 
 def _page(done: Reproduced, scale: Scale, facts: dict[str, Any], table: str | None, by_hand: str) -> str:
-    module = figure(done.name)
-    finding = f" It belongs to Finding {module.FINDING}: {FINDINGS[module.FINDING]}." if module.FINDING else ""
+    wanted = figure(done.name)
+    finding = f" It belongs to Finding {wanted.finding}: {FINDINGS[wanted.finding]}." if wanted.finding else ""
     pictures = [_picture_name(done.name, picture) for picture in sorted(done.folder.glob("*.png"))]
     data = f" --data {scale.data}" if done.rows else ""
-    tasks = " --data-dir TASKS" if hasattr(module, "judge") else ""
+    tasks = " --data-dir TASKS" if wanted.prepare else ""
     lines = [
-        f"# {_heading(done.name)}: {module.TITLE}",
+        f"# {_heading(done.name)}: {wanted.title}",
         "",
         f"**{'Holds' if done.claim.holds else 'Does not hold'} at scale {scale.name}.**",
         "",
-        *(line for picture in pictures for line in (f"![{module.TITLE}]({picture})", "")),
+        *(line for picture in pictures for line in (f"![{wanted.title}]({picture})", "")),
         *(["```text", table.rstrip(), "```", ""] if table else []),
         "## What the paper shows",
         "",
-        f"{module.SHOWS}{finding}",
+        f"{wanted.shows}{finding}",
         "",
         "## What was run",
         "",
@@ -211,12 +211,12 @@ def _heading(name: str) -> str:
 
 
 def _what_was_measured(done: Reproduced, scale: Scale) -> list[str]:
-    module = figure(done.name)
-    if not hasattr(module, "what"):
+    what = figure(done.name).what
+    if not what:
         return [f"Nothing is trained for it. Made by commit {versions().get('commit', 'unknown')}."]
     made = _made_on(done)
     on = f"{made['device']}, torch {made['torch']}, {made.get('seconds', 0) / 60:.1f} minutes in all"
-    return [f"{module.what(scale)} {on}. Made by commit {made.get('commit', 'unknown')}."]
+    return [f"{what(scale)} {on}. Made by commit {made.get('commit', 'unknown')}."]
 
 
 def _made_on(done: Reproduced) -> dict[str, Any]:

@@ -6,8 +6,6 @@ once.
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import time
 from collections.abc import Sequence
@@ -15,25 +13,24 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from smupar import __version__
-from smupar.lm.config import STANDARD_LIBRARY, RunConfig, name_of_text
+from smupar.lm.config import STANDARD_LIBRARY, RunConfig, name_of_text, padded_vocab
 from smupar.lm.cost import Cost, estimate
-from smupar.lm.data import padded_vocab
 from smupar.lm.distributed import device_name, pick_device
 from smupar.lm.files import write_atomic
 from smupar.lm.folder import versions
 from smupar.lm.shards import read_index
-from smupar.paper.figure import Claim
+from smupar.paper.figure import Claim, Figure, Place
 from smupar.paper.settings import Scale, ScaleName
 from smupar.study.config import EngineConfig
 from smupar.study.curves import draw_png
 from smupar.study.engines import settle
-from smupar.study.store import Result, Stage, Study, row_of
+from smupar.study.kind import Stage
+from smupar.study.store import Result, Study, row_of, write_rows
 from smupar.study.transfer import more_seeds
 
 MADE_ON = "made-on.json"  # the device and versions of what is measured without runs
@@ -64,21 +61,22 @@ class Reproduced:
         return f"{self.name}: {'HOLDS' if self.claim.holds else 'DOES NOT HOLD'}. {self.claim.text}\n{self.folder}"
 
 
-def figure(name: str) -> ModuleType:
+def figure(name: str) -> Figure:
     if name in ("fig02", "fig04"):
         raise ValueError(f"{name} is a diagram, with nothing to run: docs/reproduce.md has it")
     if name not in FIGURES:
         raise ValueError(f"no figure or table is called {name!r}: choose one of {', '.join(FIGURES)}")
-    return import_module(f"smupar.paper.{name}")
+    found: Figure = import_module(f"smupar.paper.{name}").FIGURE
+    return found
 
 
 def listed() -> str:
     """What ``smupar reproduce --list`` prints."""
     lines = []
     for name in FIGURES:
-        module = figure(name)
-        finding = f" (Finding {module.FINDING})" if module.FINDING else ""
-        lines.append(f"{name}  {module.TITLE}{finding}. {module.SHOWS}")
+        wanted = figure(name)
+        finding = f" (Finding {wanted.finding})" if wanted.finding else ""
+        lines.append(f"{name}  {wanted.title}{finding}. {wanted.shows}")
     return "\n".join([*lines, *(f"Finding {number}: {text}." for number, text in FINDINGS.items())])
 
 
@@ -99,49 +97,52 @@ def make_scale(name: ScaleName, data: str | None, *, reads: bool = True) -> Scal
 def reproduce(name: str, scale: Scale, how: EngineConfig, *, out: str, data_dir: str | None = None) -> Reproduced:
     """Runs what is missing, draws, judges; writes picture.png, rows.csv, rows.json and claim.json under ``out``/scale/name;
     runs are in ``out``/scale/study. ``data_dir``: local copies of the tasks of Table 2."""
-    module, root = figure(name), Path(out) / scale.name
-    folder = root / name
-    if not hasattr(module, "runs") and hasattr(module, "text"):  # a table that needs no run
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / "table.txt", module.text() + "\n")
-        return _written(name, scale, folder, module.claim())
-    if hasattr(module, "measure"):
-        folder.mkdir(parents=True, exist_ok=True)
-        start = time.perf_counter()
-        measured = module.measure(scale, folder, how.device)
+    wanted, root = figure(name), Path(out) / scale.name
+    place = Place(scale, root / name, root / "study" / "runs", how.device, data_dir)
+    rows, files = _trained(name, wanted, wanted.runs(scale), place, how) if wanted.runs else ([], {})
+    place.folder.mkdir(parents=True, exist_ok=True)
+    if rows:
+        measures = [{**row_of(row), "seconds": row.summary.seconds, "device": row.summary.device} for row in rows]
+        write_rows(place.folder / "rows", measures)
+    start = time.perf_counter()
+    measured = wanted.measure(place, rows) if wanted.measure else rows
+    if wanted.what:
         made = {"device": device_name(pick_device(how.device)), "seconds": round(time.perf_counter() - start), **versions()}
-        write_atomic(folder / MADE_ON, json.dumps(made))
-        return _written(name, scale, folder, module.claim(measured))
+        write_atomic(place.folder / MADE_ON, json.dumps(made))
+    if wanted.text:
+        write_atomic(place.folder / "table.txt", wanted.text() + "\n")
+    if wanted.draw:
+        draw_png(wanted.draw(rows), place.folder / "picture.png", wanted.title, columns=wanted.columns)
+    claim = wanted.claim(measured)
+    facts: dict[str, Any] = {"figure": name, "scale": asdict(scale), "smupar": __version__, "runs": len(rows), **asdict(claim)}
+    write_atomic(place.folder / "claim.json", json.dumps(facts, indent=1))
+    return Reproduced(name, claim, place.folder, rows, files)
+
+
+def _trained(
+    name: str, wanted: Figure, configs: Sequence[RunConfig], place: Place, how: EngineConfig
+) -> tuple[list[Result], dict[str, str]]:
+    """The results of a figure's runs, of which ``configs`` are the first, and the sha256 of the files that they read."""
+    scale = place.scale
     if how.engine != "ray":  # whose machines are others
-        _refuse_device(name, scale, module.runs(scale), pick_device(how.device), asked=how.device != "auto")
-    if hasattr(module, "prepare"):
-        module.prepare(data_dir)
+        _refuse_device(name, scale, configs, pick_device(how.device), asked=how.device != "auto")
+    if wanted.prepare:
+        wanted.prepare(place.data_dir)
     definition = {"kind": "reproduce", "scale": scale.name, "data": scale.data}
-    with Study.open(root / "study", definition, f"smupar reproduce --scale {scale.name}") as study:
-        study.keeps_weights = getattr(module, "KEEPS_WEIGHTS", False)
-        wanted: list[RunConfig] = []
-        for propose in _stages(module, scale):
-            wanted += settle(study, propose, how)
-        rows, files = study.results(wanted), study.files(wanted)
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_rows(folder, rows)
-    if hasattr(module, "judge"):
-        folders = {str(study.runs / row.config.id): row.config for row in rows if row.summary.status == "finished"}
-        results = module.judge(folders, folder, data_dir, how.device)
-        print(module.text(results, {config.id: config for config in folders.values()}))
-        return _written(name, scale, folder, module.claim(results), rows, files)
-    draw_png(module.draw(rows), folder / "picture.png", module.TITLE, columns=getattr(module, "COLUMNS", None))
-    return _written(name, scale, folder, module.claim(rows), rows, files)
+    with Study.open(place.runs.parent, definition, f"smupar reproduce --scale {scale.name}") as study:
+        study.keeps_weights = wanted.keeps_weights
+        ended = [config for propose in _stages(wanted, configs, scale) for config in settle(study, propose, how)]
+        return study.results(ended), study.files(ended)
 
 
-def _stages(module: ModuleType, scale: Scale) -> list[Stage]:
+def _stages(wanted: Figure, configs: Sequence[RunConfig], scale: Scale) -> list[Stage]:
     """The runs of a figure, those that stand on their results, and where something is swept more seeds round each optimum."""
-    first: list[Stage] = [lambda study: module.runs(scale)]
-    if hasattr(module, "then"):
-        first.append(lambda study: module.then(scale, study))
-    if not hasattr(module, "SWEPT"):
-        return first
-    return [stage for one in first for stage in (one, partial(_more_seeds, one, module.SWEPT, scale))]
+    stages: list[Stage] = [lambda study: configs]
+    if wanted.then:
+        stages.append(partial(wanted.then, scale))
+    if not wanted.swept:
+        return stages
+    return [both for first in stages for both in (first, partial(_more_seeds, first, wanted.swept, scale))]
 
 
 def _more_seeds(first: Stage, swept: tuple[str, str], scale: Scale, study: Study) -> Sequence[RunConfig]:
@@ -163,46 +164,28 @@ def _refuse_device(name: str, scale: Scale, configs: Sequence[RunConfig], device
         )
 
 
-def _write_rows(folder: Path, rows: Sequence[Result]) -> None:
-    flat = [{**row_of(row), "seconds": row.summary.seconds, "device": row.summary.device} for row in rows]
-    write_atomic(folder / "rows.json", json.dumps(flat, indent=1))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(flat[0]))
-    writer.writeheader()
-    writer.writerows(flat)
-    write_atomic(folder / "rows.csv", text.getvalue())
-
-
-def _written(
-    name: str, scale: Scale, folder: Path, claim: Claim, rows: Sequence[Result] = (), files: dict[str, str] | None = None
-) -> Reproduced:
-    facts: dict[str, Any] = {"figure": name, "scale": asdict(scale), "smupar": __version__, "runs": len(rows), **asdict(claim)}
-    write_atomic(folder / "claim.json", json.dumps(facts, indent=1))
-    return Reproduced(name, claim, folder, rows, files or {})
-
-
 # What it would cost
 
 
 def dry_run(name: str, scale: Scale) -> str:
     """Runs, parameters, tokens, FLOPs, hours and memory of a figure, and the command that would do it."""
-    module = figure(name)
-    if not hasattr(module, "runs"):
-        return f"{name}: {module.what(scale) if hasattr(module, 'what') else 'nothing is trained'}"
-    configs = module.runs(scale)
-    if hasattr(module, "SWEPT"):  # wherever the optima will be
-        experiment, axis = module.SWEPT
-        middle = [one for one in configs if getattr(one, axis) in _middle(configs, axis)]
-        configs += [replace(one, seed=seed) for one in middle for seed in range(1, scale.size(experiment).seeds)]
+    wanted = figure(name)
+    if not wanted.runs:
+        return f"{name}: {wanted.what(scale) if wanted.what else 'nothing is trained'}"
+    configs = wanted.runs(scale)
+    if wanted.swept:  # wherever the optima will be
+        experiment, axis = wanted.swept
+        middle = [config for config in configs if getattr(config, axis) in _middle(configs, axis)]
+        configs += [replace(config, seed=seed) for config in middle for seed in range(1, scale.size(experiment).seeds)]
     costs = {config.id: estimate(config, micro_batch=1) for config in _one_of_each(configs)}
     each = [costs[_kind(config).id] for config in configs]
     hours = sum(cost.hours() for cost in each)
     largest = max(each, key=lambda cost: cost.num_parameters)
     small, big = min(cost.num_parameters for cost in each), largest.num_parameters
-    extra = " and those that follow a trace" if hasattr(module, "then") else ""
+    extra = " and those that follow a trace" if wanted.then else ""
     return "\n".join(
         [
-            f"{name}: {module.TITLE}",
+            f"{name}: {wanted.title}",
             f"  runs        {len(configs)}{extra}",
             f"  parameters  {small:,}" + (f" to {big:,}" if big != small else ""),
             f"  tokens      {sum(cost.num_tokens for cost in each):.3g}, {largest.num_tokens:.3g} in a run of the largest",

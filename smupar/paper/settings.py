@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from smupar.lm.config import STANDARD_LIBRARY, ModelConfig, RunConfig
-from smupar.lm.recipes import TABLE_3
+from smupar.lm.presets import TABLE_3
 from smupar.rules import aligned
 
 ScaleName = Literal["cpu", "small", "paper"]

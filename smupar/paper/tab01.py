@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from smupar.paper.figure import Claim
+from smupar.paper.figure import Claim, Figure, Rows
 from smupar.rules import aligned, table
 
-TITLE = "The rules"
-SHOWS = "Init, learning rates and forward factors of SP, muP and SmuPar."
-FINDING = None
 # What the paper prints, in the words of `smupar rules`; m_in is its m_d.
 PRINTED = {
     "embedding init variance": ("s^2", "s^2", "s^2"),
@@ -20,12 +17,16 @@ PRINTED = {
 }
 
 
-def text() -> str:
-    return aligned(table())
-
-
-def claim() -> Claim:
+def claim(rows: Rows = ()) -> Claim:
     executed = {row[0]: tuple(row[1:4]) for row in table()}
     different = [what for what, printed in PRINTED.items() if executed.get(what) != printed]
     said = f"{', '.join(different)} differ" if different else f"all {len(PRINTED)} printed rows are executed as printed"
     return Claim(not different, said)
+
+
+FIGURE = Figure(
+    title="The rules",
+    shows="Init, learning rates and forward factors of SP, muP and SmuPar.",
+    text=lambda: aligned(table()),
+    claim=claim,
+)

@@ -8,19 +8,10 @@ from smupar.integrations.lm_eval import evaluate, load_tasks
 from smupar.integrations.table import Results
 from smupar.lm.config import EvalConfig, RunConfig, ScoringConfig, TasksConfig
 from smupar.paper import fig03
-from smupar.paper.figure import Claim, title
-from smupar.paper.settings import Scale
+from smupar.paper.figure import Claim, Figure, Place, Rows, title
 
-TITLE = "Downstream accuracy"
-SHOWS = "SmuPar is best or within 0.01 of the best at almost every sparsity and task; at 99.2 % SP is close to chance."
-FINDING = None  # the claim is that the table is there
-KEEPS_WEIGHTS = True
 # Without the user's own copy of RACE, which may not be handed on.
 _LOCAL_TASKS = ("arc_easy", "lambada_openai", "piqa", "boolq")
-
-
-def runs(scale: Scale) -> list[RunConfig]:
-    return fig03.runs(scale)
 
 
 def tasks(data_dir: str | None) -> TasksConfig:
@@ -38,6 +29,15 @@ def judge(folders: dict[str, RunConfig], out: Path, data_dir: str | None, device
     return evaluate(EvalConfig(tuple(folders), tasks(data_dir), ScoringConfig(device=device), str(out)))
 
 
+def measure(place: Place, rows: Rows) -> Results:
+    """Evaluates the runs that finished, and prints the table."""
+    finished = [row.config for row in rows if row.summary.status == "finished"]
+    folders = {str(place.runs / config.id): config for config in finished}
+    results = judge(folders, place.folder, place.data_dir, place.device)
+    print(text(results, {config.id: config for config in finished}))
+    return results
+
+
 def text(results: Results, runs_by_id: dict[str, RunConfig]) -> str:
     """The table with rules and sparsities in the place of folders."""
     shown = str(results)
@@ -53,3 +53,14 @@ def claim(results: Results) -> Claim:
     whole = all(set(numbers) == set(results.documents) for _, numbers in results.models)
     text = f"{len(results.models)} models on {len(results.documents)} tasks, {sum(results.documents.values()):,} documents"
     return Claim(whole and bool(results.models), f"{text}, by lm-eval {results.lm_eval}")
+
+
+FIGURE = Figure(
+    title="Downstream accuracy",
+    shows="SmuPar is best or within 0.01 of the best at almost every sparsity and task; at 99.2 % SP is close to chance.",
+    runs=fig03.runs,
+    keeps_weights=True,
+    prepare=prepare,
+    measure=measure,
+    claim=claim,
+)

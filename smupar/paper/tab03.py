@@ -5,18 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from smupar.lm.config import RunConfig
-from smupar.lm.recipes import TABLE_3
-from smupar.paper.figure import Claim, Rows
+from smupar.lm.presets import TABLE_3
+from smupar.paper.figure import Claim, Figure, Rows
 from smupar.paper.settings import Scale
 from smupar.study.config import TUNED, TuneConfig
-from smupar.study.curves import Panel
-from smupar.study.report import tune_panels
 from smupar.study.space import with_fields
-from smupar.study.tune import propose
+from smupar.study.tune import propose, tune_panels
 
-TITLE = "Tuning the dense proxy"
-SHOWS = "350 random samples of learning rate, init std and alphas on a proxy of width 256 give the base hyperparameters."
-FINDING = None
 NUM_SAMPLES = {"cpu": 24, "small": 350, "paper": 350}
 # The paper's proxy: 24 layers, 800M tokens of batches of 256 x 2048.
 _PAPER = {"depth": 24, "batch_size": 256, "seq_len": 2048, "steps": 1526}
@@ -43,12 +38,17 @@ def runs(scale: Scale) -> list[RunConfig]:
     return [default(scale), printed(scale), *propose(config(scale))]
 
 
-def draw(rows: Rows) -> list[Panel]:
-    return tune_panels(rows)
-
-
 def claim(rows: Rows) -> Claim:
     best = min(rows[2:], key=lambda row: row.loss)
     values = ", ".join(f"{name} {getattr(best.config, name):.4g}" for name in TUNED)
     others = f"common defaults {rows[0].loss:.3f}, Table 3's values {rows[1].loss:.3f}"
     return Claim(best.loss < rows[0].loss, f"best of {len(rows) - 2} samples {best.loss:.3f} ({values}), {others}")
+
+
+FIGURE = Figure(
+    title="Tuning the dense proxy",
+    shows="350 random samples of learning rate, init std and alphas on a proxy of width 256 give the base hyperparameters.",
+    runs=runs,
+    draw=tune_panels,
+    claim=claim,
+)

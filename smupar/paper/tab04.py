@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 from smupar.lm.cost import estimate
-from smupar.paper.figure import Claim
+from smupar.paper.figure import Claim, Figure, Rows
 from smupar.paper.settings import Scale, table_4
 
-TITLE = "Settings"
-SHOWS = "Widths, depths, batches, learning rates, init, schedules, steps and tokens of every figure."
-FINDING = None
 
-
-def text() -> str:
-    return table_4()
-
-
-def claim() -> Claim:
+def claim(rows: Rows = ()) -> Claim:
     """The printed numbers of tokens follow from steps, batch and T = 2048, and the largest model has 610M parameters."""
     paper = Scale("paper", "data/slimpajama", 50257)
     wanted = {"sweep": 306e6, "init": 1.6e6, "pretraining": 12.13e9, "coordinates": 82e3, "iso-pretraining": 1e9}
@@ -26,3 +18,11 @@ def claim() -> Claim:
         not off and right,
         f"tokens follow from steps x batch x 2048{' but for ' + ', '.join(off) if off else ''}; {size:,} parameters",
     )
+
+
+FIGURE = Figure(
+    title="Settings",
+    shows="Widths, depths, batches, learning rates, init, schedules, steps and tokens of every figure.",
+    text=table_4,
+    claim=claim,
+)

@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 from smupar.lm.config import RunConfig
-from smupar.paper.figure import STABLE, Claim, Rows, curve, panel, sweep_values
+from smupar.paper.figure import STABLE, Claim, Figure, Rows, curves, panel, sweep_values
 from smupar.paper.settings import Scale
 from smupar.planner import MIN_WEIGHTS_PER_NEURON
-from smupar.study.curves import Panel
-from smupar.study.transfer import Curve, moved
+from smupar.study.optima import moved
 
-TITLE = "Where few weights per neuron break the rule"
-SHOWS = "The paper names the question and leaves it open."
-FINDING = None
-SWEPT = ("sweep", "lr")
 WEIGHTS_PER_NEURON = {"cpu": (16, 8, 4), "small": (64, 16, 8, 4, 2), "paper": (64, 16, 8, 4, 2)}
 
 
 def runs(scale: Scale) -> list[RunConfig]:
     width = scale.size("sweep").width
     sparse = [scale.run("sweep", sparsity=1 - num / width) for num in WEIGHTS_PER_NEURON[scale.name]]
-    return sweep_values(scale, *SWEPT, [scale.run("sweep", rule="mup", sparsity=0.0), *sparse])
-
-
-def _curves(rows: Rows) -> list[Curve]:
-    levels = sorted({row.config.sparsity for row in rows if row.config.sparsity is not None})
-    return [curve(rows, "smupar", sparsity) for sparsity in levels]
-
-
-def draw(rows: Rows) -> list[Panel]:
-    return [panel(_curves(rows), "SmuPar")]
+    return sweep_values(scale, "sweep", "lr", [scale.run("sweep", rule="mup", sparsity=0.0), *sparse])
 
 
 def claim(rows: Rows) -> Claim:
-    dense, *sparse = _curves(rows)
+    dense, *sparse = curves(rows, "smupar")
     found = {round(one.width * (1 - one.sparsity)): (moved(dense, one), one.excess(dense.best_value)) for one in sparse}
     words = ", ".join(f"{num}: {move:.2g}x, {cost:+.1%}" for num, (move, cost) in sorted(found.items(), reverse=True))
     holds = all(move <= STABLE for num, (move, _) in found.items() if num >= MIN_WEIGHTS_PER_NEURON)
@@ -41,3 +27,13 @@ def claim(rows: Rows) -> Claim:
         f"with {MIN_WEIGHTS_PER_NEURON} weights per neuron and more the optimum stays; "
         f"moves and costs at the dense one by number: {words}",
     )
+
+
+FIGURE = Figure(
+    title="Where few weights per neuron break the rule",
+    shows="The paper names the question and leaves it open.",
+    runs=runs,
+    swept=("sweep", "lr"),
+    draw=lambda rows: [panel(curves(rows, "smupar"), "SmuPar")],
+    claim=claim,
+)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from smupar.sparse.backends import BACKENDS, DENSE, out_dim_of
+from smupar.timing import Call, in_turns, seconds_of
 from smupar.values import num_ranks
 
 _ROUNDS = 3
@@ -77,22 +78,21 @@ def _measured(layer: nn.Module, mask: Tensor, backends: list[str], work: Work) -
             failures[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         else:
             steps[name] = step
-    seconds = dict.fromkeys(steps, float("inf"))
-    for _ in range(_ROUNDS):
-        for name, step in steps.items():
-            seconds[name] = min(seconds[name], _seconds(step, mask.device))
-    return Timing(seconds, failures)
+    return Timing(in_turns(steps, _ROUNDS, lambda _, step: _seconds(step, mask.device), pick=min), failures)
 
 
 def _like(layer: nn.Module, mask: Tensor) -> nn.Module:
-    """A layer of the same kind and size without hooks."""
-    weight, out_dim = layer.weight, out_dim_of(layer)
-    assert isinstance(weight, Tensor)
-    assert out_dim is not None
-    sizes = weight.shape[1 - out_dim], weight.shape[out_dim]
+    """A layer of the same class and size with other weights and without hooks."""
+    made = type(layer).__new__(type(layer))
+    made.__dict__.update(vars(layer))
+    nn.Module.__init__(made)  # of what torch keeps in modules, nothing is shared with the layer
+    weight: Any = layer.weight
+    bias: Any = getattr(layer, "bias", None)
     with torch.random.fork_rng(devices=[]):  # the user's random numbers stay what they were
-        made = nn.Linear(*sizes, bias=layer.bias is not None) if type(layer) is nn.Linear else type(layer)(sizes[1], sizes[0])
-    made.to(weight.device, weight.dtype).register_buffer("weight_mask", mask)
+        values = torch.randn(weight.shape).to(weight)
+    made.register_parameter("weight", nn.Parameter(values))
+    made.register_parameter("bias", None if bias is None else nn.Parameter(torch.zeros_like(bias)))
+    made.register_buffer("weight_mask", mask)
     return made
 
 
@@ -128,22 +128,8 @@ def training_step(
     return step
 
 
-def _seconds(step: Callable[[], None], device: torch.device) -> float:
+def _seconds(step: Call, device: torch.device) -> float:
     if device.type != "cuda":
-        return _seconds_of(step, 1, device)
-    once = _seconds_of(step, 3, device)
-    return _seconds_of(step, min(50, max(3, round(_GPU_SECONDS / once))), device)
-
-
-def _seconds_of(step: Callable[[], None], num_steps: int, device: torch.device) -> float:
-    _wait(device)
-    start = time.perf_counter()
-    for _ in range(num_steps):
-        step()
-    _wait(device)
-    return (time.perf_counter() - start) / num_steps
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        return seconds_of(step)
+    once = seconds_of(step, 3, device)
+    return seconds_of(step, min(50, max(3, round(_GPU_SECONDS / once))), device)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from smupar.layers import kind_of
 from smupar.sparse import gpu, linear
 from smupar.sparse.kernels import kernel_of, missing
-from smupar.tensors import is_conv1d
 from smupar.values import is_sharded
 
 DENSE, AUTO = "dense", "auto"
@@ -19,11 +19,9 @@ _CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
 def out_dim_of(layer: nn.Module) -> int | None:
-    """Which dimension of its weight a plain linear layer writes; None if it is none."""
-    if type(layer) is nn.Linear:
-        return 0
-    # transformers' linear layer that stores (in, out)
-    return 1 if is_conv1d(layer) else None
+    """Which dimension of its weight a plain linear layer writes; None for any other layer."""
+    kind = kind_of(layer)
+    return kind.out_dim if kind.is_plain else None
 
 
 @dataclass(frozen=True)
@@ -55,6 +53,8 @@ class Backend:
         """Makes a sparse layer of it, in place."""
         out_dim = out_dim_of(layer)
         assert out_dim is not None
+        if not hasattr(layer, "bias"):  # a layer of the user's own
+            layer.register_parameter("bias", None)
         linear.compress(layer, mask, out_dim=out_dim, backend=self.name)
 
 
@@ -66,6 +66,9 @@ def layer_refusal(layer: nn.Module, leaf: str, parent: nn.Module, num_users: int
     weight = getattr(layer, leaf)
     if leaf != "weight" or out_dim_of(layer) is None:
         return f"a {type(layer).__name__} is not a plain linear layer (nn.Linear, transformers' Conv1D)"
+    extra = {name for name, _ in layer.named_parameters(recurse=False)} - {"weight", "bias"}
+    if extra:
+        return f"it has parameters beside weight and bias: {', '.join(sorted(extra))}"
     if isinstance(parent, nn.TransformerEncoderLayer):
         return "nn.TransformerEncoderLayer reads its weight without calling it when it evaluates"
     if num_users > 1:

@@ -12,7 +12,6 @@ choice may differ between two processes, and between the first products of one a
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 from smupar.csr import mask_of_index
 from smupar.sparse.cslt import Plan
 from smupar.sparse.gpu import DTYPE, GpuIndex, OnGpu, compiled, dense_grad
+from smupar.timing import Call, gpu_seconds_of
 
 _SIZES = 64  # multiples of 32 that are none of 64 did not pass the tests (torch 2.11 on an H200)
 _TOKENS = 16  # and of the rows
@@ -165,14 +165,6 @@ def _faster(plan: Plan, matrix: Tensor, rows: Tensor) -> Plan:
     return searched if gains else plan
 
 
-def _seconds(call: Callable[[], object], repeats: int = 5) -> float:
+def _seconds(call: Call) -> float:
     call()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    times = []
-    for _ in range(repeats):
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return min(times) / 1e3
+    return min(gpu_seconds_of(call) for _ in range(5))

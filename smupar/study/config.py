@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from smupar.lm.config import ModelConfig, RunConfig
+from smupar.lm.validation import refuse
 
 TUNED = ("lr", "init_std", "alpha_input", "alpha_output")
 """What is searched on a dense proxy, and holds for others."""
@@ -48,15 +49,30 @@ class TransferConfig:
 
     def __post_init__(self) -> None:
         for name in ("rules", "sparsities", "widths"):
-            if not getattr(self, name):
-                raise ValueError(f"{name} is empty: give at least one")
-            object.__setattr__(self, name, tuple(dict.fromkeys(getattr(self, name))))
-        if "moment" in self.rules and not self.run.prunes:
-            raise ValueError("moment is SmuPar with the density of the moment: it needs --dynamic gmp or imp")
-        if self.seeds < 1 or min(self.widths) < 1:
-            raise ValueError(f"seeds and widths must be at least 1, got {self.seeds} and {min(self.widths)}")
-        if self.values and (len(set(self.values)) < 3 or min(self.values) <= 0):
-            raise ValueError("values needs three or more different numbers above 0: an optimum has neighbours")
+            refuse(not getattr(self, name), f"{name} is empty: give at least one")
+        refuse(
+            "moment" in self.rules and not self.run.prunes,
+            "moment is SmuPar with the density of the moment: it needs --dynamic gmp or imp",
+        )
+        refuse(
+            self.seeds < 1 or min(self.widths) < 1,
+            f"seeds and widths must be at least 1, got {self.seeds} and {min(self.widths)}",
+        )
+        refuse(
+            self.values and (len(set(self.values)) < 3 or min(self.values) <= 0),
+            "values needs three or more different numbers above 0: an optimum has neighbours",
+        )
+
+    @property
+    def normalised(self) -> TransferConfig:
+        """The same study without what is named twice."""
+        return replace(
+            self,
+            run=self.run.normalised,
+            rules=tuple(dict.fromkeys(self.rules)),
+            sparsities=tuple(dict.fromkeys(self.sparsities)),
+            widths=tuple(dict.fromkeys(self.widths)),
+        )
 
 
 @dataclass(frozen=True)
@@ -81,13 +97,17 @@ class TuneConfig:
 
     def __post_init__(self) -> None:
         for name, least in (("num_samples", 1), ("round_size", 1), ("search_seed", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        if self.method not in ("random", "tpe"):
-            raise ValueError(f"method must be random or tpe, got {self.method!r}")
+            refuse(getattr(self, name) < least, f"{name} must be at least {least}, got {getattr(self, name)}")
+        refuse(self.method not in ("random", "tpe"), f"method must be random or tpe, got {self.method!r}")
         for name, (low, high) in self.ranges.items():
-            if not 0 < low < high < math.inf:
-                raise ValueError(f"{name}_range must be two numbers above 0, the smaller first, got {low:g} and {high:g}")
+            refuse(
+                not 0 < low < high < math.inf,
+                f"{name}_range must be two numbers above 0, the smaller first, got {low:g} and {high:g}",
+            )
+
+    @property
+    def normalised(self) -> TuneConfig:
+        return replace(self, run=self.run.normalised)
 
     @property
     def ranges(self) -> dict[str, tuple[float, float]]:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from smupar.pictures import new_figure
+
 LOSS = "loss (mean of the last 5 % of steps)"
 
 
@@ -65,16 +67,13 @@ def y_range(panels: Sequence[Panel]) -> tuple[float, float]:
 
 def draw_png(panels: Sequence[Panel], path: Path, title: str = "", *, columns: int | None = None) -> None:
     """All panels in a row, or in rows of so many columns."""
-    try:
-        from matplotlib import colormaps
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("the picture needs matplotlib: pip install 'smupar[plot]'") from error
     low, high = y_range(panels)
     columns = min(columns or len(panels), len(panels))
     num_rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(3.6 * columns + 0.6, 3.9 * num_rows), layout="constrained")
-    grid: Any = figure.subplots(num_rows, columns, sharey=True, squeeze=False)
+    figure = new_figure(figsize=(3.6 * columns + 0.6, 3.9 * num_rows), layout="constrained")
+    from matplotlib import colormaps
+
+    grid = figure.subplots(num_rows, columns, sharey=True, squeeze=False)
     axes = grid.flat[: len(panels)]
     for unused in grid.flat[len(panels) :]:
         unused.set_visible(False)

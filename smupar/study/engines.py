@@ -7,49 +7,48 @@ the trainer.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import hashlib
 import math
 import os
-import signal
 import sys
-import threading
-import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from smupar.lm import data
 from smupar.lm.config import Execution, RunConfig
 from smupar.lm.cost import estimate
 from smupar.lm.data import Text
-from smupar.lm.distributed import device_name, pick_device
-from smupar.lm.folder import Status, Summary, versions
+from smupar.lm.distributed import pick_device
+from smupar.lm.folder import Row, Summary
 from smupar.lm.gpt import plan_on_meta
+from smupar.lm.loop import Cadence, Loop, Progress
+from smupar.lm.signals import Stop, end, ended_by_sigterm
 from smupar.lm.stack import GPTStack, stack_key
 from smupar.lm.train import train
+from smupar.optimizers import family_of
 from smupar.planner import PlanWarning
-from smupar.rules import family_of
 from smupar.study.config import EngineConfig
-from smupar.study.report import write_report
-from smupar.study.store import Stage, Study
+from smupar.study.kind import Stage
+from smupar.study.store import Study
+from smupar.timing import seconds_of
 
 EngineName = Literal["auto", "serial", "stacked", "ray"]
 
-# How often losses are fetched from a GPU, and looked at for runs that diverged.
+# How often losses of a stack are fetched from a GPU, and looked at for runs that diverged.
 _LOOK_EVERY = 50
+_NUM_ROWS = 50  # of metrics, in a run of a stack
 _USABLE = 0.8
 _MOST = 64
 _MEASURED_STEPS = 8
 _LONG_SECONDS = 600.0
-_TERMINATED = 143
 
 
 @dataclass
@@ -83,21 +82,6 @@ class Board:
         self.num_diverged += summary.status == "diverged"
 
 
-def run_study(
-    folder: str,
-    definition: dict[str, Any],
-    command: str,
-    stages: Iterable[Stage],
-    how: EngineConfig,
-) -> str:
-    """Runs what is missing of a study and writes its page; returns what it found, and where. A stage proposes runs that may
-    stand on the results of those before."""
-    with Study.open(folder, definition, command) as study:
-        for propose in stages:
-            settle(study, propose, how)
-        return write_report(study)
-
-
 def settle(study: Study, propose: Stage, how: EngineConfig) -> Sequence[RunConfig]:
     """Runs what a stage proposes, and then what it proposes with those results, until nothing is missing; returns all of it."""
     while True:
@@ -110,7 +94,7 @@ def settle(study: Study, propose: Stage, how: EngineConfig) -> Sequence[RunConfi
         if not missing:
             return configs
         try:
-            with _ended_by_sigterm():
+            with ended_by_sigterm():
                 execute(study, missing, engine=how.engine, device=how.device, address=how.address)
         except (KeyboardInterrupt, SystemExit):
             done = len(configs) - len(study.missing(configs))
@@ -119,21 +103,6 @@ def settle(study: Study, propose: Stage, how: EngineConfig) -> Sequence[RunConfi
             raise
         if left := study.missing(missing):
             raise ValueError(f"{len(left)} runs of {study.folder} have not ended: the same command goes on")
-
-
-@contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """A job that is preempted ends in order, with the exit code that a shell would give it."""
-    if threading.current_thread() is not threading.main_thread():  # where Python does not allow it
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
-    try:
-        yield
-    except SystemExit as error:
-        raise SystemExit(_TERMINATED) from error  # where Ray waits it becomes its own, with 1
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _refuse_other_files(study: Study, configs: Sequence[RunConfig]) -> None:
@@ -192,10 +161,8 @@ def run_group(study: Study, group: list[RunConfig], engine: EngineName, device: 
     if stack_key(group[0]) is None or fitting(group[0], device) < 1:  # the trainer takes a batch in parts
         for config in group:
             summary = train(config, Execution(out=str(study.runs / config.id), device=str(device)))
-            if summary.status == "terminated":
-                sys.exit(_TERMINATED)
-            if summary.status == "interrupted":
-                raise KeyboardInterrupt
+            if summary.status in ("interrupted", "terminated"):
+                end(summary.status)
             board.done(summary)
         return
     text = data.open_text(group[0])
@@ -209,12 +176,45 @@ def run_group(study: Study, group: list[RunConfig], engine: EngineName, device: 
         filled = part + [part[-1]] * (size - len(part))
         if start or stack.stack.num_steps:
             stack.refill(filled)
-        ended = run_stack(stack, len(part), board)
-        if study.keeps_weights:
-            stack.save(study.runs, [summary for summary, _ in ended])
-        for config, (summary, rows), trace in zip(part, ended, stack.traces(), strict=False):
-            study.add(config, summary, rows, trace)
-            board.done(summary)
+        _train_stack(study, stack, part, board)
+
+
+def _train_stack(study: Study, stack: GPTStack, part: Sequence[RunConfig], board: Board) -> None:
+    """Trains a stack to its end; ``part``: the first of its runs, which count."""
+    steps, keeper = part[0].steps, _StackKeeper(len(part), board)
+    cadence = Cadence(steps, log_every=max(1, steps // _NUM_ROWS), valid_every=steps, look_every=_LOOK_EVERY)
+    with Stop.on_signals() as stop:
+        loop = Loop(stack, cadence, keeper, stop, [Progress() for _ in part])
+        status = loop.run()
+    if status in ("interrupted", "terminated"):
+        end(status)
+    keeper.show(steps)  # where all diverged, nothing is left to train
+    summaries = loop.summaries(status, [config.id for config in part])
+    if study.keeps_weights:
+        stack.save(study.runs, summaries)
+    for config, summary, rows, trace in zip(part, summaries, keeper.rows, stack.traces(), strict=False):
+        study.add(config, summary, rows, trace)
+        board.done(summary)
+    if stop.asked:  # after the last step
+        end(stop.status)
+
+
+class _StackKeeper:
+    """Holds the rows of a stack's runs until they have ended, and shows progress on the board."""
+
+    def __init__(self, num_runs: int, board: Board) -> None:
+        self.rows: list[list[Row]] = [[] for _ in range(num_runs)]
+        self.board, self.shown = board, 0
+
+    def show(self, done: int, loss: float = math.nan, seconds: float = math.nan) -> None:
+        self.board.steps((done - self.shown) * len(self.rows), len(self.rows))
+        self.shown = done
+
+    def log(self, index: int, row: Row) -> None:
+        self.rows[index].append(row)
+
+    def save(self, progress: Sequence[Progress]) -> None:
+        """Nothing yet: a stack that is stopped begins again."""
 
 
 def _pick(group: list[RunConfig], text: Text, device: torch.device, most: int, *, measure: bool) -> tuple[GPTStack, int]:
@@ -224,29 +224,19 @@ def _pick(group: list[RunConfig], text: Text, device: torch.device, most: int, *
     several = len({config.seed for config in group}) > 1
     stacked = GPTStack(group[:most], text, device, own_batches=several)
     # Where steps are compiled, the other engine is worth a look only if the study takes longer than its compilation.
-    if not measure or (device.type == "cuda" and _work(group) * _seconds(stacked, device) / most < _LONG_SECONDS):
+    if not measure or (
+        device.type == "cuda" and sum(config.steps for config in group) * _seconds(stacked, device) / most < _LONG_SECONDS
+    ):
         return stacked, most
     single = GPTStack(group[:1], text, device)
     together, alone = _seconds(stacked, device) / most, _seconds(single, device)
     return (stacked, most) if together <= alone else (single, 1)
 
 
-def _work(group: list[RunConfig]) -> int:
-    """Steps of all runs."""
-    return sum(config.steps for config in group)
-
-
 def _seconds(stack: GPTStack, device: torch.device) -> float:
     """Of one step, warm."""
-    on_gpu = device.type == "cuda"
-    best = math.inf
-    for number in range(_MEASURED_STEPS if on_gpu else 3):
-        start = time.perf_counter()
-        stack.step(number)
-        if on_gpu:
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return best
+    num_steps = _MEASURED_STEPS if device.type == "cuda" else 3
+    return min(seconds_of(partial(stack.step, number), device=device) for number in range(num_steps))
 
 
 def largest_stack(config: RunConfig, device: torch.device) -> int:
@@ -269,55 +259,3 @@ def _free_memory(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
     return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-
-
-def run_stack(stack: GPTStack, num_real: int, board: Board) -> list[tuple[Summary, list[dict[str, Any]]]]:
-    """Trains a stack to its end; summaries and metrics of its first ``num_real`` runs."""
-    config = stack.configs[0]
-    start = time.perf_counter()
-    pending: list[Tensor] = []
-    losses = torch.empty(0, len(stack.configs))
-    for step in range(config.steps):
-        pending.append(stack.step(step))
-        if len(pending) == _LOOK_EVERY or step + 1 == config.steps:
-            losses = torch.cat([losses, torch.stack(pending).cpu()])
-            board.steps(len(pending) * num_real, num_real)
-            pending.clear()
-            if not losses[-1, :num_real].isfinite().any():  # nothing left to train
-                board.steps((config.steps - step - 1) * num_real, num_real)
-                break
-    valid = stack.validate()
-    seconds = (time.perf_counter() - start) / num_real
-    return [_ended(stack, index, losses[:, index].tolist(), valid[index], seconds) for index in range(num_real)]
-
-
-def _ended(
-    stack: GPTStack, index: int, losses: list[float], valid_loss: float, seconds: float
-) -> tuple[Summary, list[dict[str, Any]]]:
-    config = stack.configs[index]
-    finite = next((number for number, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
-    status: Status = "finished" if finite == config.steps and math.isfinite(valid_loss) else "diverged"
-    tail = losses[: finite or 1][-max(1, config.steps // 20) :]
-    tokens = finite * config.batch_size * config.seq_len
-    summary = Summary(
-        id=config.id,
-        status=status,
-        folder=config.id,
-        steps=finite,
-        num_tokens=tokens,
-        num_parameters=stack.num_parameters,
-        sparsity=stack.sparsities[index],
-        train_loss=sum(tail) / len(tail) if status == "finished" else None,
-        valid_loss=valid_loss if status == "finished" else None,
-        best_valid_loss=valid_loss if status == "finished" else None,
-        best_step=finite if status == "finished" else None,
-        seconds=seconds,
-        tokens_per_second=tokens / seconds,
-        device=device_name(stack.device),
-        num_ranks=1,
-        num_threads=torch.get_num_threads(),
-        versions=versions(),
-    )
-    every = max(1, config.steps // 50)
-    rows = [{"step": step, "loss": losses[step - 1]} for step in range(every, finite + 1, every)]
-    return summary, rows

@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import operator
 import os
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,6 +23,7 @@ import torch
 from smupar.lm.config import RunConfig
 from smupar.lm.cost import estimate
 from smupar.lm.folder import Summary
+from smupar.lm.signals import handled
 from smupar.lm.tokenizer import first_line
 from smupar.study.engines import Board, groups, run_group
 from smupar.study.store import Study
@@ -70,23 +71,27 @@ def _connected(address: str) -> Iterator[Any]:
     if ray.is_initialized():  # by the program that called us
         yield ray
         return
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     on_sigterm = signal.getsignal(signal.SIGTERM)
+    with handled({signal.SIGTERM: on_sigterm} if callable(on_sigterm) else {}) as install:
+        _start(ray, address)
+        install()  # ray.init puts its own handler there, which ends with other codes
+        try:
+            yield ray
+        finally:
+            ray.shutdown()
+
+
+def _start(ray: Any, address: str) -> None:
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address == "local":
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         ray.init(address="local", include_dashboard=False, **quiet)
-    else:
-        _refuse_nobody(address)
-        try:
-            ray.init(address=address, **quiet)
-        except ConnectionError as error:
-            raise ValueError(_nobody(address)) from error
-    if callable(on_sigterm) and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, on_sigterm)  # ray.init puts its own there, which ends with other codes
+        return
+    _refuse_nobody(address)
     try:
-        yield ray
-    finally:
-        ray.shutdown()
+        ray.init(address=address, **quiet)
+    except ConnectionError as error:
+        raise ValueError(_nobody(address)) from error
 
 
 def _refuse_nobody(address: str) -> None:
@@ -234,19 +239,17 @@ class _Teller(Board):
     """The board of a worker: passes on what happens, now and then."""
 
     def __init__(self, tell: Callable[[State], None], num_done: int) -> None:
-        self._tell, self._state, self._last = tell, State(done=num_done), -math.inf
-        self._now_and_then()
+        self._tell, self._state, self._last = tell, State(), -math.inf
+        self._add(done=num_done)
 
     def steps(self, num: int, running: int) -> None:
-        self._state = self._state._replace(steps=self._state.steps + num)
-        self._now_and_then()
+        self._add(steps=num)
 
     def done(self, summary: Summary) -> None:
-        diverged = self._state.diverged + (summary.status == "diverged")
-        self._state = self._state._replace(done=self._state.done + 1, diverged=diverged)
-        self._now_and_then()
+        self._add(done=1, diverged=int(summary.status == "diverged"))
 
-    def _now_and_then(self) -> None:
+    def _add(self, **more: int) -> None:
+        self._state = State(*map(operator.add, self._state, State(**more)))
         if time.monotonic() - self._last >= _TELL_EVERY:
             self._tell(self._state)
             self._last = time.monotonic()

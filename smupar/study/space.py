@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args, get_type_hints
 
-from smupar.lm.config import ModelConfig, RunConfig
+from smupar.lm.config import ModelConfig, RunConfig, changed
 
 _MODEL = {field.name for field in dataclasses.fields(ModelConfig)}
 _RUN = {field.name for field in dataclasses.fields(RunConfig)} - {"model"}
@@ -18,8 +18,7 @@ def with_fields(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     unknown = [name for name in values if name not in _MODEL | _RUN]
     if unknown:
         raise ValueError(f"a run has no field called {unknown[0]!r}: choose among {', '.join(sorted(_MODEL | _RUN))}")
-    model = dataclasses.replace(config.model, **{name: value for name, value in values.items() if name in _MODEL})
-    return dataclasses.replace(config, model=model, **{name: value for name, value in values.items() if name in _RUN})
+    return changed(config, values).normalised
 
 
 def grid(config: RunConfig, axes: Mapping[str, Sequence[Any]]) -> Iterator[RunConfig]:

@@ -13,7 +13,7 @@ import csv
 import io
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 from smupar import __version__
 from smupar.lm.config import LATER_FIELDS, RunConfig
 from smupar.lm.files import locked, write_atomic
-from smupar.lm.folder import TRACE_FILE, Summary, read_config, read_summary
+from smupar.lm.folder import TRACE_FILE, Row, Summary, metrics_line, read_config, read_summary
 from smupar.lm.tokenizer import optional
 from smupar.updates.trace import Trace
 
@@ -116,14 +116,12 @@ class Study:
         unique = {config.id: config for config in configs}
         return [config for id_, config in unique.items() if not (self.runs / id_ / "summary.json").exists()]
 
-    def add(
-        self, config: RunConfig, summary: Summary, metrics: Sequence[dict[str, Any]] = (), trace: Trace | None = None
-    ) -> None:
+    def add(self, config: RunConfig, summary: Summary, metrics: Sequence[Row] = (), trace: Trace | None = None) -> None:
         """Writes a finished run; its summary comes last."""
         folder = self.runs / config.id
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / "config.json", config.to_json())
-        write_atomic(folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in metrics))
+        write_atomic(folder / "metrics.jsonl", "".join(map(metrics_line, metrics)))
         if trace is not None:
             write_atomic(folder / TRACE_FILE, trace.to_json())
         write_atomic(folder / "summary.json", json.dumps(asdict(summary), indent=1))
@@ -137,13 +135,7 @@ class Study:
         return [Result(config, summary) for config, summary in found if summary is not None]
 
     def write_table(self) -> None:
-        rows = [row_of(result) for result in self.results()]
-        write_atomic(self.folder / "table.json", json.dumps(rows, indent=1))
-        text = io.StringIO()
-        writer = csv.DictWriter(text, fieldnames=list(rows[0]) if rows else [])
-        writer.writeheader()
-        writer.writerows(rows)
-        write_atomic(self.folder / "table.csv", text.getvalue())
+        write_rows(self.folder / "table", [row_of(result) for result in self.results()])
 
     def write_parquet(self) -> None:
         """The same rows, with their types."""
@@ -155,8 +147,14 @@ class Study:
         temporary.replace(self.folder / "table.parquet")
 
 
-Stage = Callable[[Study], Sequence[RunConfig]]
-"""Proposes runs of a study, which may stand on the results that it has."""
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """The same rows as JSON and as CSV; ``path`` has no suffix."""
+    write_atomic(path.with_suffix(".json"), json.dumps(rows, indent=1))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]) if rows else [])
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomic(path.with_suffix(".csv"), text.getvalue())
 
 
 def row_of(result: Result) -> dict[str, Any]:

@@ -4,11 +4,12 @@ each rule's optimum moved and what the proxy's optimum costs on the targets."""
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from smupar.lm.config import RunConfig
 from smupar.lm.files import write_atomic
@@ -16,61 +17,14 @@ from smupar.lm.folder import TRACE_FILE
 from smupar.rules import get_rule
 from smupar.study.config import TransferConfig
 from smupar.study.curves import LOSS, Panel, Point, Series
+from smupar.study.kind import Found, Kind, Stage
+from smupar.study.optima import Curve, move_in_words
 from smupar.study.space import with_fields
-from smupar.study.store import Result, Stage, Study
+from smupar.study.store import Result, Study
 
 MEASURED, MOMENT = "measured", "moment"
 _OURS = {MEASURED: "measured updates", MOMENT: "SmuPar, density of the moment"}
 _NAMES = {"lr": "learning rate", "init_std": "init std", "alpha_input": "alpha_input", "alpha_output": "alpha_output"}
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Loss over the swept values, for one model under one rule; means over seeds."""
-
-    rule: str
-    width: int
-    sparsity: float
-    values: tuple[float, ...]
-    losses: tuple[float, ...]
-    """Infinite where a seed diverged."""
-    is_proxy: bool = False
-
-    @property
-    def best_index(self) -> int:
-        return min(range(len(self.losses)), key=lambda index: self.losses[index])
-
-    @property
-    def on_edge(self) -> bool:
-        return self.best_index in (0, len(self.losses) - 1)
-
-    @property
-    def best(self) -> float:
-        """The smooth minimum: of a parabola through the best value and its neighbours, over the logarithm."""
-        index = self.best_index
-        if self.on_edge or not all(math.isfinite(self.losses[index + side]) for side in (-1, 1)):
-            return self.best_value
-        xs = [math.log2(self.values[index + side]) for side in (-1, 0, 1)]
-        ys = [self.losses[index + side] for side in (-1, 0, 1)]
-        return 2 ** _vertex(xs, ys)
-
-    @property
-    def best_value(self) -> float:
-        """Of those that were swept."""
-        return self.values[self.best_index]
-
-    @property
-    def best_loss(self) -> float:
-        return self.losses[self.best_index]
-
-    @property
-    def diverged(self) -> bool:
-        """Whether no value has a loss."""
-        return math.isinf(self.best_loss)
-
-    def excess(self, value: float) -> float:
-        """What a value costs, relative to the best loss: between the swept values on a straight line over the logarithm."""
-        return math.inf if self.diverged else _interpolated(self.values, self.losses, value) / self.best_loss - 1
 
 
 @dataclass(frozen=True)
@@ -82,11 +36,6 @@ class Verdict:
     targets: tuple[Curve, ...]
 
     @property
-    def moved(self) -> float:
-        """The largest factor between the proxy's optimum and a target's; infinite if a target has none."""
-        return farthest_move((self.proxy, *self.targets))
-
-    @property
     def moved_words(self) -> str:
         return move_in_words((self.proxy, *self.targets))
 
@@ -96,32 +45,29 @@ class Verdict:
         return max(self.targets, key=lambda curve: (curve.sparsity, curve.width))
 
 
-def moved(proxy: Curve, curve: Curve) -> float:
-    return math.inf if curve.diverged else 2 ** abs(math.log2(curve.best / proxy.best))
+def transfer(config: TransferConfig) -> Kind:
+    config = replace(config, values=tuple(axis_values(config)))  # also default ones are remembered, and may be added to
 
+    def read(study: Study) -> Found:
+        results = study.results()
+        verdicts = analyse(config, results, followed_trace(config, study))
+        return Found(sentence(config, verdicts), panels(config, verdicts), results)
 
-def farthest_move(curves: Sequence[Curve]) -> float:
-    """The largest factor between the optimum of the first curve, the proxy's or the dense model's, and another's."""
-    return max(moved(curves[0], other) for other in curves[1:])
-
-
-def move_in_words(curves: Sequence[Curve]) -> str:
-    """The farthest move, and what the ends of the grid leave open: optima on the same end may be any factor apart."""
-    factor = farthest_move(curves)
-    if math.isinf(factor) or not any(one.on_edge for one in curves):
-        return times(factor)
-    unknown = all(one.on_edge and one.best_value == curves[0].best_value for one in curves)
-    return "?x (edge of the grid)" if unknown else f"{times(factor)} or further"
-
-
-def stages(config: TransferConfig) -> list[Stage]:
-    """The runs of a study, each stage standing on the results of those before."""
-    return [
+    stages: list[Stage] = [
         lambda study: proposals(config),
         lambda study: more_seeds(study, proposals(config), config.axis, config.seeds),
         lambda study: measured_proposals(config, study),
         lambda study: more_seeds(study, measured_proposals(config, study), config.axis, config.seeds),
     ]
+    return Kind({"kind": "transfer", **asdict(config)}, stages, read, needs_all_runs=True)
+
+
+def read_transfer(definition: dict[str, Any]) -> Kind:
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in definition.items() if name != "kind"
+    }
+    run = RunConfig.from_json(json.dumps(values.pop("run")))
+    return transfer(TransferConfig(run=run, **values))
 
 
 def more_seeds(study: Study, first: Sequence[RunConfig], axis: str, seeds: int) -> list[RunConfig]:
@@ -193,7 +139,7 @@ def analyse(config: TransferConfig, results: Iterable[Result], trace: str | None
     """One verdict per rule, from the results that are there; ``trace``: the one that measured updates follow."""
     by_id = {result.config.id: result for result in results}
     verdicts = []
-    for rule in config.rules:
+    for rule in config.normalised.rules:
         proxy, *targets = (_curve(config, by_id, wanted, trace) for wanted in _curves_wanted(config) if wanted.rule == rule)
         if proxy.diverged:
             raise ValueError(f"all runs of {rule} on the proxy diverged: sweep smaller values of {config.axis} (--values)")
@@ -255,7 +201,7 @@ class _Wanted(NamedTuple):
 
 def _curves_wanted(config: TransferConfig) -> list[_Wanted]:
     """Of every rule, the proxy first."""
-    wanted = []
+    config, wanted = config.normalised, []
     for rule in config.rules:
         title = _title(rule)  # names an unknown one
         if config.axis.startswith("alpha") and rule not in _OURS and not get_rule(rule).has_alphas:
@@ -300,35 +246,12 @@ def _curve(config: TransferConfig, by_id: dict[str, Result], wanted: _Wanted, tr
     return Curve(rule, width, sparsity, tuple(values), tuple(losses), is_proxy)
 
 
-def _vertex(xs: Sequence[float], ys: Sequence[float]) -> float:
-    (x0, x1, x2), (y0, y1, y2) = xs, ys
-    top = (x1 - x0) ** 2 * (y1 - y2) - (x1 - x2) ** 2 * (y1 - y0)
-    bottom = (x1 - x0) * (y1 - y2) - (x1 - x2) * (y1 - y0)
-    return x1 if bottom == 0 else x1 - top / (2 * bottom)
-
-
-def _interpolated(values: Sequence[float], losses: Sequence[float], value: float) -> float:
-    if value <= values[0]:
-        return losses[0]
-    for (x0, y0), (x1, y1) in zip(zip(values, losses, strict=True), zip(values[1:], losses[1:], strict=True), strict=False):
-        if value <= x1:
-            share = math.log2(value / x0) / math.log2(x1 / x0)
-            return y0 if share == 0 else y1 if share == 1 else y0 + share * (y1 - y0)
-    return losses[-1]
-
-
 def _title(rule: str) -> str:
     return _OURS[rule] if rule in _OURS else get_rule(rule).title
 
 
 def _whose(title: str) -> str:
     return f"{title}'" if title.endswith("s") else f"{title}'s"
-
-
-def times(factor: float) -> str:
-    if math.isinf(factor):
-        return "out of reach"
-    return f"{factor:.2g}x" if factor < 10 else f"{factor:.0f}x"
 
 
 def _percent(share: float) -> str:

@@ -7,7 +7,7 @@ import json
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ from smupar import __version__
 from smupar.lm.config import RunConfig
 from smupar.lm.files import write_atomic
 from smupar.study.config import TUNED, EngineConfig, TuneConfig
+from smupar.study.curves import LOSS, Panel, Point, Series
 from smupar.study.engines import settle
+from smupar.study.kind import Found, Kind, Stage, best_of
 from smupar.study.space import with_fields
 from smupar.study.store import Result, Study
 
@@ -99,23 +101,45 @@ class Tuned:
 
 def tune(config: TuneConfig, how: EngineConfig | None = None, *, out: str = "runs/tune", command: str = "smupar tune") -> Tuned:
     """Runs the search, as far as it is not there yet, and writes best.json into its folder."""
-    how = how or EngineConfig()
-    with Study.open(out, _definition(config), command) as study:
-        settle(study, lambda study: propose(config, {result.config.id: result.loss for result in study.results()}), how)
+    kind = search(config)
+    with Study.open(out, kind.definition, command) as study:
+        for propose_more in kind.stages:
+            settle(study, propose_more, how or EngineConfig())
         study.write_table()
         tuned = judge(config, study.results(), study.folder / "best.json")
         write_atomic(tuned.path, tuned.to_json())
     return tuned
 
 
-def _definition(config: TuneConfig) -> dict[str, Any]:
-    """All that decides which samples come first: not their number, nor what random search does not use."""
+def search(config: TuneConfig) -> Kind:
+    """Its definition is all that decides which samples come first: not their number, nor what random search does not use."""
     values = asdict(config)
     run = values.pop("run")
     unused = {"num_samples"} | ({"round_size"} if config.method == "random" else set())
-    search = {name: value for name, value in values.items() if name not in unused}
+    kept = {name: value for name, value in values.items() if name not in unused}
     # Flat, so that a study that is refused says which field differs.
-    return {"kind": "tune", **search, **run.pop("model"), **{name: run[name] for name in run if name not in TUNED}}
+    definition = {"kind": "tune", **kept, **run.pop("model"), **{name: run[name] for name in run if name not in TUNED}}
+    samples: list[Stage] = [lambda study: propose(config, {result.config.id: result.loss for result in study.results()})]
+    return replace(read_search(definition), stages=samples)
+
+
+def read_search(definition: dict[str, Any]) -> Kind:
+    """Of a folder, which does not say how many samples were asked for."""
+    return Kind(definition, (), lambda study: _found(study.results()))
+
+
+def _found(results: Sequence[Result]) -> Found:
+    return Found(best_of(results), tune_panels(results), results)
+
+
+def tune_panels(results: Sequence[Result]) -> list[Panel]:
+    """Loss over each hyperparameter, a point for each sample."""
+    made = []
+    for name in TUNED:
+        points = tuple(Point(getattr(result.config, name), result.loss, result.config.id) for result in results)
+        best = getattr(min(results, key=lambda result: result.loss).config, name)
+        made.append(Panel(name, name, LOSS, (Series("samples", points, 0.3, best=best, joined=False),)))
+    return made
 
 
 def propose(config: TuneConfig, losses: Mapping[str, float] | None = None) -> list[RunConfig]:

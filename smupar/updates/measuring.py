@@ -11,8 +11,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from smupar.optimizers import facts_of, family_of
 from smupar.plan import Plan
-from smupar.rules import family_of
 from smupar.stacked import Stack
 from smupar.updates.trace import Guide, Trace, due
 from smupar.weights import Weight
@@ -94,7 +94,7 @@ class StackedUpdates:
         self.wanted = {name: torch.tensor([each[name] for each in wanted], device=device) for name in names}
         self.gains: dict[str, Tensor] = {}
         self.effects: list[Tensor] = []
-        self.decoupled = stack.kind in ("adamw", "lion", "muon")
+        self.decoupled = facts_of(stack.kind).decoupled
 
     @torch.no_grad()
     def before(self, step: int, batch: Sequence[Tensor]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from os import PathLike
 from typing import Any
 
@@ -13,19 +13,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from smupar.apply import is_parameterized, no_broadcast, optimizers, trained_nothing, unwrapped
+from smupar.apply import is_parameterized, no_broadcast, unwrapped
 from smupar.compressed import Compressed
-from smupar.optim import DECOUPLED
+from smupar.layers import IMAGES, kind_of
+from smupar.optimizers import facts_of, name_of
 from smupar.plan import Plan
-from smupar.rates import LayerRates, applied_decay, group_of_weight, layer_rates
-from smupar.tensors import is_conv1d, parent_path
+from smupar.rates import LayerRates, group_of_weight, layer_rates
+from smupar.stepping import Step, optimizers, seam_of
+from smupar.tensors import parent_path
 from smupar.updates.measuring import CLAMP, NUM_TOKENS, Probe, averaged, exact, some_rows
 from smupar.updates.trace import Guide, Trace, due
 from smupar.values import local, num_ranks
 from smupar.weights import MaskedWeight, weight_of
 
 _INPUT = "smupar_input"
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class UpdatesWarning(UserWarning):
@@ -41,7 +42,7 @@ class _Probe(Probe):
         weight, in_dim = weight_of(model, name), plan[name].in_dims[0]
         super().__init__(weight, in_dim)
         self.name, self.module = name, weight.module
-        self.is_conv = isinstance(self.module, _CONVOLUTIONS)
+        self.is_conv = kind_of(self.module).reads == IMAGES
         self.buffer = f"{weight.leaf}_{_INPUT}"
         self.meter: weakref.ref[_Meter] | None = None
         if not self.is_conv:
@@ -93,7 +94,7 @@ class _Probe(Probe):
 
 
 def _take_over(module: nn.Module) -> None:
-    """Takes away what is left of a measurement in the model that this one was copied from."""
+    """Removes probes that a deepcopy brought along; raises if a live meter still uses them."""
     for key, hook in list(module._forward_pre_hooks.items()):
         probe = getattr(hook, "__self__", None)
         if isinstance(probe, _Probe):
@@ -104,56 +105,69 @@ def _take_over(module: nn.Module) -> None:
             module._non_persistent_buffers_set.discard(probe.buffer)
 
 
+def _refuse(model: nn.Module) -> None:
+    if not is_parameterized(model):
+        raise ValueError(
+            "this model is not parameterized: call smupar.parameterize first, and build the optimizer from param_groups"
+        )
+    for path, module in model.named_modules():
+        if module._compiled_call_impl is not None:
+            raise ValueError(f"{path or 'the model'!r} is compiled already and would ignore new hooks: compile afterwards")
+        _take_over(module)
+
+
+def _blind(names: Iterable[str]) -> list[str]:
+    """What to say about hidden weights that are not measured, if there are any."""
+    names = list(names)
+    if not names:
+        return []
+    return [
+        f"{len(names)} hidden weights cannot be measured ({', '.join(names[:3])}): their layers are neither linear nor "
+        "convolutions, or no optimizer has them. They keep the plan's factor."
+    ]
+
+
 class _Meter:
-    """Hooks around ``optimizer.step()`` that measure what it did to every hidden layer's output."""
+    """Measures what each step of the optimizer did to every hidden layer's output."""
 
     period: int | None = None
     """Steps after which the run starts anew."""
 
     def __init__(self, model: nn.Module, plan: Plan, optimizer: Any) -> None:
         model = unwrapped(model)
-        if not is_parameterized(model):
-            raise ValueError(
-                "this model is not parameterized: call smupar.parameterize first, and build the optimizer from param_groups"
-            )
-        for path, module in model.named_modules():
-            if module._compiled_call_impl is not None:
-                raise ValueError(f"{path or 'the model'!r} is compiled already and would ignore new hooks: compile afterwards")
-            _take_over(module)
+        _refuse(model)
         self.optimizers = optimizers(optimizer)
         if not self.optimizers:
             raise ValueError("no optimizer was given")
         self.rates: LayerRates = layer_rates(model, plan, self.optimizers)
-        trained = {name for one in self.optimizers for name in group_of_weight(one)}
+        trained = {name for each in self.optimizers for name in group_of_weight(each)}
         names = [name for name in self.rates.names if name in trained and _is_measurable(model, plan, name)]
         if not names:
             raise ValueError("no hidden weight can be measured: the plan has none in linear layers or convolutions")
-        blind = [name for name in self.rates.names if name not in names]
-        self.cautions: list[str] = []
-        if blind:
-            self.cautions.append(
-                f"{len(blind)} hidden weights cannot be measured ({', '.join(blind[:3])}): their layers are neither linear nor "
-                "convolutions, or no optimizer has them. They keep the plan's factor."
-            )
-        self.probes = {name: _Probe(name, model, plan) for name in names}
-        for probe in self.probes.values():
-            probe.meter = weakref.ref(self)
-        no_broadcast(model, (f"{parent_path(name)}.{probe.buffer}".lstrip(".") for name, probe in self.probes.items()))
+        self.cautions = _blind(name for name in self.rates.names if name not in names)
+        self.probes = self._probes(model, plan, names)
         self.trace = Trace(
             shapes={name: plan[name].shape for name in self.probes},
-            optimizer="+".join(type(one).__name__.lower() for one in self.optimizers if group_of_weight(one)),
+            optimizer="+".join(name_of(each).lower() for each in self.optimizers if group_of_weight(each)),
         )
         self.step, self.waiting = 0, len(self.optimizers)
         self.gains: dict[str, float] = {}
         """RMS of the change of a layer's output in the last measured step, over the layer's learning rate."""
         self.factors: dict[str, float] = {}
         """That learning rate over the base one."""
-        self.hooks = [one.register_step_pre_hook(self._before) for one in self.optimizers]
-        self.last = {id(one): one.register_step_post_hook(self._after) for one in self.optimizers}
+        for each in self.optimizers:
+            seam_of(each).add(self, look=self._look, measure=self._after)
+
+    def _probes(self, model: nn.Module, plan: Plan, names: list[str]) -> dict[str, _Probe]:
+        probes = {name: _Probe(name, model, plan) for name in names}
+        for probe in probes.values():
+            probe.meter = weakref.ref(self)
+        no_broadcast(model, (f"{parent_path(name)}.{probe.buffer}".lstrip(".") for name, probe in probes.items()))
+        return probes
 
     def remove(self) -> None:
-        for hook in (*self.hooks, *self.last.values()):
-            hook.remove()
+        for each in self.optimizers:
+            seam_of(each).remove(self)
         for probe in self.probes.values():
             probe.remove()
 
@@ -162,36 +176,21 @@ class _Meter:
         """The step, since the run started anew."""
         return self.step % self.period if self.period else self.step
 
-    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        self.last[id(optimizer)].remove()  # behind hooks that came later and change weights too
-        self.last[id(optimizer)] = optimizer.register_step_post_hook(self._after)
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
-        if closure is None:
-            self._look(optimizer)
-            return None
-
-        def looked() -> Any:  # the closure's forward pass brings the inputs of this step
-            loss = closure()
-            self._look(optimizer)
-            return loss
-
-        return ((args[0], looked, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": looked})
-
     @torch.no_grad()
-    def _look(self, optimizer: torch.optim.Optimizer) -> None:
-        """What the weights make of the inputs of this step, before they change: behind its last forward pass."""
+    def _look(self, step: Step) -> None:
+        """Layer outputs on the inputs of this step, before the update."""
         if due(self.place):
             with exact():
-                for name, group in group_of_weight(optimizer).items():
+                for name, group in group_of_weight(step.optimizer).items():
                     if name in self.probes and float(group["lr"]) > 0:
                         self.probes[name].look()
 
     @torch.no_grad()
-    def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if trained_nothing(optimizer):
+    def _after(self, step: Step) -> None:
+        if step.was_noop:
             return
         if due(self.place):
-            self._measure(optimizer)
+            self._measure(step.optimizer)
         self.waiting -= 1
         if self.waiting == 0:
             self.waiting = len(self.optimizers)
@@ -211,8 +210,8 @@ class _Meter:
                 probe = self.probes.get(name)
                 if probe is None or probe.before is None:
                     continue
-                lr, base = float(group["applied_lr"]), float(group.get("scheduled_lr", group["lr"])) / group["lr_factor"]
-                left = 1 - lr * applied_decay(group) if _is_decoupled(optimizer, group) else 1.0
+                lr, base = float(group["lr"]), float(group["scheduled_lr"]) / group["lr_factor"]
+                left = 1 - lr * group["weight_decay"] if _is_decoupled(optimizer, group) else 1.0
                 change = probe.change(left)
                 found[name] = (torch.stack([change.square().sum(), change.new_tensor(float(change.numel()))]), lr, lr / base)
         if not found:
@@ -241,16 +240,16 @@ class _Meter:
 
 
 def _is_measurable(model: nn.Module, plan: Plan, name: str) -> bool:
-    module, row = model.get_submodule(parent_path(name)), plan[name]
-    # transformers' Conv1D is a linear layer that stores (in, out); nn.MultiheadAttention never calls its out_proj.
-    is_linear = isinstance(module, (nn.Linear, Compressed)) or is_conv1d(module)
-    called = not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
-    fits = isinstance(module, _CONVOLUTIONS) or (is_linear and called and len(row.in_dims) == 1)
-    return fits and name.rpartition(".")[2] == "weight"
+    module, row, leaf = model.get_submodule(parent_path(name)), plan[name], name.rpartition(".")[2]
+    if isinstance(module, Compressed):
+        return leaf == "weight"
+    kind = kind_of(module)
+    fits = kind.reads == IMAGES or (len(row.in_dims) == 1 and not kind.is_lookup)
+    return kind.product is not None and fits and kind.owns(leaf)
 
 
 def _is_decoupled(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
-    return bool(group.get("decoupled_weight_decay", type(optimizer).__name__.lower() in DECOUPLED))
+    return bool(group.get("decoupled_weight_decay", facts_of(optimizer).decoupled))
 
 
 class Recorder(_Meter):

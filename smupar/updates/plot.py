@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from os import PathLike
 
+from smupar.pictures import new_figure
 from smupar.roles import layer_glob
 from smupar.updates.trace import Trace
 
 
 def plot(target: Trace, proxy: Trace | None, path: str | PathLike[str]) -> None:
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg", force=False)
-        from matplotlib import pyplot
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("pictures need matplotlib: pip install 'smupar[plot]'") from error
     kinds = list(dict.fromkeys(layer_glob(name) for name in target.effects))
     columns = min(3, len(kinds))
-    figure, axes = pyplot.subplots(
-        -(-len(kinds) // columns), columns, figsize=(4.2 * columns, 3 * -(-len(kinds) // columns)), squeeze=False, sharex=True
-    )
+    num_rows = -(-len(kinds) // columns)
+    figure = new_figure(figsize=(4.2 * columns, 3 * num_rows))
+    axes = figure.subplots(num_rows, columns, squeeze=False, sharex=True)
     for panel, kind in zip(axes.flat, kinds, strict=False):
         for trace, colour, label in ((proxy, "0.45", "proxy"), (target, "#c2410c", "target" if proxy else "effect")):
             names = [name for name in trace.effects if layer_glob(name) == kind] if trace else []
@@ -41,4 +35,3 @@ def plot(target: Trace, proxy: Trace | None, path: str | PathLike[str]) -> None:
     axes.flat[0].legend(frameon=False, fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)

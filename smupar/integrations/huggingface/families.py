@@ -88,6 +88,7 @@ def set_attention_scale(model: nn.Module, plan: Plan) -> None:
         if getattr(attention, "scale_attn_by_inverse_layer_idx", False):  # GPT-2's own option, beside any rule
             scale /= attention.layer_idx + 1
         attention.scaling = scale
+    plan.settle("attention_scale")
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from smupar.dynamic.sparsifiers import Sparsifier
 from smupar.integrations.state import carry_state
 from smupar.optim import param_groups
 from smupar.plan import Plan
+from smupar.stepping import unwrap_optimizer
 from smupar.updates.meter import Follower, Recorder
 
 
@@ -49,7 +50,7 @@ class SmuparCallback(TrainerCallback):
                 carry_state(part.optimizers[0], {name: part})
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        model, optimizer = kwargs["model"], _own(kwargs["optimizer"])
+        model, optimizer = kwargs["model"], unwrap_optimizer(kwargs["optimizer"])
         for part in (self.sparsifier, self.updates):
             if part is not None and optimizer not in part.optimizers:
                 raise ValueError(
@@ -61,12 +62,7 @@ class SmuparCallback(TrainerCallback):
     def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.sparsifier is None:
             return
-        if getattr(kwargs["optimizer"], "step_was_skipped", False):  # fp16 overflowed: the step did not happen
-            self.sparsifier.load_state_dict(self.sparsifier.state_dict())  # forgets the gradients it saw
-        else:
+        if self.sparsifier.has_stepped():
             self.sparsifier.step()
-
-
-def _own(optimizer: Any) -> torch.optim.Optimizer:
-    """Under Accelerate's wrapper."""
-    return getattr(optimizer, "optimizer", optimizer)
+        else:  # fp16 overflowed: the step did not happen
+            self.sparsifier.load_state_dict(self.sparsifier.state_dict())  # forgets the gradients it saw

@@ -1,5 +1,5 @@
-"""Named starting points for runs: functions that return a full configuration, of which flags change single fields. Rule and
-width are given because in the paper's settings others follow from them."""
+"""Presets, the named starting points for runs: functions that return a full configuration, whose single fields flags change.
+They take the rule and the width because in the paper's settings other fields follow from these."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from smupar.lm.config import ModelConfig, RunConfig
 
-# Of the paper, found on its dense proxy of width 256.
+# The paper's values, found on its dense proxy of width 256.
 TABLE_3 = {"init_std": 0.08665602, "lr": 1.62e-2, "alpha_input": 9.1705, "alpha_output": 1.0951835}
 
 
@@ -57,7 +57,7 @@ def _tuned(run: RunConfig, rule: str, *, sp_lr: float) -> RunConfig:
     return replace(run, **TABLE_3)  # type: ignore[arg-type]
 
 
-RECIPES: dict[str, Callable[[str, int | None], RunConfig]] = {
+PRESETS: dict[str, Callable[[str, int | None], RunConfig]] = {
     "demo": demo,
     "610m": gpt_610m,
     "paper-610m": paper_610m,
@@ -65,7 +65,8 @@ RECIPES: dict[str, Callable[[str, int | None], RunConfig]] = {
 }
 
 
-def recipe(name: str, rule: str = "smupar", width: int | None = None) -> RunConfig:
-    if name not in RECIPES:
-        raise ValueError(f"no recipe is called {name!r}: choose one of {', '.join(RECIPES)}")
-    return RECIPES[name](rule, width)
+def preset(name: str, rule: str = "smupar", width: int | None = None) -> RunConfig:
+    """The configuration that ``name`` stands for under a rule, for models of that width."""
+    if name not in PRESETS:
+        raise ValueError(f"no preset is called {name!r}: choose one of {', '.join(PRESETS)}")
+    return PRESETS[name](rule, width)

@@ -1,0 +1,273 @@
+"""One table of the layers that smupar knows, asked by everybody who must tell a Linear from a convolution.
+
+A kind of layer says which of its parameters is a weight matrix, which dimensions of it one output reads and which dimension is
+written, what the layer reads (rows, images or indices), and how to multiply by a weight. ``register_layer`` adds a layer of the
+user's own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils.parametrize import ParametrizationList
+
+ROWS, IMAGES, INDICES = "rows", "images", "indices"
+GROUPED_DIM = 1  # of a convolution's weight, transposed or not: it counts the channels of one group
+LINEAR = "linear"  # a product: x @ W.T or x @ W, whichever dimension is read
+
+Product = Callable[..., Tensor]  # (weight, input) -> output without bias; a layer of the table's comes before them
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What is known about one kind of layer."""
+
+    name: str
+    matches: Callable[[nn.Module], bool]
+    weights: str = ""  # glob for the names of its weight matrices; "" if the module does not tell what its tensors do
+    in_dims: tuple[int, ...] = (1,)  # dimensions of the weight that one output reads; IMAGES also read the kernel's
+    out_dim: int = 0
+    reads: str = ROWS
+    # The output is linear in the weight, so that a factor on what the layer reads or gives is a factor on the weight.
+    is_linear: bool = False
+    takes_factor: bool = True  # hooks can multiply what it reads or gives
+    is_measured: bool = False  # a coordinate check can measure what one update does to its output
+    product: Product | str | None = None  # how ``record_updates`` multiplies by a weight; None: it cannot
+    is_plain: bool = False  # the forward pass is the product plus ``bias`` and nothing else, so that CSR can take its place
+    is_registered: bool = False
+    rest: str = ""  # what its other tensors of several dimensions are: "vector", "raw", or "" if their sizes decide
+    by_element: bool = False  # its tensors act element by element, as norms do
+    outside: str | None = None  # recurrent: the weights whose names start so read the layer's input, the others its state
+    written: Callable[[Any], int] | None = None  # size of its output where the weight's shape does not tell
+
+    @property
+    def is_lookup(self) -> bool:
+        return self.reads == INDICES
+
+    def owns(self, leaf: str) -> bool:
+        """Whether a parameter of this name is a weight matrix of the layer."""
+        return fnmatchcase(leaf, self.weights)
+
+    def multiply(self, layer: nn.Module, weight: Tensor, x: Tensor, in_dim: int | None = None) -> Tensor:
+        """The product of the layer's input with a weight, without bias; ``in_dim`` as the plan has it."""
+        if callable(self.product):
+            return self.product(weight, x) if self.is_registered else self.product(layer, weight, x)
+        return x @ (weight.T if (self.in_dims[0] if in_dim is None else in_dim) == 1 else weight)
+
+    def output(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """The layer's output on rows of its input; where the layer is the user's, what its weight contributes to it."""
+        if self.is_registered:
+            return self.multiply(layer, getattr(layer, self.weights), x)
+        return layer.forward(x)
+
+    def effect(self, layer: nn.Module, parameter: nn.Parameter, change: Tensor, x: Tensor) -> Tensor:
+        """The layer's output on ``x`` with ``change`` as its weight and no bias. Hooks on the layer are not run again."""
+        if self.is_registered:
+            return self.multiply(layer, change, x)
+        bias = getattr(layer, "bias", None)
+        kept = parameter.data, None if bias is None else bias.data
+        try:
+            parameter.data = change
+            if bias is not None:
+                bias.data = torch.zeros_like(bias)
+            return layer.forward(x)
+        finally:
+            parameter.data = kept[0]
+            if bias is not None:
+                bias.data = kept[1]
+
+
+def kind_of(module: nn.Module) -> LayerKind:
+    """The first kind that fits: the user's own, then the table's."""
+    for base in type(module).__mro__:
+        if base in _REGISTERED:  # a class derived from it may have another forward pass
+            return _REGISTERED[base] if base is type(module) else replace(_REGISTERED[base], is_plain=False)
+    return next(kind for kind in LAYERS if kind.matches(module))
+
+
+def num_groups(module: nn.Module) -> int:
+    return module.groups if isinstance(module, _ConvNd) else 1
+
+
+def is_depthwise(module: nn.Module, scaling: tuple[int, ...]) -> bool:
+    """Whether each output of a convolution reads a fixed number of inputs at every width."""
+    return isinstance(module, _ConvNd) and (module.groups == module.in_channels > 1 or (module.groups > 1 and scaling == (0,)))
+
+
+def is_plain_lookup(module: nn.Module) -> bool:
+    """Whether its forward pass is torch's own and writes nothing, so that it may be run to look at a row."""
+    return type(module) is nn.Embedding and module.max_norm is None
+
+
+def _instance_of(*classes: type[nn.Module]) -> Callable[[nn.Module], bool]:
+    return lambda module: isinstance(module, classes)
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Whether it is transformers' Conv1D, asked without importing transformers."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def _convolve(layer: Any, weight: Tensor, x: Tensor) -> Tensor:
+    function = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}[weight.ndim]
+    return function(x, weight, None, layer.stride, layer.padding, layer.dilation, layer.groups)
+
+
+def _rnn_size(module: Any) -> int:
+    size: int = (module.proj_size or module.hidden_size) * (1 + module.bidirectional)
+    return size
+
+
+_TABLE = LayerKind(
+    "`nn.Embedding`", _instance_of(nn.Embedding), "weight", (0,), 1, reads=INDICES, is_linear=True, is_measured=True
+)
+_LINEAR = LayerKind("`nn.Linear`", lambda module: type(module) is nn.Linear, "weight", is_linear=True, is_measured=True)
+_CONV = replace(_LINEAR, name="`nn.Conv1d`, `Conv2d`, `Conv3d`", reads=IMAGES)
+_RNN = LayerKind("`nn.RNN`, `LSTM`, `GRU`", _instance_of(nn.RNNBase), "*", outside="weight_ih_l0", written=_rnn_size)
+# Tensors of weight_norm and the like, several of which make one weight.
+PARAMETRIZED = LayerKind("parametrizations of several tensors", _instance_of(ParametrizationList), rest="raw")
+
+LAYERS = (
+    _TABLE,
+    replace(_TABLE, name="`nn.EmbeddingBag`", matches=_instance_of(nn.EmbeddingBag), is_measured=False),
+    replace(_LINEAR, product=LINEAR, is_plain=True),
+    # nn.MultiheadAttention reads the weight of its out_proj without calling it.
+    replace(
+        _LINEAR,
+        name="`out_proj` of `nn.MultiheadAttention`",
+        matches=_instance_of(NonDynamicallyQuantizableLinear),
+    ),
+    replace(_LINEAR, name="classes derived from `nn.Linear`", matches=_instance_of(nn.Linear), product=LINEAR),
+    replace(
+        _LINEAR, name="`Conv1D` of transformers", matches=_is_conv1d, in_dims=(0,), out_dim=1, product=LINEAR, is_plain=True
+    ),
+    replace(_CONV, matches=_instance_of(nn.Conv1d, nn.Conv2d, nn.Conv3d), product=_convolve),
+    replace(_CONV, name="transposed convolutions", matches=_instance_of(_ConvTransposeNd), in_dims=(0,), out_dim=1),
+    replace(_CONV, name="other convolutions", matches=_instance_of(_ConvNd)),
+    _RNN,
+    replace(
+        _RNN,
+        name="`nn.RNNCell`, `LSTMCell`, `GRUCell`",
+        matches=_instance_of(nn.RNNCellBase),
+        outside="weight_ih",
+        written=lambda cell: int(cell.hidden_size),
+    ),
+    LayerKind("`nn.MultiheadAttention`", _instance_of(nn.MultiheadAttention), "*_weight", takes_factor=False, rest="vector"),
+    # It is called with two inputs and sums over both; its weight has three dimensions.
+    LayerKind("`nn.Bilinear`", _instance_of(nn.Bilinear)),
+    PARAMETRIZED,
+    LayerKind("other modules of torch", lambda module: type(module).__module__.startswith("torch."), by_element=True),
+    LayerKind("any other module", lambda module: True),
+)
+_REGISTERED: dict[type[nn.Module], LayerKind] = {}
+
+
+# Layers of the user's own
+
+
+def register_layer(
+    layer: type[nn.Module],
+    *,
+    in_dim: int | tuple[int, ...],
+    out_dim: int,
+    weight: str = "weight",
+    lookup: bool = False,
+    product: Callable[[Tensor, Tensor], Tensor] | str | None = None,
+) -> None:
+    """Tells smupar what a layer of your own does with its weight, so that it is treated like torch's layers.
+
+    layer     the class; classes derived from it count as well
+    in_dim    dimension of the weight that is summed over, or a tuple of them: 1 of a weight stored as (out, in), 0 of (in, out)
+    out_dim   dimension that is written
+    weight    name of the parameter
+    lookup    the layer's input is an index, as in an embedding
+    product   (weight, x) -> output without bias, for x of shape (rows, in); it is what ``coord_check`` and ``record_updates``
+              measure with. "linear" says that the forward pass is x @ W.T or x @ W, plus ``bias``, and nothing else: then
+              ``sparsify_storage`` can keep only the non-zeros. Without a product the layer is not measured by itself.
+
+    The weight then gets its role, its mask, its init and its factors without ``roles={...}``. Call it once, beside the class.
+    """
+    in_dims = _checked_dims(layer, in_dim, out_dim)
+    if not (isinstance(weight, str) and weight.isidentifier()):
+        raise ValueError(f"{layer.__name__}: weight must be the name of a parameter of the layer, got {weight!r}")
+    _check_product(layer, product, (*in_dims, out_dim), lookup)
+    kind = LayerKind(
+        f"`{layer.__name__}`",
+        _instance_of(layer),
+        weight,
+        in_dims,
+        out_dim,
+        reads=INDICES if lookup else ROWS,
+        is_linear=True,
+        is_measured=product is not None,
+        product=product,
+        is_plain=product == LINEAR,
+        is_registered=True,
+    )
+    earlier = _REGISTERED.setdefault(layer, kind)
+    if replace(earlier, matches=kind.matches) != kind:
+        raise ValueError(f"{layer.__name__} is registered already, with other facts: register it once, beside the class")
+
+
+def _checked_dims(layer: type[nn.Module], in_dim: int | tuple[int, ...], out_dim: int) -> tuple[int, ...]:
+    if not inspect.isclass(layer) or not issubclass(layer, nn.Module) or layer is nn.Module:
+        raise ValueError(f"register_layer takes a class derived from nn.Module, got {layer!r}")
+    known = kind_of(layer.__new__(layer))
+    if layer.__module__.startswith("torch.") and known.weights and not known.is_registered:
+        raise ValueError(f"{layer.__name__} is known already ({known.name}): register a class of your own")
+    in_dims = in_dim if isinstance(in_dim, tuple) else (in_dim,)
+    dims = (*in_dims, out_dim)
+    if not in_dims or any(isinstance(dim, bool) or not isinstance(dim, int) or dim < 0 for dim in dims):
+        raise ValueError(
+            f"{layer.__name__}: in_dim and out_dim must be whole numbers from 0 on, got {in_dim!r} and {out_dim!r}"
+        )
+    if len(set(dims)) < len(dims):
+        raise ValueError(
+            f"{layer.__name__}: in_dim={in_dim!r} and out_dim={out_dim!r} name the same dimension: a weight stored as (in, "
+            "out) has in_dim=0, out_dim=1"
+        )
+    return in_dims
+
+
+def _check_product(layer: type[nn.Module], product: object, dims: tuple[int, ...], lookup: bool) -> None:
+    if product is None:
+        return
+    if product != LINEAR and not callable(product):
+        raise ValueError(f"{layer.__name__}: product must be a function of (weight, x), 'linear' or None, got {product!r}")
+    if len(dims) > 2:
+        raise ValueError(f"{layer.__name__}: a product reads rows of one dimension, in_dim names {len(dims) - 1}")
+    if product == LINEAR and (lookup or set(dims) != {0, 1}):
+        raise ValueError(f"{layer.__name__}: product='linear' is for matrices of shape (in, out) or (out, in)")
+
+
+def check_registered(module: nn.Module) -> None:
+    """Refuses a module that is not what its class was registered as."""
+    kind = kind_of(module)
+    if not kind.is_registered:
+        return
+    weight = getattr(module, kind.weights, None)
+    if not isinstance(weight, Tensor) or weight.ndim <= max(*kind.in_dims, kind.out_dim):
+        found = "has none" if weight is None else f"it has shape {tuple(getattr(weight, 'shape', ()))}"
+        raise ValueError(
+            f"{type(module).__name__} was registered with weight={kind.weights!r}, in_dim={kind.in_dims}, "
+            f"out_dim={kind.out_dim}, but {found}: correct the call of register_layer"
+        )
+
+
+def markdown() -> str:
+    """The layers that tell what their weights do, as docs/any_model.md shows them."""
+    lines = ["| layer | weights | reads | writes |", "|---|---|---|---|"]
+    for kind in LAYERS:
+        if kind.weights:
+            reads = f"dimension {kind.in_dims[0]}" + (" and the kernel" if kind.reads == IMAGES else "")
+            lines.append(f"| {kind.name} | `{kind.weights}` | {reads} | dimension {kind.out_dim} |")
+    return "\n".join(lines)

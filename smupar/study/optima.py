@@ -1,0 +1,97 @@
+"""Where the best value of a hyperparameter lies on a curve of losses, and how far it moves from one curve to another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Loss over the swept values, for one model under one rule; means over seeds."""
+
+    rule: str
+    width: int
+    sparsity: float
+    values: tuple[float, ...]
+    losses: tuple[float, ...]
+    """Infinite where a seed diverged."""
+    is_proxy: bool = False
+
+    @property
+    def best_index(self) -> int:
+        return min(range(len(self.losses)), key=lambda index: self.losses[index])
+
+    @property
+    def on_edge(self) -> bool:
+        return self.best_index in (0, len(self.losses) - 1)
+
+    @property
+    def best(self) -> float:
+        """The smooth minimum: of a parabola through the best value and its neighbours, over the logarithm."""
+        index = self.best_index
+        if self.on_edge or not all(math.isfinite(self.losses[index + side]) for side in (-1, 1)):
+            return self.best_value
+        xs = [math.log2(self.values[index + side]) for side in (-1, 0, 1)]
+        ys = [self.losses[index + side] for side in (-1, 0, 1)]
+        return 2 ** _vertex(xs, ys)
+
+    @property
+    def best_value(self) -> float:
+        """Of those that were swept."""
+        return self.values[self.best_index]
+
+    @property
+    def best_loss(self) -> float:
+        return self.losses[self.best_index]
+
+    @property
+    def diverged(self) -> bool:
+        """Whether no value has a loss."""
+        return math.isinf(self.best_loss)
+
+    def excess(self, value: float) -> float:
+        """What a value costs, relative to the best loss: between the swept values on a straight line over the logarithm."""
+        return math.inf if self.diverged else _interpolated(self.values, self.losses, value) / self.best_loss - 1
+
+
+def moved(proxy: Curve, curve: Curve) -> float:
+    return math.inf if curve.diverged else 2 ** abs(math.log2(curve.best / proxy.best))
+
+
+def farthest_move(curves: Sequence[Curve]) -> float:
+    """The largest factor between the optimum of the first curve, the proxy's or the dense model's, and another's."""
+    return max(moved(curves[0], other) for other in curves[1:])
+
+
+def move_in_words(curves: Sequence[Curve]) -> str:
+    """The farthest move, and what the ends of the grid leave open: optima on the same end may be any factor apart."""
+    factor = farthest_move(curves)
+    if math.isinf(factor) or not any(curve.on_edge for curve in curves):
+        return times(factor)
+    unknown = all(curve.on_edge and curve.best_value == curves[0].best_value for curve in curves)
+    return "?x (edge of the grid)" if unknown else f"{times(factor)} or further"
+
+
+def times(factor: float) -> str:
+    if math.isinf(factor):
+        return "out of reach"
+    return f"{factor:.2g}x" if factor < 10 else f"{factor:.0f}x"
+
+
+def _vertex(xs: Sequence[float], ys: Sequence[float]) -> float:
+    (x0, x1, x2), (y0, y1, y2) = xs, ys
+    top = (x1 - x0) ** 2 * (y1 - y2) - (x1 - x2) ** 2 * (y1 - y0)
+    bottom = (x1 - x0) * (y1 - y2) - (x1 - x2) * (y1 - y0)
+    return x1 if bottom == 0 else x1 - top / (2 * bottom)
+
+
+def _interpolated(values: Sequence[float], losses: Sequence[float], value: float) -> float:
+    if value <= values[0]:
+        return losses[0]
+    for (x0, y0), (x1, y1) in zip(zip(values, losses, strict=True), zip(values[1:], losses[1:], strict=True), strict=False):
+        if value <= x1:
+            share = math.log2(value / x0) / math.log2(x1 / x0)
+            return y0 if share == 0 else y1 if share == 1 else y0 + share * (y1 - y0)
+    return losses[-1]

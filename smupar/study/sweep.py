@@ -1,0 +1,51 @@
+"""A sweep: every combination of some fields' values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from smupar.lm.config import RunConfig
+from smupar.study.curves import LOSS, Panel, Point, Series
+from smupar.study.kind import Found, Kind, best_of, by_seeds, mean_loss
+from smupar.study.space import grid
+from smupar.study.store import Result, row_of
+
+
+def sweep(run: RunConfig, axes: Mapping[str, Sequence[Any]]) -> Kind:
+    wanted = list(grid(run, axes))
+    once = list({config.id: config for config in wanted}.values())  # lr=0.01,0.02,0.01 names a run twice
+    definition = {"kind": "sweep", "axes": axes, "run": asdict(run)}
+    return Kind(definition, [lambda study: wanted], lambda study: _read(study.results(once) or study.results(), axes))
+
+
+def read_sweep(definition: dict[str, Any]) -> Kind:
+    """Also of runs that somebody's script proposed: what is there is then all that is known."""
+    axes = definition.get("axes", {})
+    if {"run", "axes"} <= definition.keys():
+        return sweep(RunConfig.from_json(json.dumps(definition["run"])), axes)
+    return Kind(definition, (), lambda study: _read(study.results(), axes))
+
+
+def _read(results: Sequence[Result], axes: Mapping[str, Sequence[Any]]) -> Found:
+    return Found(best_of(results), sweep_panels(results, axes), results)
+
+
+def sweep_panels(results: Sequence[Result], axes: Mapping[str, Sequence[Any]]) -> list[Panel]:
+    """Mean loss over seeds, over the numeric axis with most values, one curve for each combination of the others."""
+    axes = {name: values for name, values in axes.items() if name != "seed"}
+    numeric = {name: values for name, values in axes.items() if all(type(value) in (int, float) for value in values)}
+    if not numeric:
+        return []
+    axis = max(numeric, key=lambda name: len(numeric[name]))
+    curves: dict[str, list[Point]] = {}
+    for same in by_seeds(results):
+        row, ids = row_of(same[0]), ", ".join(result.config.id for result in same)
+        others = ", ".join(f"{name} {row[name]}" for name in axes if name != axis)
+        curves.setdefault(others or "loss", []).append(Point(row[axis], mean_loss(same), ids))
+    last = max(1, len(curves) - 1)
+    series = tuple(Series(label, tuple(points), n / last) for n, (label, points) in enumerate(curves.items()))
+    positive = all(point.x > 0 for points in curves.values() for point in points)
+    return [Panel("loss at the end", axis, LOSS, series, log_x=positive)]
