@@ -43,7 +43,7 @@ class Weight(ABC):
 
     @abstractmethod
     def rows(self, models: list[int] = ONE) -> tuple[Tensor, Tensor]:
-        """Values and mask, each (models, entries), whole on every rank."""
+        """Values and mask, each (models, entries), whole on every rank; for reading, since they may be views."""
 
     @abstractmethod
     def set_mask(self, new: Tensor, models: list[int] = ONE) -> MaskChange:

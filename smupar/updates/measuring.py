@@ -59,16 +59,13 @@ class Probe:
         self.weight, self.in_dim = weight, in_dim
 
     def look(self) -> None:
-        with exact():
-            self.before = self.weight.multiply(self.inputs, in_dim=self.in_dim)
+        self.before = self.weight.multiply(self.inputs, in_dim=self.in_dim)
 
     def change(self, left: float | Tensor) -> Tensor:
         """The change of the output, without what weight decay does, which leaves ``left`` of the weight."""
-        assert self.before is not None
-        with exact():
-            change = self.weight.multiply(self.inputs, in_dim=self.in_dim) - left * self.before
-        self.before = None
-        return change
+        before, self.before = self.before, None
+        assert before is not None
+        return self.weight.multiply(self.inputs, in_dim=self.in_dim) - left * before
 
 
 class StackedUpdates:
@@ -104,9 +101,11 @@ class StackedUpdates:
         if step % self.period == 0:
             self.gains = {}
         if due(step % self.period):
-            for name, inputs in self.stack.inputs(batch, some_rows).items():
-                self.probes[name].inputs = inputs.float()
-                self.probes[name].look()
+            inputs = self.stack.inputs(batch, some_rows)
+            with exact():
+                for name, probe in self.probes.items():
+                    probe.inputs = inputs[name].float()
+                    probe.look()
 
     @torch.no_grad()
     def after(self, step: int, lr_share: Sequence[float]) -> None:
@@ -120,7 +119,8 @@ class StackedUpdates:
             rate = self.stack.tensors["rates"][name]
             used = lr * share * rate
             left = 1 - used * decay * self.stack.decay_change(name) if self.decoupled else torch.ones_like(used)
-            gain = probe.change(left.view(-1, 1, 1)).square().mean((1, 2)).sqrt() / used
+            with exact():
+                gain = probe.change(left.view(-1, 1, 1)).square().mean((1, 2)).sqrt() / used
             effects.append(gain * self.planned[name] * rate)
             self._follow(name, index, gain, rate)
             del probe.inputs

@@ -21,7 +21,7 @@ from smupar.plan import Plan
 from smupar.rates import LayerRates, group_of_weight, layer_rates
 from smupar.stepping import Step, optimizers, seam_of
 from smupar.tensors import parent_path
-from smupar.updates.measuring import CLAMP, NUM_TOKENS, Probe, averaged, some_rows
+from smupar.updates.measuring import CLAMP, NUM_TOKENS, Probe, averaged, exact, some_rows
 from smupar.updates.trace import Guide, Trace, due
 from smupar.values import local, num_ranks
 from smupar.weights import MaskedWeight, weight_of
@@ -180,9 +180,10 @@ class _Meter:
     def _look(self, step: Step) -> None:
         """Layer outputs on the inputs of this step, before the update."""
         if due(self.place):
-            for name, group in group_of_weight(step.optimizer).items():
-                if name in self.probes and float(group["lr"]) > 0:
-                    self.probes[name].look()
+            with exact():
+                for name, group in group_of_weight(step.optimizer).items():
+                    if name in self.probes and float(group["lr"]) > 0:
+                        self.probes[name].look()
 
     @torch.no_grad()
     def _after(self, step: Step) -> None:
@@ -204,14 +205,15 @@ class _Meter:
 
     def _measure(self, optimizer: torch.optim.Optimizer) -> None:
         found: dict[str, tuple[Tensor, float, float]] = {}
-        for name, group in group_of_weight(optimizer).items():
-            probe = self.probes.get(name)
-            if probe is None or probe.before is None:
-                continue
-            lr, base = float(group["lr"]), float(group["scheduled_lr"]) / group["lr_factor"]
-            left = 1 - lr * group["weight_decay"] if _is_decoupled(optimizer, group) else 1.0
-            change = probe.change(left)
-            found[name] = (torch.stack([change.square().sum(), change.new_tensor(float(change.numel()))]), lr, lr / base)
+        with exact():
+            for name, group in group_of_weight(optimizer).items():
+                probe = self.probes.get(name)
+                if probe is None or probe.before is None:
+                    continue
+                lr, base = float(group["lr"]), float(group["scheduled_lr"]) / group["lr_factor"]
+                left = 1 - lr * group["weight_decay"] if _is_decoupled(optimizer, group) else 1.0
+                change = probe.change(left)
+                found[name] = (torch.stack([change.square().sum(), change.new_tensor(float(change.numel()))]), lr, lr / base)
         if not found:
             return
         sums = torch.stack([both for both, _, _ in found.values()]).double()
