@@ -15,7 +15,6 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
@@ -23,26 +22,18 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
+from smupar.csr import expand_state, is_compressed
+from smupar.gradients import gradient_mask
 from smupar.layers import kind_of
 from smupar.masks import read_masks
 from smupar.optimizers import facts_of
 from smupar.plan import Plan
 from smupar.planner import MaskSetting, PlanWarning, Settings, cautions, planned, warn
 from smupar.stepping import Step, on_every_step, optimizers, seam_of
-from smupar.storage import compressed, expand_state, is_compressed, shape_of, watch_optimizers
+from smupar.storage import watch_optimizers
 from smupar.tensors import parent_path
-from smupar.values import (
-    in_process_group,
-    initialise,
-    is_sharded,
-    like,
-    local,
-    num_ranks,
-    padding_rows,
-    plan_resets,
-    whole,
-    zero_off_mask,
-)
+from smupar.values import initialise, is_sharded, padding_rows, plan_resets, zero_off_mask
+from smupar.weights import weight_of, weights
 
 FACTOR = "smupar_factor"
 _MARK, _MOVING = "_smupar_attached", "_smupar_masks_move"
@@ -98,7 +89,7 @@ def attach(model: nn.Module, plan: Plan, optimizer: Any = None, *, masks: MaskSe
     model = unwrapped(model)
     check_plan(model, plan)
     own = _by_parameter(read_masks(masks), plan)
-    missing = {row.name for row in plan if row.masked and (not has_mask(model, row.name) or row.name in own)}
+    missing = {row.name for row in plan if row.masked and (row.name in own or not weight_of(model, row.name).is_masked)}
     with torch.device("cpu"):
         drawn = _masks(plan, own, missing)
     _warn_of_others(model, {name: mask for name, mask in drawn.items() if name not in own})
@@ -128,7 +119,7 @@ def _warn_of_others(model: nn.Module, drawn: Mapping[str, Tensor]) -> None:
 
 def check_plan(model: nn.Module, plan: Plan) -> None:
     """Refuses a plan of another model."""
-    names = {name: shape_of(model, name) for name, _ in model.named_parameters()}
+    names = {name: weight_of(model, name).shape for name, _ in model.named_parameters()}
     unknown = [row.name for row in plan if names.get(row.name) != row.shape]
     if unknown:
         raise ValueError(
@@ -152,12 +143,6 @@ def is_parameterized(model: nn.Module) -> bool:
     return hasattr(model, _MARK)
 
 
-def whole_weight(model: nn.Module, name: str, parameter: nn.Parameter) -> Tensor:
-    """The whole matrix, however it is kept."""
-    layer = compressed(model, name)
-    return whole(parameter.detach()) if layer is None else layer.expand(parameter.detach())
-
-
 def let_masks_move(model: nn.Module) -> None:
     """From now on the masks need not be those of the plan."""
     setattr(model, _MOVING, True)
@@ -169,30 +154,19 @@ def masks_move(model: nn.Module) -> bool:
 
 def mask_of(model: nn.Module, name: str) -> Tensor | None:
     """The mask of a parameter, if it has one: its buffer, or a copy where only non-zeros are kept."""
-    mask = getattr(model.get_submodule(parent_path(name)), _mask_leaf(name), None)
-    return mask if isinstance(mask, Tensor) else None
-
-
-def has_mask(model: nn.Module, name: str) -> bool:
-    return compressed(model, name) is not None or mask_of(model, name) is not None
-
-
-def masks_gradient(parameter: nn.Parameter) -> bool:
-    """Whether the gradient hook is in place."""
-    return gradient_mask(parameter) is not None
-
-
-def gradient_mask(parameter: nn.Parameter) -> MaskGradient | None:
-    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    return next((hook for hook in hooks.values() if isinstance(hook, MaskGradient)), None)
+    return weight_of(model, name).mask
 
 
 def add_masks(model: nn.Module, plan: Plan) -> None:
     """Gives hidden weights without a mask one that keeps all: for masks that will move."""
-    parameters = dict(model.named_parameters())
-    missing = [row.name for row in plan if row.role == "hidden" and not has_mask(model, row.name)]
-    ones = {name: torch.ones(plan[name].shape, dtype=torch.bool, device=local(parameters[name]).device) for name in missing}
-    _attach(model, plan, ones)
+    missing = [weight for weight in weights(model, plan).values() if not weight.is_masked]
+    _attach(model, plan, {weight.name: weight.full_mask() for weight in missing})
+
+
+def no_broadcast(model: nn.Module, buffers: Iterable[str]) -> None:
+    """Tells DDP not to send these buffers at every forward pass: they are the same on all ranks by construction."""
+    ignored = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *buffers}
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
 
 
 def scales_output(module: nn.Module) -> bool:
@@ -242,7 +216,8 @@ def _refuse(model: nn.Module) -> None:
 
 def _refuse_used_names(model: nn.Module, plan: Plan) -> None:
     for row in plan:
-        if row.masked and hasattr(model.get_submodule(parent_path(row.name)), _mask_leaf(row.name)):
+        path, _, leaf = row.name.rpartition(".")
+        if row.masked and hasattr(model.get_submodule(path), f"{leaf}_mask"):
             raise ValueError(
                 f"the model already has something called {row.name + '_mask'!r}, where the mask would go: rename it, "
                 "or build a fresh model if this one is parameterized already"
@@ -266,40 +241,6 @@ def _masks(plan: Plan, given: Mapping[str, Tensor], wanted: set[str] | None = No
 
 
 # Hooks
-
-
-class MaskGradient:
-    """Post-accumulate hook: reads the mask at call time, so that masks may move.
-
-    While ``keeps_dense`` is set, ``dense`` holds what the gradient would be without a mask, summed over micro-batches: this
-    rank's own, or its shard of the sum over ranks.
-    """
-
-    def __init__(self, module: nn.Module, mask_leaf: str) -> None:
-        self.module, self.mask_leaf = module, mask_leaf
-        self.keeps_dense = False
-        self.dense: Tensor | None = None
-        self._summed: Any = None  # the gradient that ``dense`` belongs to, by a weak reference
-        self._version = -1
-
-    @torch.no_grad()
-    def __call__(self, parameter: Tensor) -> None:
-        if parameter.grad is None:
-            return
-        mask = getattr(self.module, self.mask_leaf)
-        if self.keeps_dense:
-            here = local(parameter.grad)
-            # A gradient that was thrown away, such as one that is not finite, must not count. (Ranks may replace theirs.)
-            same = self._summed is not None and self._summed() is parameter.grad
-            # zero_grad(set_to_none=False) writes to it; so do DDP and FSDP2, on one rank too, and the latter uncounted.
-            written = not in_process_group() and parameter.grad._version != self._version + 1  # +1: this micro-batch
-            if num_ranks() == 1 and (not same or written):
-                self.dense = None
-            self._summed = weakref.ref(parameter.grad)
-            # On the mask the gradient is the sum so far; off it earlier micro-batches were masked away.
-            self.dense = here.clone() if self.dense is None else torch.where(local(mask), here, self.dense + here)
-        zero_off_mask(parameter.grad, mask)
-        self._version = parameter.grad._version
 
 
 @torch.no_grad()
@@ -332,38 +273,19 @@ def _scale_output(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> T
     return output * getattr(module, FACTOR)
 
 
-def _mask_leaf(name: str) -> str:
-    return name.rpartition(".")[2] + "_mask"
-
-
 def _attach(model: nn.Module, plan: Plan, masks: Mapping[str, Tensor]) -> None:
     """Everything of ``attach``, with the masks that are not in the model yet."""
     _let_compilers_see_hooks()
     on_every_step("mask", mask_updates, lambda optimizer: facts_of(optimizer).mixes_entries)
-    parameters = dict(model.named_parameters())
-    masked = []
-    silent = []  # buffers that DDP need not broadcast at every forward: the same on all ranks by construction
-    for row in plan:
-        module, leaf, layer = model.get_submodule(parent_path(row.name)), _mask_leaf(row.name), compressed(model, row.name)
-        if layer is not None:  # its gradient is that of the non-zeros alone
-            if row.name in masks:
-                layer.move(like(masks[row.name], parameters[row.name]))
-            silent += [f"{parent_path(row.name)}.{name}".lstrip(".") for name in layer.index_names]
-            masked.append(row.name)
-        elif row.name in masks:
-            module.register_buffer(leaf, like(masks[row.name], parameters[row.name]))
-        elif (mask := mask_of(model, row.name)) is not None and is_sharded(parameters[row.name]) and not is_sharded(mask):
-            module.register_buffer(leaf, like(mask, parameters[row.name]))  # the weight was sharded after it got its mask
-        if layer is None and mask_of(model, row.name) is not None:  # by the plan, or added for masks that will move
-            _watch(parameters[row.name], module, leaf)
-            silent.append(f"{row.name}_mask")
-            masked.append(row.name)
+    rows = [(row, weight_of(model, row.name)) for row in plan]
+    for row, weight in rows:
+        weight.attach(masks.get(row.name))
         for path, factor in row.forward:
-            _set_factor(model.get_submodule(path), factor, parameters[row.name])
-            silent.append(f"{path}.{FACTOR}")
-    ignored = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *silent}
-    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
-    if any(compressed(model, name) is not None for name in masked):
+            _set_factor(model.get_submodule(path), factor, weight.parameter)
+    masked = {weight.name: weight for _, weight in rows if weight.is_masked}  # by the plan, or for masks that will move
+    no_broadcast(model, (name for weight in masked.values() for name in weight.mask_buffers))
+    no_broadcast(model, (f"{path}.{FACTOR}" for row, _ in rows for path, _ in row.forward))
+    if not all(weight.stores_zeros for weight in masked.values()):
         watch_optimizers(model, ())  # copies, and models from a file, were not there when their weights were sparsified
     if not hasattr(model, _MARK):
         model.register_load_state_dict_pre_hook(_before_load)
@@ -382,16 +304,6 @@ def _let_compilers_see_hooks() -> None:
         # Code of before would still not ask. Threads that make models side by side must not reset the compiler together.
         if may_have_compiled and threading.current_thread() is threading.main_thread():
             torch._dynamo.reset()
-
-
-def _watch(parameter: nn.Parameter, module: nn.Module, mask_leaf: str) -> None:
-    if not masks_gradient(parameter):
-        frozen = not parameter.requires_grad
-        parameter.requires_grad_(True)  # a hook cannot be put on a frozen parameter, but stays while it is
-        parameter.register_post_accumulate_grad_hook(MaskGradient(module, mask_leaf))
-        parameter.requires_grad_(not frozen)
-    else:  # torch.__future__.set_swap_module_params_on_conversion takes along what Python knows of the hooks, and no more
-        parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
 
 
 def _set_factor(module: nn.Module, factor: float, parameter: Tensor) -> None:
@@ -413,8 +325,8 @@ def _before_load(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
     """A checkpoint without masks loads: the model's own masks stay. So does that of a model that keeps non-zeros alone."""
     masked = _every_name(model, getattr(model, _MARK).masked)
     for name in masked:
-        if is_compressed(state, f"{prefix}{name}") and compressed(model, name) is None:
-            expand_state(state, f"{prefix}{name}", shape_of(model, name))
+        if is_compressed(state, f"{prefix}{name}") and (weight := weight_of(model, name)).stores_zeros:
+            expand_state(state, f"{prefix}{name}", weight.shape)
     keys = {name: f"{prefix}{name}" for name in masked if f"{prefix}{name}" in state}
     absent = [name for name, key in keys.items() if f"{key}_mask" not in state and not is_compressed(state, key)]
     for name in absent:
@@ -440,11 +352,6 @@ def _every_name(model: nn.Module, names: Iterable[str]) -> list[str]:
 @torch.no_grad()
 def _after_load(model: nn.Module, _: Any) -> None:
     """Weights off the mask are 0 whatever was loaded, and tensors replaced by ``assign=True`` get their hooks back."""
-    for name in getattr(model, _MARK).masked:
-        if compressed(model, name) is not None:
-            continue
-        module = model.get_submodule(parent_path(name))
-        parameter, mask = module.get_parameter(name.rpartition(".")[2]), mask_of(model, name)
-        if mask is not None and not parameter.is_meta and not mask.is_meta:
-            zero_off_mask(parameter, mask)
-        _watch(parameter, module, _mask_leaf(name))
+    for weight in (weight_of(model, name) for name in getattr(model, _MARK).masked):
+        weight.attach()
+        weight.zero_off_mask()

@@ -19,13 +19,9 @@ from torch import Tensor, nn
 
 from smupar.apply import (
     FACTOR,
-    has_mask,
-    mask_of,
-    masks_gradient,
     masks_move,
     scales_output,
     unwrapped,
-    whole_weight,
 )
 from smupar.layers import is_plain_lookup, kind_of
 from smupar.optim import guard, num_steps, ratio_problem, wrong_groups
@@ -34,9 +30,8 @@ from smupar.plan import Plan, PlanRow
 from smupar.planner import PlanWarning
 from smupar.reminders import shows_scale
 from smupar.stepping import optimizers
-from smupar.storage import compressed
-from smupar.tensors import parent_path
 from smupar.values import is_sharded, whole
+from smupar.weights import MaskedWeight, weight_of
 
 # A sample std of n weights scatters by 1 / sqrt(2 n); six of those are never reached by chance.
 _SIGMAS = 6.0
@@ -116,7 +111,7 @@ def differences(
     if trained is None:
         trained = any(num_steps(one) for one in optimizers(optimizer))
     for row in rows:
-        findings += _weights(model, parameters[row.name], row, check_std=not trained and not masks_move(model))
+        findings += _weights(model, weight_of(model, row.name), row, check_std=not trained and not masks_move(model))
     for row in rows:
         for path, factor in row.forward:
             findings += _forward_factor(model.get_submodule(path), path, factor, row, parameters[row.name].dtype)
@@ -126,36 +121,37 @@ def differences(
 # The weights
 
 
-def _weights(model: nn.Module, parameter: nn.Parameter, row: PlanRow, *, check_std: bool) -> list[Finding]:
-    layer = compressed(model, row.name)
-    weight = whole_weight(model, row.name, parameter)
+def _weights(model: nn.Module, kept: MaskedWeight, row: PlanRow, *, check_std: bool) -> list[Finding]:
+    weight = kept.full()
     if tuple(weight.shape) != row.shape:
         text = f"{row.name!r} has shape {tuple(weight.shape)}, the plan {row.shape}: make a plan for this model"
         return [Finding(text, "another model", row.name)]
-    mask = mask_of(model, row.name)
-    findings = []
-    if row.masked or mask is not None:  # by the plan, or added for masks that move
-        if mask is None:
-            return [Finding(f"{row.name!r} has no mask: call smupar.attach(model, plan)", "mask missing", row.name)]
-        findings += _mask(weight, whole(mask), row, check_density=not masks_move(model))
-        if parameter.requires_grad and layer is None and not masks_gradient(parameter):
-            text = f"{row.name!r}: its gradient is not masked, the hook is lost; call smupar.attach(model, plan)"
-            findings.append(Finding(text, "off-mask weights", row.name))
-        path, made, _ = row.name.partition(".parametrizations.")
-        if made and layer is None:
-            used = whole(getattr(model.get_submodule(path), row.name.split(".")[-2]).detach())
-            if used.shape == mask.shape and used.masked_fill(whole(mask), 0).count_nonzero():
-                text = f"{row.name!r} is masked, but what its parametrization makes of it is not: remove that, or keep it dense"
-                findings.append(Finding(text, "off-mask weights", row.name))
+    if row.masked and not kept.is_masked:
+        return [Finding(f"{row.name!r} has no mask: call smupar.attach(model, plan)", "mask missing", row.name)]
+    findings = _masked(model, kept, weight, row) if kept.is_masked else []  # by the plan, or added for masks that move
     if not bool(torch.isfinite(weight).all()):
         text = f"{row.name!r} holds values that are not finite: initialise it (after to_empty: parameterize(reset=True))"
         findings.append(Finding(text, "init", row.name))
     elif check_std and row.init_std is not None:
-        padding = getattr(model.get_submodule(parent_path(row.name)), "padding_idx", None)
+        padding = getattr(kept.module, "padding_idx", None)
         if padding is not None:  # that row is 0
             weight = torch.cat([weight[:padding], weight[padding + 1 :]])
-        kept = weight[whole(mask)] if row.masked and mask is not None else weight.flatten()
-        findings += _std(kept, row)
+        findings += _std(weight[kept.full_mask()] if row.masked else weight.flatten(), row)
+    return findings
+
+
+def _masked(model: nn.Module, kept: MaskedWeight, weight: Tensor, row: PlanRow) -> list[Finding]:
+    mask = kept.full_mask()
+    findings = _mask(weight, mask, row, check_density=not masks_move(model))
+    if kept.parameter.requires_grad and not kept.masks_gradient:
+        text = f"{row.name!r}: its gradient is not masked, the hook is lost; call smupar.attach(model, plan)"
+        findings.append(Finding(text, "off-mask weights", row.name))
+    path, made, _ = row.name.partition(".parametrizations.")
+    if made:
+        used = whole(getattr(model.get_submodule(path), row.name.split(".")[-2]).detach())
+        if used.shape == mask.shape and used.masked_fill(mask, 0).count_nonzero():
+            text = f"{row.name!r} is masked, but what its parametrization makes of it is not: remove that, or keep it dense"
+            findings.append(Finding(text, "off-mask weights", row.name))
     return findings
 
 
@@ -410,7 +406,8 @@ def _unused_decay(held: _Held) -> Iterator[Finding]:
 
 
 def _no_epsilon(held: _Held) -> Iterator[Finding]:
-    if any(has_mask(held.model, name) for name in held.names) and any(group.get("eps") == 0 for group in held.groups):
+    masked = any(weight_of(held.model, name).is_masked for name in held.names)
+    if masked and any(group.get("eps") == 0 for group in held.groups):
         text = "an epsilon of 0 divides 0 by 0 where weights are off the mask, and they become no numbers: leave it at 1e-8"
         yield Finding(text, "optimizer")
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from smupar.lm.config import RunConfig, changed, padded_vocab
 from smupar.lm.presets import preset
 from smupar.lm.validation import refuse
+from smupar.optimizers import names_with
 from smupar.study.config import TransferConfig, TuneConfig
 
 Kind = TypeVar("Kind", RunConfig, TransferConfig, TuneConfig)
@@ -25,9 +26,6 @@ _SET_BY_TRANSFER = {
     "follow": "a trace of the proxy is recorded and followed by --rules measured",
     "record": "a trace of the proxy is recorded and followed by --rules measured",
 }
-# Optimizers that read these fields.
-_WITH_MOMENTUM = ("sgd", "muon")
-_WITH_BETAS = ("adamw", "adam", "adamax", "nadam", "radam", "lion", "muon")
 # Fields that do something only together with some values of another field.
 _NEEDS = {
     "mask_every": ("dynamic", ("rigl", "set", "gmp")),
@@ -35,8 +33,8 @@ _NEEDS = {
     "drop_fraction": ("dynamic", ("rigl", "set")),
     "rounds": ("dynamic", ("imp",)),
     "correction": ("dynamic", ("gmp", "imp")),
-    "momentum": ("optimizer", _WITH_MOMENTUM),
-    "betas": ("optimizer", _WITH_BETAS),
+    "momentum": ("optimizer", names_with("momentum")),
+    "betas": ("optimizer", names_with("betas") + names_with("hidden_only")),  # there an AdamW trains the rest
     "context": ("positions", ("learned",)),
 }
 # The runs of a study are shorter than the demo.

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from smupar.apply import add_missing_factors, mask_of
+from smupar.apply import add_missing_factors
 from smupar.graphs import Graphed, Upload, compile_static
 from smupar.optim import groups_by_optimizer
 from smupar.optimizers import OPTIMIZERS, OptimizerFacts, facts_of, family_of, names_with
 from smupar.plan import Plan
 from smupar.tensors import parent_path
+from smupar.weights import StackedWeight, weight_of
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 
@@ -78,6 +79,8 @@ class Stack:
         self.hidden = {row.name for row in plans[0] if row.role == "hidden"}
         # A compiled or captured step knows where its tensors are: another set of models is copied into them.
         self.tensors = self._gathered(models, plans, hyperparameters)
+        params, masks, states = (self.tensors[what] for what in ("params", "masks", "state"))
+        self.weights = {name: StackedWeight(name, param, masks.get(name), states[name]) for name, param in params.items()}
         self.models, self.num_steps = list(models), 0
         self.device = self.tensors["alive"].device
         self.upload = Upload(self.device)
@@ -111,10 +114,15 @@ class Stack:
         return self._losses.values(self.tensors["params"], self.tensors["buffers"], *batch, chunk_size=_CHUNK)
 
     @torch.no_grad()
-    def gradients(self, batch: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Of the hidden weights, as if there were no masks."""
+    def keep_gradients(self, batch: Sequence[Tensor]) -> None:
+        """Gives hidden weights their gradients without masks."""
         grads, _ = self._losses.gradients(self.tensors["params"], self.tensors["buffers"], *batch, chunk_size=_CHUNK)
-        return {name: grads[name] for name in self.hidden}
+        for name in self.hidden:
+            self.weights[name].gradient = grads[name]
+
+    def drop_gradients(self) -> None:
+        for weight in self.weights.values():
+            weight.gradient = None
 
     @torch.no_grad()
     def inputs(self, batch: Sequence[Tensor], take: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
@@ -127,7 +135,7 @@ class Stack:
         for index, model in enumerate(self.models):
             for name, parameter in model.named_parameters():
                 parameter.copy_(self.tensors["params"][name][index])
-                mask = mask_of(model, name)
+                mask = weight_of(model, name).mask
                 if mask is not None:
                     mask.copy_(self.tensors["masks"][name][index])
 
@@ -190,7 +198,7 @@ class Stack:
         tensors: dict[str, Any] = {
             "params": params,
             "buffers": _stacked([{name: b for name, b in m.named_buffers() if name not in own} for m in models]),
-            "masks": {name: torch.stack([_mask(model, name) for model in models]) for name in masked},
+            "masks": {name: torch.stack([weight_of(model, name).full_mask() for model in models]) for name in masked},
             "constants": _constants(models, plans, hyperparameters, self.kind),
             "state": {name: self._new_state(name, param) for name, param in params.items()},
             "rates": {name: torch.ones(len(models), device=device) for name in self.hidden},  # further factors on the LR
@@ -286,11 +294,6 @@ def _aliases(model: nn.Module) -> dict[str, str]:
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
     return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
-
-
-def _mask(model: nn.Module, name: str) -> Tensor:
-    mask = mask_of(model, name)
-    return torch.ones_like(model.get_parameter(name), dtype=torch.bool) if mask is None else mask
 
 
 def _constants(

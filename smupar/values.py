@@ -107,6 +107,15 @@ def like(tensor: Tensor, parameter: Tensor) -> Tensor:
     return distribute_tensor(tensor.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)
 
 
+def sharded_like(parameter: Tensor, shard: Tensor) -> Tensor:
+    """The tensor that is sharded like a parameter and of which this rank holds ``shard``."""
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(parameter, DTensor)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(shard, mesh, placements, shape=parameter.shape, stride=parameter.stride())
+
+
 def is_sharded(tensor: Tensor) -> bool:
     """A DTensor, asked without importing torch.distributed."""
     return hasattr(tensor, "placements")

@@ -8,6 +8,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+
+import smupar
+from smupar.stepping import AFTER, BEFORE, seam_of
 
 ROOT = Path(__file__).parent.parent
 LONGEST, MOST_BRANCHES = 60, 20
@@ -41,3 +46,77 @@ def test_page_has_the_layers_that_imports_are_checked_against():
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     checked = [layer.replace("smupar.", "").split(" : ") for layer in contracts[0]["layers"]]
     assert shown == checked
+
+
+# The wiring
+
+
+def wired():
+    """A model and its optimizer with all that the core can add to them, and how they were before."""
+
+    def make(width):
+        return nn.Sequential(
+            nn.Embedding(8, width), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.Linear(width, 8)
+        )
+
+    model = make(64)
+    replaced = model[1].weight
+    before = looks(model)
+    plan = smupar.parameterize(model, base=make(16), density=0.5)
+    smupar.sparsify_storage(model, plan, backend="csr")
+    optimizer = torch.optim.AdamW(smupar.param_groups(model, plan, lr=0.01, weight_decay=0.1))
+    smupar.audit(model, plan, optimizer)
+    smupar.record_updates(model, plan, optimizer)
+    sparsifier = smupar.RigL(model, plan, optimizer, every=1, stop=2, restart_bias_correction=True)
+    smupar.attach(model, plan, optimizer)
+    for _ in range(2):
+        model(torch.arange(8)).square().mean().backward()
+        optimizer.step()
+        sparsifier.step()
+    smupar.sparsify_storage(model, plan, backend="dense")  # so that masks and what replaced them are both seen
+    return model, optimizer, replaced, before, looks(model)
+
+
+def looks(model):
+    """Names of buffers, attributes, classes and hooks of a model's modules and parameters."""
+    seen = set()
+    for module in model.modules():
+        seen |= {f"attribute {name}" for name in vars(module) if not isinstance(getattr(nn.Module(), name, None), dict)}
+        seen |= {f"buffer {name}" for name in module._buffers}
+        kinds = ("_forward_pre_hooks", "_forward_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+        seen |= {kind for kind in kinds if getattr(module, kind)}
+        for parameter in module.parameters(recurse=False):
+            seen |= {f"hook {type(hook).__name__}" for hook in (parameter._post_accumulate_grad_hooks or {}).values()}
+    return seen
+
+
+def page():
+    return (ROOT / "docs" / "architecture.md").read_text().partition("## The wiring")[2]
+
+
+def test_all_that_is_added_to_a_model_is_on_the_page():
+    _, _, replaced, before, after = wired()
+    added = {re.sub(r"(attribute|buffer|hook) ", "", each) for each in after - before} | set(vars(replaced))
+    named = {"_forward_pre_hooks", "_forward_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"}
+    assert named <= after  # in the page's words: before and after the forward pass, and load_state_dict
+    shown = page().replace("<param>", "weight")
+    assert added - named == {each for each in added - named if f"`{each}`" in shown}
+    assert {"weight_mask", "smupar_factor", "weight_smupar_input", "MaskGradient", "_smupar_attached"} <= added
+
+
+def test_all_that_is_added_to_an_optimizer_is_on_the_page():
+    _, optimizer, *_ = wired()
+    plain = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
+    keys = {key for group in optimizer.param_groups for key in group} - set(plain.param_groups[0])
+    added = keys | (set(vars(optimizer)) - set(vars(plain)))
+    assert {"lr_factor", "hidden_weight", "_smupar_seam"} <= added
+    assert added == {each for each in added if f"`{each}`" in page()}
+
+
+def test_phases_are_on_the_page_in_their_order():
+    phases = re.findall(r"^\| `(\w+)` \|", page(), re.MULTILINE)
+    assert tuple(phases) == (*BEFORE, *AFTER)
+    _, optimizer, *_ = wired()
+    shown = str(seam_of(optimizer))
+    assert "set_rates (LayerRates)" in shown
+    assert shown.index("correct") < shown.index("mask") < shown.index("measure") < shown.index("restore_rates")

@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import smupar
-from smupar.apply import add_masks, gradient_mask, mask_of, masks_gradient
+from smupar.apply import add_masks, mask_of
 from smupar.dynamic.moves import DropAndGrow, Pruning, Times, density_factor, key_of, largest, pruned, random_scores
+from smupar.gradients import gradient_mask
 from smupar.rates import group_of_weight, layer_rates
 
 VOCAB = 11
@@ -463,12 +464,12 @@ def test_dense_gradient_of_micro_batches_is_that_of_the_whole_batch():
             optimizer.step()
             hooks = [gradient_mask(parameter) for parameter in parameters]
             if step == 1:
-                torch.testing.assert_close([hook.dense for hook in hooks], list(expected), rtol=1e-10, atol=1e-14)
-                assert all(hook.dense[~mask].any() for hook, mask in zip(hooks, masks_of(model).values(), strict=True))
+                torch.testing.assert_close([hook.value for hook in hooks], list(expected), rtol=1e-10, atol=1e-14)
+                assert all(hook.value[~mask].any() for hook, mask in zip(hooks, masks_of(model).values(), strict=True))
             else:
-                assert all(hook.dense is None for hook in hooks)
+                assert all(hook.value is None for hook in hooks)
             assert rigl.step() == (step == 1)
-            assert all(hook.dense is None and hook.keeps_dense == (step == 0) for hook in hooks)
+            assert all(hook.value is None and hook.wanted == (step == 0) for hook in hooks)
         chosen[parts] = masks_of(model)
     assert_same_tensors(chosen[2], chosen[1])
 
@@ -750,7 +751,7 @@ def test_copy_of_a_gmp_model_masks_gradients_again_after_attach():
     gmp = smupar.GMP(model, plan, optimizer, density=0.25, every=1, stop=1)
     train(model, optimizer, gmp, range(1))
     clone = copy.deepcopy(model)
-    assert not any(masks_gradient(clone.get_parameter(name)) for name in SIZES)
+    assert not any(gradient_mask(clone.get_parameter(name)) for name in SIZES)
     smupar.attach(clone, plan)
     assert_same_tensors(masks_of(clone), masks_of(model))
     clone.zero_grad()
@@ -769,7 +770,7 @@ def test_add_masks_gives_dense_hidden_weights_full_masks_and_leaves_others():
     assert torch.equal(mask_of(model, "up.weight"), before["up.weight"])
     assert counts(model) == {**SIZES, "up.weight": 128}
     loss_of(model, batch(0)).backward()
-    assert all(model.get_parameter(name).grad.any() and masks_gradient(model.get_parameter(name)) for name in SIZES)
+    assert all(model.get_parameter(name).grad.any() and gradient_mask(model.get_parameter(name)) for name in SIZES)
     assert {key for key in model.state_dict() if key.endswith("_mask")} == {f"{name}_mask" for name in SIZES}
 
 
@@ -1731,7 +1732,7 @@ def test_rigl_sums_micro_batches_in_a_process_group_of_one(wrap):
         tokens = torch.randint(VOCAB, (16, 4), generator=torch.Generator().manual_seed(2))
         for part in tokens.chunk(num_parts):
             (wrapped(part).square().mean() / num_parts).backward()
-        return gradient_mask(model.up.weight).dense
+        return gradient_mask(model.up.weight).value
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

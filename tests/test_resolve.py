@@ -84,7 +84,10 @@ def test_swept_axis_is_refused_by_its_flag():
     ("typed", "message"),
     [
         ({"momentum": 0.5}, "--momentum does nothing with --optimizer adamw: it is for sgd, muon"),
-        ({"betas": (0.5, 0.5), "optimizer": "SGD"}, "--betas does nothing with --optimizer sgd: it is for adamw, adam, adamax"),
+        (
+            {"betas": (0.5, 0.5), "optimizer": "SGD"},
+            "--betas does nothing with --optimizer sgd: it is for adamw, adam, adamax, nadam, radam, lion, muon",
+        ),
         ({"context": 64}, "--context does nothing with --positions alibi: it is for learned"),
         ({"mask_every": 10}, "--mask-every does nothing with --dynamic none: it is for rigl, set, gmp"),
         ({"rounds": 2, "dynamic": "gmp"}, "--rounds does nothing with --dynamic gmp: it is for imp"),

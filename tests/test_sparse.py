@@ -20,6 +20,7 @@ from smupar.apply import mask_of
 from smupar.bench_sparse import bench_sparse
 from smupar.bench_sparse import gpu as bench_gpu
 from smupar.bench_sparse.rows import Machine
+from smupar.csr import flat_places, row_index
 from smupar.lm import checkpoint
 from smupar.lm.config import Execution, ModelConfig, RunConfig
 from smupar.lm.distributed import World
@@ -27,9 +28,8 @@ from smupar.lm.gpt import build
 from smupar.lm.load import load_run
 from smupar.lm.train import train as lm_train
 from smupar.sparse import auto, compiled, convert, linear
-from smupar.sparse.linear import SparseLinear, compress, row_index
+from smupar.sparse.linear import SparseLinear, compress
 from smupar.sparse.products import Best, Compiled, Torch, turned
-from smupar.storage import flat_places
 
 VOCAB = 11
 KERNELS = [Compiled(), Torch()]
@@ -635,7 +635,7 @@ def test_dense_gradient_is_made_only_in_steps_that_need_it():
     for step in range(6):
         optimizer.zero_grad()
         loss_of(sparse, step).backward()
-        seen.append(sparse.up.dense is not None)
+        seen.append(sparse.up.dense.value is not None)
         optimizer.step()
         sparsifier.step()
     assert seen == [False, True, False, True, False, False]
@@ -648,7 +648,7 @@ def test_products_after_a_mask_change_are_those_of_the_dense_layer():
         _, sparse = layer_pair(torch.rand(40, 30) < 0.3)
         sparse(torch.randn(4, 30))
         mask = torch.rand(40, 30) < density
-        sparse.move(mask)
+        sparse.set_mask(mask)
         with torch.no_grad():
             sparse.weight.normal_()
         dense = nn.Linear(30, 40)
@@ -1077,7 +1077,7 @@ def test_gradients_go_along_with_weights_that_move():
     layer.weight.grad = torch.arange(1.0, len(layer.weight) + 1)
     before, old = layer.expand(layer.weight.grad), layer.weight_mask
     new = old.roll(1, 1)
-    layer.move(new)
+    layer.set_mask(new)
     torch.testing.assert_close(layer.expand(layer.weight.grad), before.masked_fill(~(old & new), 0))
 
 

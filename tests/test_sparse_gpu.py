@@ -398,7 +398,7 @@ def test_masks_that_a_backend_cannot_hold_do_not_move_it(backend):
     _, sparse, _ = pair(backend)
     before = sparse.up.weight_mask
     with pytest.raises(ValueError, match=r"cannot hold the moved mask.*backend='csr'"):
-        sparse.up.move(torch.rand(128, 64, device=GPU) < 0.5)
+        sparse.up.set_mask(torch.rand(128, 64, device=GPU) < 0.5)
     assert torch.equal(sparse.up.weight_mask, before)
 
 

@@ -9,16 +9,17 @@ import torch
 from torch import nn
 
 from smupar import graphs
+from smupar.csr import row_index
 from smupar.masks import generator, parse_pattern
 from smupar.sparse import block, cslt, gpu, kernels, semi, tiles
 from smupar.sparse.auto import Timing
 from smupar.sparse.backends import BACKENDS
 from smupar.sparse.block import Blocks, block_size, blocks_index
 from smupar.sparse.kernels import kernel_of, missing
-from smupar.sparse.linear import compress, row_index
+from smupar.sparse.linear import compress
 from smupar.sparse.products import Sides
 from smupar.sparse.semi import SemiStructured, tile_codes
-from smupar.sparse.tiles import Tiles, shared_bytes, slices, tile_tokens
+from smupar.sparse.tiles import Tiles, shared_bytes, sliced_ell, tile_tokens
 
 GPU = torch.device("cuda", 0)
 
@@ -47,7 +48,7 @@ def test_slices_hold_every_non_zero_where_the_kernel_looks(tokens, by_output, de
     values, matrix = values_in(mask)
     sides = Sides.of(*row_index(mask), (64, 96), 0)
     side, expected = (sides.by_output, matrix) if by_output else (sides.by_input, matrix.T)
-    made = slices(side, expected.shape[1], tokens)
+    made = sliced_ell(side, expected.shape[1], tokens)
     found, lines = torch.zeros_like(expected), 32 // (tokens // 8)
     for group in range(len(made.starts) - 1):
         for sub in range(lines):
@@ -64,7 +65,7 @@ def test_slices_hold_every_non_zero_where_the_kernel_looks(tokens, by_output, de
 def test_slices_pad_little_at_low_density():
     torch.manual_seed(0)
     mask = torch.rand(1024, 1024) < 1 / 64
-    made = slices(Sides.of(*row_index(mask), (1024, 1024), 0).by_output, 1024, 32)
+    made = sliced_ell(Sides.of(*row_index(mask), (1024, 1024), 0).by_output, 1024, 32)
     assert len(made.source) < 1.3 * int(mask.sum())
 
 
@@ -342,7 +343,7 @@ def test_move_that_a_kernel_cannot_hold_leaves_the_layer_as_it_was():
     layer = sparse_layer(mask, SemiStructured())
     weight, before = layer.weight, layer.weight.detach().clone()
     with pytest.raises(ValueError, match=r"'2:4' cannot hold the moved mask: .*backend='csr'.*'dense'"):
-        layer.move(torch.rand(64, 64) < 0.5)
+        layer.set_mask(torch.rand(64, 64) < 0.5)
     assert layer.weight is weight
     assert torch.equal(layer.weight, before)
     assert torch.equal(layer.weight_mask, mask)

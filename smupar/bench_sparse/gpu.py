@@ -34,7 +34,7 @@ from smupar.sparse.auto import training_step
 from smupar.sparse.backends import BACKENDS
 from smupar.sparse.convert import sparsify_storage
 from smupar.sparse.linear import SparseLinear
-from smupar.sparse.tiles import Slices, Tiles, multiply, pack
+from smupar.sparse.tiles import SlicedEll, Tiles, multiply, pack
 from smupar.timing import Call, gpu_seconds_of, in_turns
 
 DENSE, CAPTURED = "dense bf16", " captured"
@@ -195,7 +195,7 @@ def _product(backend: str, sides: Sides, repeats: int, machine: Machine) -> list
     starts = torch.cat([torch.zeros(1, dtype=torch.int64, device=_GPU), mask.sum(1).cumsum(0)])
     columns = mask.nonzero()[:, 1].int()
 
-    def packed() -> tuple[Slices, Tensor]:
+    def packed() -> tuple[SlicedEll, Tensor]:
         _refuse_missing(backend)
         side = Tiles().index(starts, columns, (width, width), 0).forward
         return side, pack(values, side)

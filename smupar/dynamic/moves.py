@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -111,10 +111,12 @@ class DropAndGrow:
 
 @dataclass(frozen=True)
 class Pruning:
-    """Keeps the weights of largest magnitude, fewer and fewer. The last step is due whatever ``every`` is."""
+    """Keeps the weights of largest magnitude, fewer and fewer. The last step is due whatever ``every`` is. ``pool``: each layer
+    its own number ("layer"), or one ranking of all hidden weights ("global")."""
 
     times: Times
     curve: str = "cubic"
+    pool: str = "layer"
 
     def __post_init__(self) -> None:
         choice("curve", self.curve, CURVES)
@@ -134,6 +136,7 @@ class Rounds:
 
     every: int
     rounds: int
+    pool: str = "layer"
 
     def __post_init__(self) -> None:
         if self.rounds < 1 or self.every < 1:
@@ -151,6 +154,22 @@ class Rounds:
 def pruned(weight: Tensor, mask: Tensor, num_kept: Tensor) -> Tensor:
     """The mask of the largest weights; never more than there were."""
     return largest(weight.abs(), mask, torch.minimum(num_kept, mask.sum(1)))
+
+
+Layer = tuple[str, Tensor, Tensor, list[int]]
+"""Name, weights and mask of a layer, each (models, weights), and how many weights of each model to keep."""
+
+
+def ranked(layers: Iterable[Layer], pool: str, remedy: str) -> Iterator[tuple[str, Tensor]]:
+    """Name and mask of the largest weights of every layer, or, in a global pool, of all layers in one ranking."""
+    for group in [list(layers)] if pool == "global" else ([layer] for layer in layers):
+        names, weights, masks, nums = zip(*group, strict=True)
+        kept = pruned(torch.cat(weights, 1), torch.cat(masks, 1), torch.tensor(nums, device=masks[0].device).sum(0))
+        parts = dict(zip(names, kept.split([mask.shape[1] for mask in masks], 1), strict=True))
+        empty = [name for name, part in parts.items() if not part.any()] if pool == "global" else []
+        if empty:
+            raise ValueError(f"every weight of {empty[0]!r} would be dropped: {remedy}")
+        yield from parts.items()
 
 
 Move = DropAndGrow | Pruning | Rounds

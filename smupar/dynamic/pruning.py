@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from smupar.apply import add_masks, mask_of
-from smupar.dynamic.moves import Pruning, Rounds, Times, density_factor, init_factor, num_kept, pruned
+from smupar.apply import add_masks
+from smupar.dynamic.movers import Goal
+from smupar.dynamic.moves import Pruning, Rounds, Times, density_factor, init_factor, num_kept
 from smupar.dynamic.sparsifiers import Sparsifier
 from smupar.masks import Allocation, allocate
 from smupar.optim import choice
-from smupar.plan import Plan, PlanRow
+from smupar.plan import Plan
 from smupar.rates import layer_rates
-from smupar.storage import compressed
-from smupar.values import whole, zero_off_mask
+from smupar.weights import MaskedWeight
 
 
 class _Pruned(Sparsifier):
@@ -33,26 +32,25 @@ class _Pruned(Sparsifier):
         model: nn.Module,
         plan: Plan,
         optimizer: Any,
+        move: Pruning | Rounds,
         *,
         density: float | Mapping[str, float] | Allocation,
         stop: int,
-        pool: str = "layer",
         correction: str = "moment",
         steps: int | None = None,
     ) -> None:
         choice("correction", correction, ("moment", "fixed"))
-        choice("pool", pool, ("layer", "global"))
-        self.pool, self.correction = pool, correction
+        choice("pool", move.pool, ("layer", "global"))
         hidden = {row.name: row for row in plan if row.role == "hidden"}
-        self.last = allocate(density, {name: row.shape for name, row in hidden.items()})
+        last = allocate(density, {name: row.shape for name, row in hidden.items()})
         for name, row in hidden.items():
-            num_kept(name, row.shape, self.last[name])
-            if self.last[name] > row.density:
+            num_kept(name, row.shape, last[name])
+            if last[name] > row.density:
                 raise ValueError(
-                    f"{name!r} has density {float(row.density):g} already and would be pruned to {float(self.last[name]):g}: "
+                    f"{name!r} has density {float(row.density):g} already and would be pruned to {float(last[name]):g}: "
                     "parameterize with the density to start from, 1 as a rule"
                 )
-        super().__init__(model, plan, optimizer, stop=stop, steps=steps)
+        super().__init__(model, plan, optimizer, Goal(plan, move, last, correction), stop=stop, steps=steps)
         self.rates = layer_rates(self.model, plan, self.optimizers)
         add_masks(self.model, plan)
         self.families = {
@@ -63,65 +61,28 @@ class _Pruned(Sparsifier):
             for parameter in group["params"]
         }
         if correction == "fixed":
-            self._correct(self.last)
-            parameters = self.parameters
-            factors = {name: init_factor(plan, plan[name], self.last[name]) for name in parameters}
-            for name, factor in factors.items():
-                if factor != 1:
-                    self._refuse_trained(name, parameters[name])
-            with torch.no_grad():
-                for name, parameter in parameters.items():
-                    parameter.mul_(factors[name])
+            for name, weight in self.weights().items():
+                if init_factor(plan, plan[name], last[name]) != 1:
+                    self._refuse_trained(weight)
+        self.start_fixed()
 
-    def _refuse_trained(self, name: str, parameter: nn.Parameter) -> None:
+    def _refuse_trained(self, weight: MaskedWeight) -> None:
         """Weights of a checkpoint are scaled already."""
-        planned = self.plan[name].init_std
-        weight = self._weight(name, parameter).detach()
-        kept = weight[whole(self._mask(name))].double()
-        if not planned or weight.is_meta:
+        planned, values = self.plan[weight.name].init_std, weight.full()
+        if not planned or values.is_meta:
             return
+        kept = values[weight.full_mask()].double()
         found = float(kept.square().mean().sqrt())
         if abs(found / planned - 1) > max(0.2, 5 / math.sqrt(2 * len(kept))):
             raise ValueError(
-                f"{name!r} has std {found:.4g}, the plan's init {planned:.4g}: correction='fixed' scales the init, so make the "
-                "sparsifier before a checkpoint is loaded"
+                f"{weight.name!r} has std {found:.4g}, the plan's init {planned:.4g}: correction='fixed' scales the init, so "
+                "make the sparsifier before a checkpoint is loaded"
             )
 
-    def _prune(self, density_of: Callable[[PlanRow], Fraction]) -> None:
-        parameters = self.parameters
-        wanted = {name: density_of(self.plan[name]) for name in parameters}
-        nums = {name: num_kept(name, self.plan[name].shape, density) for name, density in wanted.items()}
-        masks = self._globally(sum(nums.values())) if self.pool == "global" else self._by_layer(nums)
-        for name, mask in masks.items():
-            self._replace(name, parameters[name], mask)
-        if self.correction == "moment":
-            shapes = {name: math.prod(self.plan[name].shape) for name in masks}
-            self._correct({name: Fraction(int(mask.sum()), shapes[name]) for name, mask in masks.items()})
-
-    def _by_layer(self, nums: dict[str, int]) -> dict[str, Tensor]:
-        masks = {}
-        for name, parameter in self.parameters.items():
-            mask = whole(self._mask(name)).flatten()[None]
-            wanted = torch.tensor([nums[name]], device=mask.device)
-            masks[name] = pruned(self._weight(name, parameter).flatten()[None], mask, wanted)
-        return masks
-
-    def _globally(self, num: int) -> dict[str, Tensor]:
-        sizes = {name: math.prod(self.plan[name].shape) for name in self.parameters}
-        weights = torch.cat([self._weight(name, p).flatten() for name, p in self.parameters.items()])[None]
-        masks = torch.cat([whole(self._mask(name)).flatten() for name in sizes])[None]
-        kept = pruned(weights, masks, torch.tensor([num], device=masks.device))
-        parts = dict(zip(sizes, kept.split(list(sizes.values()), dim=1), strict=True))
-        empty = [name for name, part in parts.items() if not part.any()]
-        if empty:
-            raise ValueError(f"every weight of {empty[0]!r} would be dropped: prune less, or with pool='layer'")
-        return parts
-
-    def _correct(self, densities: Mapping[str, Fraction]) -> None:
-        for name, parameter in self.parameters.items():
-            family = self.families.get(id(parameter))
-            if family is not None:
-                self.rates.corrections[name] = density_factor(self.plan, self.plan[name], densities[name], family)
+    def _correct(self, name: str, model: int, density: Fraction) -> None:
+        family = self.families.get(id(self.model.get_parameter(name)))
+        if family is not None:
+            self.rates.corrections[name] = density_factor(self.plan, self.plan[name], density, family)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "corrections": dict(self.rates.corrections)}
@@ -150,16 +111,11 @@ class GMP(_Pruned):
         every: int = 100,
         start: int = 0,
         curve: str = "cubic",
+        pool: str = "layer",
         **settings: Any,
     ) -> None:
-        self.rule = Pruning(Times(every, stop, start), curve)
-        super().__init__(model, plan, optimizer, density=density, stop=stop, **settings)
-
-    def due(self, step: int) -> bool:
-        return self.rule.due(step)
-
-    def update(self, step: int) -> None:
-        self._prune(lambda row: self.rule.density(row.density, self.last[row.name], step))
+        move = Pruning(Times(every, stop, start), curve, pool)
+        super().__init__(model, plan, optimizer, move, density=density, stop=stop, **settings)
 
 
 class IMP(_Pruned):
@@ -180,52 +136,39 @@ class IMP(_Pruned):
         rounds: int,
         every: int,
         rewind: int = 0,
+        pool: str = "layer",
         **settings: Any,
     ) -> None:
-        self.rule = Rounds(every, rounds)
+        self.rounds = Rounds(every, rounds, pool)
         if not 0 <= rewind < every:
             raise ValueError(f"IMP goes back to a step of its first round, rewind must lie in [0, {every}), got {rewind}")
-        self.rewind = rewind
-        self.weights: dict[str, Tensor] = {}
-        super().__init__(model, plan, optimizer, density=density, stop=rounds * every, **settings)
+        self.rewind_step = rewind
+        super().__init__(model, plan, optimizer, self.rounds, density=density, stop=rounds * every, **settings)
         if rewind == 0:
-            self._remember()
+            self.remember()
 
     @property
     def round_step(self) -> int:
         """Steps that the weights have been trained for: behind a rewind it goes on from there."""
-        rounds = min(self.num_steps // self.rule.every, self.rule.rounds)
-        return self.num_steps - rounds * self.rule.every + (self.rewind if rounds else 0)
-
-    def due(self, step: int) -> bool:
-        return self.rule.due(step)
+        rounds = min(self.num_steps // self.rounds.every, self.rounds.rounds)
+        return self.num_steps - rounds * self.rounds.every + (self.rewind_step if rounds else 0)
 
     def step(self) -> bool:
         before = self.num_steps
         moved = super().step()
-        if before < self.num_steps == self.rewind:
-            self._remember()
+        if before < self.num_steps == self.rewind_step:
+            self.remember()
         return moved
 
-    def update(self, step: int) -> None:
-        self._prune(lambda row: self.rule.density(row.density, self.last[row.name], step))
-        for name, statistics in self._statistics():
-            if name in self.weights:  # checkpoints had none of them at first
-                statistics.copy_(self.weights[name])
-        for name, parameter in self.model.named_parameters():
-            layer = compressed(self.model, name)
-            parameter.copy_(self.weights[name] if layer is None else layer.gather(self.weights[name]))
-            mask = mask_of(self.model, name)
-            if mask is not None and layer is None:
-                zero_off_mask(parameter, mask)
-        for optimizer in self.optimizers:
-            optimizer.state.clear()
+    def remember(self) -> None:
+        super().remember()
+        self.first |= {name: statistics.clone() for name, statistics in self._statistics()}
 
-    def _remember(self) -> None:
-        for name, parameter in self.model.named_parameters():
-            layer = compressed(self.model, name)
-            self.weights[name] = parameter.detach().clone() if layer is None else layer.expand(parameter.detach())
-        self.weights |= {name: statistics.clone() for name, statistics in self._statistics()}
+    def rewind(self, models: list[int]) -> None:
+        super().rewind(models)
+        for name, statistics in self._statistics():
+            if name in self.first:  # checkpoints had none of them at first
+                statistics.copy_(self.first[name])
 
     def _statistics(self) -> Iterator[tuple[str, Tensor]]:
         """The running ones of norms over batches."""
@@ -234,9 +177,9 @@ class IMP(_Pruned):
                 yield from ((f"{path}.{name}".lstrip("."), buffer) for name, buffer in module.named_buffers(recurse=False))
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "weights": self.weights}
+        return {**super().state_dict(), "weights": self.first}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         if "weights" in state:  # else those that the model had when this was made
-            self.weights = {name: weight.clone() for name, weight in state["weights"].items()}
+            self.first = {name: weight.clone() for name, weight in state["weights"].items()}

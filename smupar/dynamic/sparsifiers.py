@@ -8,56 +8,49 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from smupar.apply import (
-    MaskGradient,
-    attach,
-    gradient_mask,
-    has_mask,
-    is_parameterized,
-    let_masks_move,
-    mask_of,
-    unwrapped,
-    whole_weight,
-)
-from smupar.dynamic.moves import DropAndGrow, Times, key_of, random_scores
+from smupar.apply import attach, is_parameterized, let_masks_move, unwrapped
+from smupar.compressed import MaskChange
+from smupar.dynamic.movers import Goal, Mover
+from smupar.dynamic.moves import DropAndGrow, Times
 from smupar.optimizers import facts_of, name_of
 from smupar.plan import Plan
 from smupar.planner import PlanWarning
 from smupar.stepping import Step, optimizers, seam_of
-from smupar.storage import Compressed, Moved, compressed
-from smupar.values import is_sharded, like, local, num_ranks, whole, zero_off_mask
+from smupar.values import local, num_ranks
+from smupar.weights import MaskedWeight, Weight, weight_of, weights
 
 # Calls of step() before it says that it saw none of the optimizer's.
 _MANY_IDLE = 1000
 _MOVABLE = ("random", "bernoulli", "given", None)
 
 
-class Sparsifier:
-    """What all kinds share: counting steps, the masks of hidden weights, what becomes of weights and optimizer state.
+class Sparsifier(Mover):
+    """Moves the masks of one model; counts steps.
 
     A grown weight starts at 0 with optimizer state 0; a dropped one is 0 and has no state left. ``restart_bias_correction``
     gives grown weights Adam's bias correction from their own first step: else their first updates are too large. ``steps`` is
     the length of the run, if it is known: a schedule that ends behind it is refused.
     """
 
-    grows_by_gradient = False
-
     def __init__(
         self,
         model: nn.Module,
         plan: Plan,
         optimizer: Any,
+        goal: Goal,
         *,
         stop: int,
         restart_bias_correction: bool = False,
         steps: int | None = None,
     ) -> None:
+        super().__init__([goal])
         self.model, self.plan, self.optimizers = unwrapped(model), plan, optimizers(optimizer)
         if not is_parameterized(self.model):
             raise ValueError("this model is not parameterized: call smupar.parameterize before masks move")
@@ -79,25 +72,25 @@ class Sparsifier:
 
     def _refuse_strangers(self) -> None:
         held = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
-        hidden = {row.name for row in self.plan if row.role == "hidden"}
-        for name, parameter in self.model.named_parameters():
-            if name in hidden and parameter.requires_grad and id(parameter) not in held:
+        for name, weight in weights(self.model, self.plan).items():
+            if weight.parameter.requires_grad and id(weight.parameter) not in held:
                 raise ValueError(
                     f"{name!r} is in none of the optimizers: pass the one that trains this model (or several, as a list), "
                     "made of its param_groups"
                 )
 
-    @property
-    def parameters(self) -> dict[str, nn.Parameter]:
+    def weights(self) -> dict[str, MaskedWeight]:
         """Hidden weights that have a mask and are trained."""
-        every = dict(self.model.named_parameters())
-        hidden = (row.name for row in self.plan if row.role == "hidden")
-        return {n: every[n] for n in hidden if has_mask(self.model, n) and every[n].requires_grad}
+        hidden = weights(self.model, self.plan, self.optimizers)
+        return {name: weight for name, weight in hidden.items() if weight.is_masked and weight.parameter.requires_grad}
+
+    def every_weight(self) -> dict[str, Weight]:
+        return {name: weight_of(self.model, name, self.optimizers) for name, _ in self.model.named_parameters()}
 
     @property
     def densities(self) -> dict[str, float]:
-        counts = {name: int(whole(self._mask(name)).sum()) for name in self.parameters}
-        return {name: count / math.prod(self.plan[name].shape) for name, count in counts.items()}
+        masks = {name: weight.full_mask() for name, weight in self.weights().items()}
+        return {name: int(mask.sum()) / mask.numel() for name, mask in masks.items()}
 
     @torch.no_grad()
     def step(self) -> bool:
@@ -118,9 +111,8 @@ class Sparsifier:
         due = self.due(self.num_steps)
         if due:
             self.update(self.num_steps)
-        due_next = self.due(self.num_steps + 1)
-        if due or due_next:
-            self._listen(due_next)
+        if due or self.due(self.num_steps + 1):
+            self._request_gradients()
         return due
 
     def has_stepped(self) -> bool:
@@ -132,12 +124,6 @@ class Sparsifier:
     def _count(self, step: Step) -> None:
         self._stepped |= not step.was_noop
 
-    def due(self, step: int) -> bool:
-        raise NotImplementedError
-
-    def update(self, step: int) -> None:
-        raise NotImplementedError
-
     def state_dict(self) -> dict[str, Any]:
         """Masks are in the model's own state dict."""
         return {"num_steps": self.num_steps, "born": dict(self.restart.born) if self.restart else {}}
@@ -145,68 +131,35 @@ class Sparsifier:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.num_steps = state["num_steps"]
         if self.restart:
-            parameters = self.parameters
-            self.restart.born = {name: born.to(parameters[name].device, copy=True) for name, born in state["born"].items()}
-        self._listen(self.due(self.num_steps + 1))
+            weights = self.weights()
+            self.restart.born = {n: born.to(weights[n].parameter.device, copy=True) for n, born in state["born"].items()}
+        self._request_gradients()
 
-    def _mask(self, name: str) -> Tensor:
-        mask = mask_of(self.model, name)
-        assert mask is not None
-        return mask
+    def _request_gradients(self) -> None:
+        """Asks for the dense gradient of the next step, if masks grow by it, and drops that of the last."""
+        for weight in self.weights().values():
+            weight.dense_gradient.request(self.needs_gradient(self.num_steps + 1))
 
-    def _weight(self, name: str, parameter: nn.Parameter) -> Tensor:
-        return whole_weight(self.model, name, parameter)
-
-    def _sees_gradient(self, name: str, parameter: nn.Parameter) -> MaskGradient | Compressed | None:
-        """Who can keep the dense gradient."""
-        return compressed(self.model, name) or gradient_mask(parameter)
-
-    def _listen(self, keep: bool) -> None:
-        """Has the dense gradient kept in the step to come."""
-        if self.grows_by_gradient:
-            for name, parameter in self.parameters.items():
-                keeper = self._sees_gradient(name, parameter)
-                if keeper is not None:
-                    keeper.keeps_dense, keeper.dense = keep, None
-
-    def _replace(self, name: str, parameter: nn.Parameter, flat: Tensor) -> None:
-        """Makes ``flat``, (1, weights), the mask of a parameter: all that a moving mask entails, and nothing else does it."""
-        new = flat.view(self.plan[name].shape)
-        if num_ranks() > 1:
-            dist.broadcast(sent := new.to(torch.uint8), 0)  # equal by construction; a rounding apart they would stay apart
-            new = sent.bool()
-        before, layer = parameter.shape, compressed(self.model, name)
-        if layer is None and bool(local(parameter)[~local(self._mask(name))].count_nonzero()):
+    def _set_mask(self, weight: Weight, mask: Tensor, models: list[int]) -> None:
+        assert isinstance(weight, MaskedWeight)
+        own = weight.mask if weight.stores_zeros else None
+        if own is not None and bool(local(weight.parameter)[~local(own)].count_nonzero()):
             warnings.warn(
-                f"weights of {name!r} off its mask are not 0: another optimizer than the one that was given here trains it, or "
-                "something wrote to it. Make a sparsifier for the optimizer that is used",
+                f"weights of {weight.name!r} off its mask are not 0: another optimizer than the one that was given here trains "
+                "it, or something wrote to it. Make a sparsifier for the optimizer that is used",
                 PlanWarning,
-                stacklevel=4,
+                stacklevel=6,
             )
-        if layer is None:
-            moved = self._mask_anew(self._mask(name), parameter, like(new, parameter))
-        elif num_ranks() > 1 and int(new.sum()) != len(parameter):
-            raise ValueError(f"{name!r} keeps only its non-zeros, whose number cannot change on several ranks: keep it dense")
-        else:
-            moved = layer.move(new)
-        for optimizer in self.optimizers:
-            state = optimizer.state.get(parameter, {})
-            for what, value in state.items():
-                if isinstance(value, Tensor) and value.shape == before:
-                    state[what] = moved.carry(value)
+        change = weight.set_mask(mask)
         if self.restart:
-            if layer is not None and name in self.restart.born:
-                self.restart.born[name] = moved.carry(self.restart.born[name])
-            self.restart.note(name, parameter, moved.grown)
+            self.restart.note(weight, change)
 
-    @staticmethod
-    def _mask_anew(mask: Tensor, parameter: nn.Parameter, new: Tensor) -> Moved:
-        changed = mask ^ new
-        parameter.masked_fill_(changed, 0)  # dropped: 0 from now on; grown: starts at 0
-        mask.copy_(new)
-        if parameter.grad is not None:
-            zero_off_mask(parameter.grad, new)
-        return Moved(lambda value: value.masked_fill_(changed, 0), changed & new)
+    def _correct(self, name: str, model: int, density: Fraction) -> None:
+        """Masks that keep their density need none."""
+
+    def _start_optimizers(self, models: list[int]) -> None:
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
 
 
 class _Moving(Sparsifier):
@@ -233,43 +186,34 @@ class _Moving(Sparsifier):
         drop_fraction   share of a layer's active weights that is dropped, at first; ``decay`` takes it to 0: "cosine", "linear"
                         or "constant"
         """
-        self.rule = DropAndGrow(Times(every, stop, start), self.grow, drop_fraction, decay)
-        self.grows_by_gradient = self.grow == "gradient"
+        goal = Goal(plan, DropAndGrow(Times(every, stop, start), self.grow, drop_fraction, decay))
         self._idle_before: set[str] = set()
-        super().__init__(model, plan, optimizer, stop=stop, restart_bias_correction=restart_bias_correction, steps=steps)
-        if not self.parameters:
+        super().__init__(model, plan, optimizer, goal, stop=stop, restart_bias_correction=restart_bias_correction, steps=steps)
+        if not self.weights():
             raise ValueError("no hidden weight is sparse, so no mask can move: pass a density below 1 to parameterize")
         if not any(self.due(step) for step in range(start, stop + 1)):
             raise ValueError(f"masks would never move: no multiple of every={every} lies between {start} and stop={stop}")
-        self._listen(self.due(1))
+        self._request_gradients()
 
-    def due(self, step: int) -> bool:
-        return self.rule.due(step)
+
+class RigL(_Moving):
+    """Evci et al.: grows where the gradient of the dense network is largest."""
+
+    grow = "gradient"
 
     def update(self, step: int) -> None:
-        idle = self._without_gradient() if self.grows_by_gradient else []
-        for name, parameter in self.parameters.items():
-            if name in idle:
-                continue
-            weight, mask = self._weight(name, parameter).flatten()[None], whole(self._mask(name)).flatten()[None]
-            score = self._grow_score(name, parameter, step)
-            if not bool(score.isfinite().all()):
-                warnings.warn(f"the gradient of {name!r} is not finite, so its mask stays", PlanWarning, stacklevel=4)
-                continue
-            self._replace(name, parameter, self.rule.moved(weight, mask, score, step))
+        self._idle = self._without_gradient()
+        super().update(step)
 
     def _without_gradient(self) -> list[str]:
         """Layers that had no part in the last step on any rank, such as experts without tokens: their masks stay."""
-        parameters = self.parameters
-        keepers = [self._sees_gradient(name, parameter) for name, parameter in parameters.items()]
-        has = torch.tensor(
-            [int(keeper is not None and keeper.dense is not None) for keeper in keepers],
-            device=local(next(iter(parameters.values()))).device,
-        )
+        weights = self.weights()
+        device = local(next(iter(weights.values())).parameter).device
+        has = torch.tensor([int(weight.dense_gradient.value is not None) for weight in weights.values()], device=device)
         if num_ranks() > 1:
             dist.all_reduce(has, dist.ReduceOp.MAX)
-        idle = [name for name, there in zip(parameters, has.tolist(), strict=True) if not there]
-        if len(idle) == len(parameters):
+        idle = [name for name, there in zip(weights, has.tolist(), strict=True) if not there]
+        if len(idle) == len(weights):
             raise ValueError(
                 f"{idle[0]!r} got no gradient that RigL could look at: call sparsifier.step() after every "
                 "optimizer.step(), and smupar.attach(model, plan) after a copy, a conversion or sharding"
@@ -280,33 +224,12 @@ class _Moving(Sparsifier):
             self._idle_before.update(idle)
         return idle
 
-    def _grow_score(self, name: str, parameter: nn.Parameter, step: int) -> Tensor:
-        if self.grow == "random":
-            keys = torch.tensor([key_of(self.plan.seed, step, name)], device=parameter.device)
-            return random_scores(math.prod(self.plan[name].shape), keys)
-        keeper = self._sees_gradient(name, parameter)
-        dense = keeper.dense if keeper is not None else None
-        if dense is None:  # on other ranks it has one
-            shape = self.plan[name].shape if compressed(self.model, name) is not None else local(parameter).shape
-            dense = torch.zeros(shape, dtype=parameter.dtype, device=local(parameter).device)
-        if is_sharded(parameter):
-            from torch.distributed.tensor import DTensor
-
-            assert isinstance(parameter, DTensor)
-            dense = whole(
-                DTensor.from_local(
-                    dense, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
-                )
-            )
-        elif num_ranks() > 1:
-            dist.all_reduce(dense)
-        return dense.abs().flatten()[None]
-
-
-class RigL(_Moving):
-    """Evci et al.: grows where the gradient of the dense network is largest."""
-
-    grow = "gradient"
+    def _gradient(self, weight: Weight, models: list[int]) -> Tensor | None:
+        sizes = None if weight.name in self._idle else super()._gradient(weight, models)
+        if sizes is not None and not bool(sizes.isfinite().all()):
+            warnings.warn(f"the gradient of {weight.name!r} is not finite, so its mask stays", PlanWarning, stacklevel=7)
+            return None
+        return sizes
 
 
 class SET(_Moving):
@@ -322,8 +245,7 @@ class _Restart:
     def __init__(self, sparsifier: Sparsifier) -> None:
         self.sparsifier = sparsifier
         self.born: dict[str, Tensor] = {}
-        plan = sparsifier.plan
-        hidden = {id(p) for n, p in sparsifier.model.named_parameters() if n in plan and plan[n].role == "hidden"}
+        hidden = {id(weight.parameter) for weight in weights(sparsifier.model, sparsifier.plan).values()}
         for optimizer in sparsifier.optimizers:
             facts = facts_of(optimizer)
             groups = [group for group in optimizer.param_groups if any(id(p) in hidden for p in group["params"])]
@@ -332,17 +254,19 @@ class _Restart:
                 raise ValueError(f"restart_bias_correction is for Adam and AdamW without amsgrad, not {kind}: leave it out")
             seam_of(optimizer).add(sparsifier.model, correct=self._correct)  # in place of an earlier sparsifier's
 
-    def note(self, name: str, parameter: nn.Parameter, grown: Tensor) -> None:
-        state: dict[str, Any] = next((o.state[parameter] for o in self.sparsifier.optimizers if parameter in o.state), {})
-        born = self.born.setdefault(name, torch.zeros_like(parameter, dtype=torch.float32))
-        born.masked_fill_(grown, float(state.get("step", 0)))
+    def note(self, weight: MaskedWeight, change: MaskChange) -> None:
+        parameter = weight.parameter
+        state: dict[str, Any] = next((o.state[parameter] for o in weight.optimizers if parameter in o.state), {})
+        known = self.born.get(weight.name)
+        born = torch.zeros_like(parameter, dtype=torch.float32) if known is None else change.remap(known)
+        self.born[weight.name] = born.masked_fill_(change.new_entries, float(state.get("step", 0)))
 
     @torch.no_grad()
     def _correct(self, step: Step) -> None:
         if step.was_noop:
             return
         optimizer = step.optimizer
-        names = {id(parameter): name for name, parameter in self.sparsifier.parameters.items()}
+        names = {id(weight.parameter): name for name, weight in self.sparsifier.weights().items()}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 name = names.get(id(parameter))

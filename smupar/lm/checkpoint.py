@@ -11,9 +11,7 @@ import contextlib
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +24,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
+from smupar.csr import COLUMNS, MASK, ROW_STARTS, expand_state, is_compressed
 from smupar.lm.distributed import World
 from smupar.lm.files import sync_folder, write_atomic
-from smupar.storage import COLUMNS, ROW_STARTS, Compressed, expand_state, scatter, shape_of
+from smupar.weights import MaskedWeight, weight_of
 
 _PREFIX, _UNFINISHED = "step-", ".unfinished-"
-_MASK = "_mask"
-_AS_MATRIX, _AS_NONZEROS = ("", _MASK), ("", COLUMNS, ROW_STARTS)
-"""What follows a weight's name in a checkpoint, by how the weight is kept."""
 
 
 def save(
@@ -72,7 +68,8 @@ def load(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) 
     """Reads weights, masks and optimizer state into model and optimizers; returns ``state.json``."""
     with _named(path):
         state = read_state(path)
-        _read_state(path / "optimizer", model, optimizers, _read_model(path / "model", model))
+        _read_model(path / "model", model)
+        _read_state(path / "optimizer", model, optimizers)
     return state
 
 
@@ -156,30 +153,33 @@ def optimizer_state(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -
     }
 
 
-def _read_state(folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], turned: dict[str, _Turned]) -> None:
+def _read_state(folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
     """Into optimizers that have made no step, laid out like the parameters."""
-    parameters = dict(model.named_parameters())
     homes = {id(p): (o, g) for o in optimizers for g in o.param_groups for p in g["params"]}
-    tensors = {}
+    foreign = {}  # of weights that the checkpoint keeps another way than the model
     for key, entry in _metadata(folder).items():
         name, _, what = key.partition("/")
-        parameter = parameters[name]
-        optimizer, group = homes[id(parameter)]
-        if name in turned and tuple(entry.size) == turned[name].stored:
-            tensors[key] = _room(entry)
-            continue
-        if tuple(entry.size) == tuple(parameter.shape):
-            value = torch.zeros_like(parameter, dtype=entry.properties.dtype, memory_format=torch.preserve_format).detach()
-        else:  # a step count, which fused optimizers keep beside the parameter and others on the CPU
-            beside = group.get("fused") or group.get("capturable")
-            device = parameter.device if beside else torch.device("cpu")
-            value = torch.zeros(entry.size, dtype=entry.properties.dtype, device=device)
-        optimizer.state[parameter][what] = value
-    _read(folder, optimizer_state(model, optimizers) | tensors)
-    for key, value in tensors.items():
+        weight = weight_of(model, name)
+        optimizer, group = homes[id(weight.parameter)]
+        if weight.is_foreign(entry.size):
+            foreign[key] = _room(entry)
+        else:
+            optimizer.state[weight.parameter][what] = _state_room(entry, weight.parameter, group)
+    _read(folder, optimizer_state(model, optimizers) | foreign)
+    for key, value in foreign.items():
         name, _, what = key.partition("/")
-        optimizer, _ = homes[id(parameters[name])]
-        optimizer.state[parameters[name]][what] = turned[name].turn(value.to(parameters[name].device))
+        weight = weight_of(model, name)
+        optimizer, _ = homes[id(weight.parameter)]
+        optimizer.state[weight.parameter][what] = weight.converted(value.to(weight.parameter.device))
+
+
+def _state_room(entry: TensorStorageMetadata, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
+    dtype = entry.properties.dtype
+    if tuple(entry.size) == tuple(parameter.shape):
+        return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format).detach()
+    # A step count, which fused optimizers keep beside the parameter and others on the CPU.
+    beside = group.get("fused") or group.get("capturable")
+    return torch.zeros(entry.size, dtype=dtype, device=parameter.device if beside else torch.device("cpu"))
 
 
 # Files
@@ -194,46 +194,27 @@ def _write(folder: Path, tensors: dict[str, Tensor], world: World) -> None:
         folder.mkdir()
 
 
-@dataclass(frozen=True)
-class _Turned:
-    """A weight that the checkpoint keeps as non-zeros and the model as a matrix, or the other way round."""
-
-    stored: tuple[int, ...]
-    """Shape in the checkpoint."""
-    turn: Callable[[Tensor], Tensor]
-    """Makes of a tensor laid out as there one laid out as here."""
-
-
-def _read_model(folder: Path, model: nn.Module) -> dict[str, _Turned]:
-    """Reads weights and masks; returns those that are kept another way here than there."""
+def _read_model(folder: Path, model: nn.Module) -> None:
+    """Reads weights and masks, however they are kept here and there."""
     stored = _metadata(folder)
-    layers = {f"{name}.weight": layer for name, layer in model.named_modules() if isinstance(layer, Compressed)}
-    kept = {key.removesuffix(COLUMNS) for key in stored if key.endswith(COLUMNS)}
-    for name in kept & layers.keys():
-        layers[name].make_room(stored[name].size.numel())
-    tensors = weights(model)
-    for name in kept ^ layers.keys():
-        for suffix in _AS_NONZEROS if name in layers else _AS_MATRIX:
-            del tensors[f"{name}{suffix}"]
-        for suffix in _AS_MATRIX if name in layers else _AS_NONZEROS:
-            tensors[f"{name}{suffix}"] = _room(stored[f"{name}{suffix}"])
+    every = [weight_of(model, name) for name, _ in model.named_parameters()]
+    foreign = [weight for weight in every if weight.is_masked and is_compressed(stored, weight.name) == weight.stores_zeros]
+    for weight in every:
+        if weight.name in stored and weight not in foreign:
+            weight.make_room(stored[weight.name].size.numel())
+    own = {name for weight in foreign for name in (weight.name, *weight.mask_buffers)}
+    tensors = {name: tensor for name, tensor in weights(model).items() if name not in own}
+    tensors |= {name: _room(stored[name]) for weight in foreign for name in _stored_names(stored, weight)}
     _read(folder, tensors)
-    turned = {}
-    for name in kept ^ layers.keys():
-        parameter = model.get_parameter(name)
-        if name in layers:
-            layers[name].move(tensors[f"{name}{_MASK}"].to(parameter.device))
-            turn = layers[name].gather
-        else:
-            expand_state(tensors, name, shape_of(model, name))
-            mask = model.get_buffer(f"{name}{_MASK}")
-            mask.copy_(tensors[f"{name}{_MASK}"])
-            turn = partial(scatter, mask)
-        values = tensors[name].to(parameter.device)
-        with torch.no_grad():
-            parameter.copy_(turn(values) if name in layers else values)
-        turned[name] = _Turned(tuple(stored[name].size), turn)
-    return turned
+    for weight in foreign:
+        if is_compressed(tensors, weight.name):
+            expand_state(tensors, weight.name, weight.shape)
+        weight.load(tensors[weight.name], tensors[f"{weight.name}{MASK}"])
+
+
+def _stored_names(stored: dict[str, TensorStorageMetadata], weight: MaskedWeight) -> list[str]:
+    """All that a checkpoint has of a weight, however it keeps it."""
+    return [key for part in ("", MASK, COLUMNS, ROW_STARTS) if (key := f"{weight.name}{part}") in stored]
 
 
 def _room(entry: TensorStorageMetadata) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from smupar.apply import no_broadcast
 from smupar.lm.config import Execution, RunConfig
 from smupar.lm.gpt import GPT, on_meta, parameterized
 from smupar.plan import Plan
@@ -131,8 +132,7 @@ def wrap(model: GPT, world: World) -> nn.Module:
     if world.size == 1 or world.sharded:
         return model
     # Buffers are equal on all ranks by construction and need not be sent at each forward.
-    buffers = [name for name, _ in model.named_buffers()]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)
+    no_broadcast(model, (name for name, _ in model.named_buffers()))
     on_gpu = [world.device] if world.device.type == "cuda" else None
     return DistributedDataParallel(model, device_ids=on_gpu, gradient_as_bucket_view=True)
 

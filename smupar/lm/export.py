@@ -14,12 +14,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from smupar.apply import FACTOR, mask_of
+from smupar.csr import compress_export
 from smupar.lm import checkpoint
 from smupar.lm.config import ExportConfig
 from smupar.lm.files import PLAN_FILE
 from smupar.lm.folder import read_facts, read_summary
 from smupar.lm.gpt import GPT, Block
-from smupar.lm.load import EXPORT_FORMAT, LoadedRun, load_run, to_csr
+from smupar.lm.load import EXPORT_FORMAT, LoadedRun, load_run
 from smupar.lm.tokenizer import TOKENIZER_FILE
 
 # Power while training, for the energy estimate: the datasheet's of an H200 module, and a guess for a processor.
@@ -38,8 +39,7 @@ def export(config: ExportConfig) -> str:
         for name in [row.name for row in run.plan if len(row.shape) == 2]:
             mask = mask_of(run.model, name)
             if mask is not None:
-                csr = to_csr(tensors.pop(name), mask)
-                tensors |= {f"{name}.{part}": tensor for part, tensor in csr.items()}
+                compress_export(tensors, name, mask)
     if config.dtype == "bf16":
         tensors = {name: t.bfloat16() if t.is_floating_point() else t for name, t in tensors.items()}
     facts = read_facts(run.folder)

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from smupar.csr import expand_export
 from smupar.lm import checkpoint
 from smupar.lm.config import ModelConfig, RunConfig
 from smupar.lm.distributed import World, place
@@ -78,9 +79,7 @@ def load_export(path: Path) -> GPT:
     config = json.loads((path / "config.json").read_text())
     model = GPT(ModelConfig(**config["model"]))
     stored = load_file(path / "model.safetensors")
-    for name in [key.removesuffix(".values") for key in stored if key.endswith(".values")]:
-        parts = [stored.pop(f"{name}.{part}") for part in ("crow_indices", "col_indices", "values")]
-        stored[name] = from_csr(*parts, num_columns=model.get_parameter(name).shape[1])
+    expand_export(stored, {name: parameter.shape[-1] for name, parameter in model.named_parameters()})
     model.load_state_dict({name: tensor.float() for name, tensor in stored.items()})
     return model
 
@@ -88,17 +87,3 @@ def load_export(path: Path) -> GPT:
 def _export_tokenizer(path: Path) -> Tokenizer:
     file, config = path / TOKENIZER_FILE, json.loads((path / "config.json").read_text())
     return Tokenizer(config["tokenizer"]["name"], file.read_text() if file.exists() else None)
-
-
-def to_csr(weight: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Kept weights row by row, zeros among them too: the mask is part of the model."""
-    starts = torch.cat([torch.zeros(1, dtype=torch.int64), mask.sum(1).cumsum(0)])
-    index = torch.int32 if int(starts[-1]) < 2**31 else torch.int64
-    return {"crow_indices": starts.to(index), "col_indices": mask.nonzero()[:, 1].to(index), "values": weight[mask]}
-
-
-def from_csr(crow: torch.Tensor, col: torch.Tensor, values: torch.Tensor, *, num_columns: int) -> torch.Tensor:
-    rows = torch.repeat_interleave(torch.arange(len(crow) - 1), crow.long().diff())
-    dense = torch.zeros(len(crow) - 1, num_columns, dtype=values.dtype)
-    dense[rows, col.long()] = values
-    return dense

@@ -7,10 +7,10 @@ from fractions import Fraction
 
 import torch
 
+from smupar.dynamic.movers import Goal, StackedSparsifier
 from smupar.dynamic.moves import DropAndGrow, Move, Pruning, Rounds, Times
 from smupar.dynamic.pruning import GMP, IMP
 from smupar.dynamic.sparsifiers import SET, RigL, Sparsifier
-from smupar.dynamic.stacks import StackedSparsifier
 from smupar.lm.config import RunConfig
 from smupar.lm.gpt import GPT, allocated
 from smupar.masks import allocate
@@ -59,14 +59,14 @@ def make_sparsifier(model: GPT, plan: Plan, optimizers: list[torch.optim.Optimiz
 
 
 def make_stacked_sparsifier(stack: Stack, plans: Sequence[Plan], configs: Sequence[RunConfig]) -> StackedSparsifier | None:
-    moves = [_move(config) for config in configs]
-    if not any(moves):
-        return None
-    last = [_last(config, plan) for config, plan in zip(configs, plans, strict=True)]
+    goals = [_goal(config, plan) for config, plan in zip(configs, plans, strict=True)]
+    return StackedSparsifier(stack, goals) if any(goal.move is not None for goal in goals) else None
+
+
+def _goal(config: RunConfig, plan: Plan) -> Goal:
     # What is measured needs no correction, but for the first step of a round.
-    measured = [config.follow is not None and config.correction == "moment" and config.dynamic != "imp" for config in configs]
-    corrections = [None if skip else config.correction for skip, config in zip(measured, configs, strict=True)]
-    return StackedSparsifier(stack, plans, moves, last, corrections)
+    measured = config.follow is not None and config.correction == "moment" and config.dynamic != "imp"
+    return Goal(plan, _move(config), _last(config, plan), config.correction if config.prunes and not measured else None)
 
 
 def read_trace(config: RunConfig) -> Trace | None:

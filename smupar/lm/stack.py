@@ -27,8 +27,7 @@ from smupar.lm.step import next_token_loss
 from smupar.plan import Plan
 from smupar.planner import PlanWarning
 from smupar.stacked import SUPPORTED, Hyperparameters, Stack
-from smupar.updates.meter import NUM_TOKENS
-from smupar.updates.stacks import StackedUpdates
+from smupar.updates.measuring import NUM_TOKENS, StackedUpdates
 from smupar.updates.trace import Trace
 
 # What runs of a stack may differ in.

@@ -74,8 +74,8 @@ def check_run(run: RunConfig) -> None:
     check_choices(run)
     _check_sizes(run)
     _check_optimizer(run)
-    _check_pattern(run)
     _check_moving_masks(run)
+    _check_pattern(run)
 
 
 def _check_sizes(run: RunConfig) -> None:
@@ -115,6 +115,27 @@ def _check_optimizer(run: RunConfig) -> None:
     )
 
 
+def _check_moving_masks(run: RunConfig) -> None:
+    refuse(
+        run.dynamic != "none" and run.pattern not in ("random", "bernoulli"),
+        f"masks that move are unstructured: --dynamic {run.dynamic} needs --pattern random",
+    )
+    refuse(not 0 < run.drop_fraction < 1, f"drop_fraction must lie in (0, 1), got {run.drop_fraction}")
+    refuse(
+        not 0 < run.mask_stop <= 1 or run.mask_every < 1,
+        f"mask_stop must lie in (0, 1] and mask_every from 1 on, got {run.mask_stop} and {run.mask_every}: "
+        "masks must not move after the run",
+    )
+    refuse(
+        run.dynamic != "none" and run.mask_stop * run.steps < 1,
+        f"the masks of a run of {run.steps} steps would stop moving before its first: raise --mask-stop",
+    )
+    refuse(
+        run.dynamic in ("rigl", "set") and run.density != 1 and run.mask_every > run.last_move,
+        f"masks would never move: every {run.mask_every} steps, not after step {run.last_move}: choose a smaller --mask-every",
+    )
+
+
 def n_of_m(pattern: str) -> tuple[int, int] | None:
     """(2, 4) for the patterns 2:4 and 2:4-transposable; None for patterns of another kind."""
     kept, _, of = pattern.partition("-")[0].partition(":")
@@ -134,25 +155,4 @@ def _check_pattern(run: RunConfig) -> None:
     refuse(
         run.allocation != "uniform" and ":" in run.pattern,
         f"the pattern {run.pattern} fixes the density of every layer: leave --allocation uniform",
-    )
-
-
-def _check_moving_masks(run: RunConfig) -> None:
-    refuse(
-        run.dynamic != "none" and run.pattern not in ("random", "bernoulli"),
-        f"masks that move are unstructured: --dynamic {run.dynamic} needs --pattern random",
-    )
-    refuse(not 0 < run.drop_fraction < 1, f"drop_fraction must lie in (0, 1), got {run.drop_fraction}")
-    refuse(
-        not 0 < run.mask_stop <= 1 or run.mask_every < 1,
-        f"mask_stop must lie in (0, 1] and mask_every from 1 on, got {run.mask_stop} and {run.mask_every}: "
-        "masks must not move after the run",
-    )
-    refuse(
-        run.dynamic != "none" and run.mask_stop * run.steps < 1,
-        f"the masks of a run of {run.steps} steps would stop moving before its first: raise --mask-stop",
-    )
-    refuse(
-        run.dynamic in ("rigl", "set") and run.density != 1 and run.mask_every > run.last_move,
-        f"masks would never move: every {run.mask_every} steps, not after step {run.last_move}: choose a smaller --mask-every",
     )

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from smupar.csr import mask_of_index
 from smupar.sparse.gpu import DTYPE, GpuIndex, OnGpu
-from smupar.storage import flat_places
 
 _SIZES = (128, 64, 32, 16)
 _LAUNCH = {128: (8, 3), 64: (4, 4), 32: (4, 4), 16: (4, 4)}
@@ -92,8 +92,7 @@ class Blocks(OnGpu):
         return None
 
     def index(self, row_starts: Tensor, columns: Tensor, shape: tuple[int, int], out_dim: int) -> BlocksIndex:
-        mask = torch.zeros(shape, dtype=torch.bool, device=columns.device)
-        mask.view(-1)[flat_places(row_starts, columns, shape[1])] = True
+        mask = mask_of_index(row_starts, columns, shape[1])
         size = block_size(mask)
         if size is None:
             raise ValueError(f"backend 'block' cannot multiply a layer: {self.refusal(mask)}, or use backend='dense'")

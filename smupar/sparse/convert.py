@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smupar.apply import attach, check_plan, has_mask, is_parameterized, mask_of, unwrapped
+from smupar.apply import attach, check_plan, is_parameterized, unwrapped
+from smupar.csr import expand_state, is_compressed
 from smupar.plan import Plan
 from smupar.roles import layer_glob
 from smupar.rules import aligned
@@ -20,8 +22,9 @@ from smupar.sparse.auto import Measured, Work, timing_of
 from smupar.sparse.backends import AUTO, BACKENDS, DENSE, layer_refusal
 from smupar.sparse.kernels import kernel_of
 from smupar.sparse.linear import SparseLinear, expand
-from smupar.storage import Compressed, compressed, expand_state, is_compressed, shape_of, watch_optimizers
+from smupar.storage import watch_optimizers
 from smupar.tensors import parent_path
+from smupar.weights import MaskedWeight, weight_of
 
 _ACTIVATIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -91,33 +94,49 @@ def sparsify_storage(
         raise ValueError(f"backend must be one of {', '.join(map(repr, (AUTO, DENSE, *BACKENDS)))}, got {backend!r}")
     if tokens < 1 or passes < 1:
         raise ValueError(f"tokens and passes must be at least 1, got {tokens} and {passes}")
-    names = [name for name, _ in model.named_parameters() if name in plan and has_mask(model, name)]
-    if not names:
-        raise ValueError("no weight of this model has a mask: pass a density below 1 to parameterize")
-    device = model.get_parameter(names[0]).device
+    masked = _masked(model, plan)
+    device = masked[0].parameter.device
     if backend in BACKENDS and (missing := BACKENDS[backend].missing(device)):
         raise ValueError(missing)
-    _refuse_dtype(dtype, {name: model.get_parameter(name).dtype for name in names})
+    _refuse_dtype(dtype, masked)
     if dtype is None and torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
+    return _carry_out(model, plan, _decide(model, masked, backend, Work(tokens, passes, dtype)))
+
+
+def _masked(model: nn.Module, plan: Plan) -> list[MaskedWeight]:
+    every = [weight_of(model, name) for name, _ in model.named_parameters() if name in plan]
+    masked = [weight for weight in every if weight.is_masked]
+    if not masked:
+        raise ValueError("no weight of this model has a mask: pass a density below 1 to parameterize")
+    return masked
+
+
+def _decide(model: nn.Module, masked: list[MaskedWeight], backend: str, work: Work) -> list[StoredLayer]:
+    """What becomes of each weight; refuses if a named backend cannot hold one of them."""
     users = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
-    refusals = {name: _refusal(model, name, backend, users, dtype) for name in names}
+    refusals = {weight.name: _refusal(model, weight, backend, users, work.dtype) for weight in masked}
     refused = {name: why for name, why in refusals.items() if why}
     if refused and backend in BACKENDS:
         name, why = next(iter(refused.items()))
         raise ValueError(
-            f"{name!r} cannot be kept by backend {backend!r}, {len(refused)} of {len(names)} masked weights: {why}; "
+            f"{name!r} cannot be kept by backend {backend!r}, {len(refused)} of {len(masked)} masked weights: {why}; "
             "parameterize it with density 1, or use backend='auto', which leaves it as it is"
         )
-    known, tried = Measured(), set[tuple[object, ...]]()
-    work = Work(tokens, passes, dtype)
-    layers = [_choice(model, name, backend, refusals[name], work, known) for name in names]
-    old = {name: model.get_parameter(name) for name in names}
-    with _all_or_nothing([model.get_submodule(parent_path(name)) for name in names]):
+    known = Measured()
+    return [_choice(weight, backend, refusals[weight.name], work, known) for weight in masked]
+
+
+def _carry_out(model: nn.Module, plan: Plan, layers: list[StoredLayer]) -> StorageReport:
+    old = {layer.name: model.get_parameter(layer.name) for layer in layers}
+    tried = set[tuple[object, ...]]()
+    with _all_or_nothing([model.get_submodule(parent_path(name)) for name in old]):
         for layer in layers:
             _keep(model, layer, tried)
         attach(model, plan)
-        report = StorageReport(tuple(layers), _num_bytes(model, names), _dense_bytes(model, names))
+        num_bytes = sum(weight_of(model, name).num_bytes for name in old)
+        dense_bytes = sum(math.prod(layer.shape) * old[layer.name].element_size() for layer in layers)
+        report = StorageReport(tuple(layers), num_bytes, dense_bytes)
     watch_optimizers(model, [weight for name, weight in old.items() if model.get_parameter(name) is not weight])
     return report
 
@@ -128,7 +147,7 @@ def dense_state_dict(model: nn.Module) -> dict[str, Any]:
     model = unwrapped(model)
     state = dict(model.state_dict())
     for key in [key for key in state if is_compressed(state, key)]:
-        expand_state(state, key, shape_of(model, key))
+        expand_state(state, key, weight_of(model, key).shape)
     return state
 
 
@@ -146,51 +165,40 @@ def _refuse(model: nn.Module, plan: Plan) -> None:
     check_plan(model, plan)
 
 
-def _refuse_dtype(dtype: torch.dtype | None, weights: dict[str, torch.dtype]) -> None:
+def _refuse_dtype(dtype: torch.dtype | None, masked: list[MaskedWeight]) -> None:
     if dtype is None:
         return
     if dtype not in _ACTIVATIONS:
         raise ValueError(f"dtype is that of activations, one of {', '.join(map(str, _ACTIVATIONS))}, got {dtype!r}")
-    other = next((name for name, own in weights.items() if own != torch.float64), None)
+    other = next((weight for weight in masked if weight.parameter.dtype != torch.float64), None)
     if dtype == torch.float64 and other is not None:
         raise ValueError(
-            f"dtype is torch.float64, but {other!r} is {weights[other]}: convert the model (model.double()), or leave dtype out"
+            f"dtype is torch.float64, but {other.name!r} is {other.parameter.dtype}: convert the model (model.double()), or "
+            "leave dtype out"
         )
 
 
-def _refusal(model: nn.Module, name: str, backend: str, users: Counter[int], dtype: torch.dtype | None) -> str | None:
+def _refusal(
+    model: nn.Module, weight: MaskedWeight, backend: str, users: Counter[int], dtype: torch.dtype | None
+) -> str | None:
     """Why the layer cannot be kept as asked, or, for "auto", as anything but a matrix."""
-    path, _, leaf = name.rpartition(".")
-    layer, parent = model.get_submodule(path), model.get_submodule(parent_path(path))
     if backend == DENSE:
         return None
-    kept_already = isinstance(layer, Compressed)
-    why = None if kept_already else layer_refusal(layer, leaf, parent, users[id(getattr(layer, leaf))])
+    parent = model.get_submodule(parent_path(parent_path(weight.name)))
+    why = layer_refusal(weight.module, weight.leaf, parent, users[id(weight.parameter)]) if weight.stores_zeros else None
     if why is None and backend in BACKENDS:
-        mask = mask_of(model, name)
-        assert mask is not None
-        why = BACKENDS[backend].refusal(layer, mask, dtype or model.get_parameter(name).dtype)
+        why = BACKENDS[backend].refusal(weight.module, weight.full_mask(), dtype or weight.parameter.dtype)
     return why
 
 
-def _choice(
-    model: nn.Module,
-    name: str,
-    backend: str,
-    refusal: str | None,
-    work: Work,
-    known: Measured,
-) -> StoredLayer:
-    mask = mask_of(model, name)
-    assert mask is not None
-    chosen, seconds, note = backend, dict[str, float](), refusal or ""
+def _choice(weight: MaskedWeight, backend: str, refusal: str | None, work: Work, known: Measured) -> StoredLayer:
+    mask, chosen, seconds, note = weight.full_mask(), backend, dict[str, float](), refusal or ""
     if backend == AUTO:
         chosen = DENSE
         if refusal is None:
-            layer = _with_matrix(model.get_submodule(parent_path(name)))
-            chosen, seconds, note = _fastest(layer, mask, work, known)
+            chosen, seconds, note = _fastest(_with_matrix(weight.module), mask, work, known)
     density = float(torch.count_nonzero(mask)) / mask.numel()
-    return StoredLayer(name, tuple(mask.shape), density, chosen, seconds, note)
+    return StoredLayer(weight.name, tuple(mask.shape), density, chosen, seconds, note)
 
 
 def _with_matrix(layer: nn.Module) -> nn.Module:
@@ -204,8 +212,7 @@ def _with_matrix(layer: nn.Module) -> nn.Module:
 
 
 def _keep(model: nn.Module, chosen: StoredLayer, tried: set[tuple[object, ...]]) -> None:
-    layer, mask = model.get_submodule(parent_path(chosen.name)), mask_of(model, chosen.name)
-    assert mask is not None
+    layer, mask = model.get_submodule(parent_path(chosen.name)), weight_of(model, chosen.name).full_mask()
     if isinstance(layer, SparseLinear):
         expand(layer)
     if chosen.backend == DENSE:
@@ -261,21 +268,3 @@ def _fastest(layer: nn.Module, mask: Tensor, work: Work, known: Measured) -> tup
         timing = timing_of(layer, mask, able, work, known)
         chosen, seconds, unable = timing.fastest(weight.device), timing.seconds, unable | timing.failures
     return chosen, seconds, "; ".join(f"{one}: {why}" for one, why in unable.items())
-
-
-def _num_bytes(model: nn.Module, names: list[str]) -> int:
-    total = 0
-    for name in names:
-        layer, weight = compressed(model, name), model.get_parameter(name)
-        total += weight.numel() * weight.element_size()
-        total += layer.num_index_bytes if layer is not None else _mask_bytes(mask_of(model, name))
-    return total
-
-
-def _mask_bytes(mask: Tensor | None) -> int:
-    return 0 if mask is None else mask.numel() * mask.element_size()
-
-
-def _dense_bytes(model: nn.Module, names: list[str]) -> int:
-    sizes = {name: torch.Size(shape_of(model, name)).numel() for name in names}
-    return sum(size * model.get_parameter(name).element_size() for name, size in sizes.items())

@@ -7,40 +7,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from smupar.compressed import Compressed
+from smupar.csr import COLUMNS, ROW_STARTS, compress_state, is_compressed, row_index
+from smupar.gradients import PassGradient
 from smupar.sparse.kernels import kernel_of
 from smupar.sparse.products import Index, Kernel, Product
-from smupar.storage import COLUMNS, ROW_STARTS, Compressed, Moved, flat_places, is_compressed
-
-
-def row_index(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each row's non-zeros start, in 64 bits, and the column of each, in 32."""
-    starts = torch.zeros(len(mask) + 1, dtype=torch.int64, device=mask.device)
-    torch.cumsum(mask.sum(1), 0, out=starts[1:])
-    return starts, mask.nonzero()[:, 1].to(torch.int32)
 
 
 class SparseLinear(Compressed):
     """What nn.Linear or transformers' Conv1D becomes; made by ``compress``, which changes the class of the layer and leaves
     its identity, its name, its hooks and its bias alone."""
 
-    weight_columns: Tensor
-    weight_row_starts: Tensor
     bias: nn.Parameter | None
-    index_names = ("weight_columns", "weight_row_starts")
 
-    # Set by ``compress``: the class that the layer had, the matrix's shape as it was, which of its dimensions is the output,
-    # and the name of the backend
+    # Set by ``compress``: the class that the layer had, and the name of the backend
     original: type[nn.Module]
-    matrix_shape: tuple[int, int]
-    out_dim: int
     backend: str
     kernel: Kernel | None = None
     """None: the backend's for the device that the weight is on."""
 
     _index: Index | None = None
     _made_of: tuple[object, ...] | None = None
-    _kept_in = -1
-    """The backward pass that added to ``dense`` last; a layer may be in it several times."""
 
     def forward(self, x: Tensor) -> Tensor:
         self._refuse_device(x)
@@ -81,25 +68,6 @@ class SparseLinear(Compressed):
 
     # The index
 
-    @property
-    def weight_shape(self) -> tuple[int, ...]:
-        return self.matrix_shape
-
-    @property
-    def weight_mask(self) -> Tensor:
-        mask = torch.zeros(self.matrix_shape, dtype=torch.bool, device=self.weight_columns.device)
-        mask.view(-1)[self._places()] = True
-        return mask
-
-    def expand(self, values: Tensor) -> Tensor:
-        return values.new_zeros(self.matrix_shape).view(-1).index_copy_(0, self._places(), values).view(self.matrix_shape)
-
-    def gather(self, matrix: Tensor) -> Tensor:
-        return matrix.reshape(-1)[self._places()]
-
-    def _places(self) -> Tensor:
-        return flat_places(self.weight_row_starts, self.weight_columns, self.matrix_shape[1])
-
     def index(self) -> Index:
         """What the kernel needs to know. It is derived, and made again whenever the places were written to: by masks that move,
         by a checkpoint."""
@@ -132,59 +100,12 @@ class SparseLinear(Compressed):
         parts = {id(part): part for part in tensors}  # the kernel's index may hold the layer's own
         return sum(part.numel() * part.element_size() for part in parts.values())
 
-    # Masks that move
-
-    @torch.no_grad()
-    def move(self, mask: Tensor) -> Moved:
+    def check_mask(self, mask: Tensor) -> None:
         if why := self._kernel().refusal(mask):
             raise ValueError(
                 f"backend {self.backend!r} cannot hold the moved mask: {why}; or "
                 "sparsify_storage(model, plan, backend='csr'), or 'dense', before masks move"
             )
-        old_places, old_mask = self._places(), self.weight_mask
-        starts, columns = row_index(mask)
-        places = flat_places(starts, columns, self.matrix_shape[1])
-        stays, stayed = mask.view(-1)[old_places], old_mask.view(-1)[places]  # both in the order of the flattened matrix
-
-        def carry(old: Tensor) -> Tensor:
-            new = old.new_zeros(len(places))
-            new[stayed] = old[stays]
-            return new
-
-        values, grad = carry(self.weight), None if self.weight.grad is None else carry(self.weight.grad)
-        if len(places) == len(old_places):  # in place: whoever holds the tensors goes on with them
-            self.weight.copy_(values)
-            self.weight_columns.copy_(columns)
-            self.weight_row_starts.copy_(starts)
-        else:
-            self._resize(values)
-            self.weight_columns, self.weight_row_starts = columns, starts
-        self.weight.grad = grad
-        self.forget_index()
-        return Moved(carry, ~stayed)
-
-    def make_room(self, num_values: int) -> None:
-        if num_values != len(self.weight):
-            self._resize(self.weight.detach().new_zeros(num_values))
-            self.weight_columns = self.weight_columns.new_zeros(num_values)
-        self.forget_index()
-
-    def _resize(self, values: Tensor) -> None:
-        """Another number of non-zeros for the same parameter, so that optimizers go on with it."""
-        self.weight.grad = None
-        # A loss of the user's may hold the last step's graph, whose node for this parameter expects the old size. torch makes a
-        # new node when a parameter's dtype changes, so it changes for a moment.
-        self.weight.data = values.new_empty(0, dtype=torch.float16)
-        self.weight.data = values
-
-    def keep(self, grad: Tensor, x: Tensor) -> None:
-        here = grad.T @ x if self.out_dim == 0 else x.T @ grad
-        here = here.to(torch.promote_types(here.dtype, self.weight.dtype))  # micro-batches are added in no less than the weight
-        backward = torch._C._current_graph_task_id()
-        if backward != self._kept_in and (self.weight.grad is None or not bool(self.weight.grad.any())):
-            self.dense = None  # what earlier ones made was thrown away
-        self._kept_in = backward
-        self.dense = here if self.dense is None else self.dense + here
 
     # Copies, conversions, checkpoints
 
@@ -224,7 +145,7 @@ def compress(layer: nn.Module, mask: Tensor, *, out_dim: int, backend: str = "cs
     layer.__class__ = SparseLinear
     assert isinstance(layer, SparseLinear)
     layer.original, layer.matrix_shape, layer.out_dim, layer.backend = original, shape, out_dim, backend
-    layer.weight = values
+    layer.weight, layer.dense = values, PassGradient()
     layer.register_buffer("weight_columns", columns)
     layer.register_buffer("weight_row_starts", starts)
 
@@ -235,16 +156,9 @@ def expand(layer: SparseLinear) -> None:
     weight = nn.Parameter(layer.expand(layer.weight.detach()), requires_grad=layer.weight.requires_grad)
     layer.forget_index()
     del layer.weight_columns, layer.weight_row_starts
-    own = ("original", "matrix_shape", "out_dim", "backend", "kernel", "keeps_dense", "dense", "_kept_in", "_index", "_made_of")
+    own = ("original", "matrix_shape", "out_dim", "backend", "kernel", "dense", "_index", "_made_of")
     for name in own:
         layer.__dict__.pop(name, None)
     layer.__class__ = original  # type: ignore[assignment]
     layer.weight = weight
     layer.register_buffer("weight_mask", mask)
-
-
-def compress_state(state: dict[str, Any], key: str) -> None:
-    """Makes of a matrix and its mask in a state dict the non-zeros and their index, in place."""
-    mask = state.pop(f"{key}_mask").bool()
-    starts, columns = row_index(mask)
-    state[key], state[f"{key}{COLUMNS}"], state[f"{key}{ROW_STARTS}"] = state[key][mask], columns, starts

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from smupar.compressed import Compressed
 from smupar.sparse.compiled import NoKernel, library
-from smupar.storage import Compressed
 
 
 class SparseWarning(UserWarning):
@@ -243,8 +243,8 @@ class Product(torch.autograd.Function):
         rows, out = _rows(x, values, kernel), _rows(grad, values, kernel)
         for_input, for_values, for_bias = ctx.needs_input_grad[:3]
         grad_x, grad_values = kernel.backward(out, rows, ctx.index, values, for_input=for_input, for_values=for_values)
-        if for_values and layer.keeps_dense:
-            layer.keep(out, rows)
+        if for_values and layer.dense.wanted:
+            layer.add_dense_grad(out, rows)
         return (
             None if grad_x is None else grad_x.view(x.shape).to(x.dtype),
             None if grad_values is None else grad_values.to(values.dtype),

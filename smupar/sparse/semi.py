@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from smupar.csr import mask_of_index
 from smupar.sparse.cslt import Plan
 from smupar.sparse.gpu import DTYPE, GpuIndex, OnGpu, compiled, dense_grad
-from smupar.storage import flat_places
 from smupar.timing import Call, gpu_seconds_of
 
 _SIZES = 64  # multiples of 32 that are none of 64 did not pass the tests (torch 2.11 on an H200)
@@ -66,8 +66,7 @@ class SemiStructured(OnGpu):
         return None
 
     def index(self, row_starts: Tensor, columns: Tensor, shape: tuple[int, int], out_dim: int) -> SemiIndex:
-        mask = torch.zeros(shape, dtype=torch.bool, device=columns.device)
-        mask.view(-1)[flat_places(row_starts, columns, shape[1])] = True
+        mask = mask_of_index(row_starts, columns, shape[1])
         if why := self.refusal(mask):
             raise ValueError(f"backend '2:4' cannot multiply a layer: {why}, or sparsify_storage with backend='dense'")
         return SemiIndex(shape, out_dim, _metadata(mask), _metadata(mask.T.contiguous()), tile_codes(mask))

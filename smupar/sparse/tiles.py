@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from smupar.csr import flat_places
 from smupar.sparse.gpu import GpuIndex, OnGpu, compiled, dense_grad
 from smupar.sparse.products import Side, Sides
-from smupar.storage import flat_places
 
 _BLOCK = 32  # lines that a warp takes at a time
+_RUN = 4  # entries of a line that a thread reads at once
 _STAGE = 72  # bytes of a token in a warp's stage; STRIDE in tiles.cu
 _SOURCE = "tiles.cu"
 _WARPS = 32
@@ -52,17 +53,24 @@ def shared_bytes(num_features: int, tokens: int) -> int:
 
 
 @dataclass(frozen=True)
-class Slices:
-    """One dimension of the matrix, line by line, as ``multiply`` reads it.
+class SlicedEll:
+    """The non-zeros of one dimension of the matrix, line by line, in the sliced ELLPACK format.
 
-    Lines come in blocks of 32, in a block by falling number of non-zeros, and then in groups, of as many as a warp works on at
-    once. A group's lines are padded to the same number of entries, a multiple of four, and interleaved by fours. Behind the
-    last group there is room to read ahead.
+    Lines come in blocks of 32, in a block sorted by falling number of non-zeros, and are then cut into slices of as many lines
+    as a warp works on at once. The lines of a slice are padded to the same number of entries, a multiple of four (a run), and
+    their runs are interleaved, so that the warp reads one stretch of memory.
+
+    Two lines in one slice, with non-zeros at columns 1 3 4 6 7 and at 0 5, where . is padding:
+
+        entries    1 3 4 6 | 0 5 . . | 7 . . . | . . . .
+        run, line    0, 0      0, 1      1, 0      1, 1
+
+    After the last slice there is room for one more run of each line, since the kernel reads ahead.
     """
 
     source: Tensor  # [entries] int32: which value of the parameter; -1 where it is padding
     columns: Tensor  # [entries] int16: the place in the line
-    starts: Tensor  # [groups + 1] int32, in fours of entries
+    starts: Tensor  # [slices + 1] int32, in runs
     places: Tensor  # [lines] uint8: which line of its block
     num_inputs: int
     tokens: int  # of the tile that it is laid out for
@@ -72,35 +80,38 @@ class Slices:
         return len(self.places)
 
 
-def slices(side: Side, num_inputs: int, tokens: int) -> Slices:
-    starts, others = side.starts, side.others.long()
-    lines, group = len(starts) - 1, 32 // (tokens // _TOKENS_OF_A_LANE)
-    counts, number = starts.diff(), torch.arange(lines, device=starts.device)
+def sliced_ell(side: Side, num_inputs: int, tokens: int) -> SlicedEll:
+    """The layout for tiles of ``tokens``, which decide how many lines a warp works on at once."""
+    height = 32 // (tokens // _TOKENS_OF_A_LANE)  # lines of a slice
+    counts, columns, device = side.starts.diff(), side.others.long(), side.starts.device
+    lines = torch.arange(len(counts), device=device)
     most = int(counts.max())
-    by_count = torch.argsort(number // _BLOCK * (most + 1) + most - counts, stable=True)
-    widths = (counts[by_count].view(-1, group).amax(1) + 3) // 4  # in fours
-    begin = torch.cat([widths.new_zeros(1), (widths * group).cumsum(0)])
-    position = torch.empty_like(by_count)
-    position[by_count] = number
-    line = number.repeat_interleave(counts)
-    sub = position[line] % group
+    sorted_lines = torch.argsort(lines // _BLOCK * (most + 1) + most - counts, stable=True)
+    num_runs = (counts[sorted_lines].view(-1, height).amax(1) + _RUN - 1) // _RUN  # of each line of a slice
+    slice_starts = torch.cat([num_runs.new_zeros(1), (num_runs * height).cumsum(0)])
+    position = torch.empty_like(sorted_lines)
+    position[sorted_lines] = lines
+    # From here on one number for each non-zero: its line, and where that lies in its slice.
+    line = lines.repeat_interleave(counts)
+    slice_of, in_slice = position[line] // height, position[line] % height
     # Lines that are read at once should not all want the same banks: each begins with features of other banks.
-    classes = 64 // tokens
-    order = torch.argsort(line * classes + (others - sub) % classes, stable=True)
-    rank = torch.arange(len(others), device=starts.device) - starts[line]  # within the line, which the order does not leave
-    at = begin[position[line] // group] * 4 + rank // 4 * (4 * group) + sub * 4 + rank % 4
-    total = 4 * (int(begin[-1]) + group)  # the kernel reads one run ahead
-    source = torch.full((total,), -1, dtype=torch.int32, device=starts.device)
-    columns = torch.zeros(total, dtype=torch.int16, device=starts.device)
+    banks = 64 // tokens
+    order = torch.argsort(line * banks + (columns - in_slice) % banks, stable=True)
+    rank = torch.arange(len(columns), device=device) - side.starts[line]  # within the line, which the order does not leave
+    run = slice_starts[slice_of] + rank // _RUN * height + in_slice
+    entry = run * _RUN + rank % _RUN
+    num_entries = _RUN * (int(slice_starts[-1]) + height)
+    source = torch.full((num_entries,), -1, dtype=torch.int32, device=device)
+    placed = torch.zeros(num_entries, dtype=torch.int16, device=device)
     values = order if side.order is None else side.order.long()[order]
-    source[at], columns[at] = values.int(), others[order].to(torch.int16)
-    return Slices(source, columns, begin.int(), (by_count % _BLOCK).to(torch.uint8), num_inputs, tokens)
+    source[entry], placed[entry] = values.int(), columns[order].to(torch.int16)
+    return SlicedEll(source, placed, slice_starts.int(), (sorted_lines % _BLOCK).to(torch.uint8), num_inputs, tokens)
 
 
 @dataclass(frozen=True)
 class TilesIndex(GpuIndex):
-    forward: Slices
-    back: Slices
+    forward: SlicedEll
+    back: SlicedEll
     places: Tensor  # of the non-zeros in the flattened matrix
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -122,7 +133,7 @@ class Tiles(OnGpu):
         for side, num_inputs in ((sides.by_output, shape[1 - out_dim]), (sides.by_input, shape[out_dim])):
             tokens = tile_tokens(num_inputs, columns.device)
             assert tokens is not None
-            made.append(slices(side, num_inputs, tokens))
+            made.append(sliced_ell(side, num_inputs, tokens))
         return TilesIndex(shape, out_dim, made[0], made[1], flat_places(row_starts, columns, shape[1]).int())
 
     def product(self, rows: Tensor, index: TilesIndex, values: Tensor, *, back: bool) -> Tensor:
@@ -146,7 +157,7 @@ def _size_refusal(shape: tuple[int, ...], device: torch.device) -> str | None:
     return None
 
 
-def pack(values: Tensor, side: Slices) -> Tensor:
+def pack(values: Tensor, side: SlicedEll) -> Tensor:
     """Entries of the matrix as ``multiply`` reads them: bfloat16 value and place in one word."""
     num = len(side.source)
     entries = torch.empty(num, dtype=torch.int32, device=values.device)
@@ -155,7 +166,7 @@ def pack(values: Tensor, side: Slices) -> Tensor:
     return entries
 
 
-def multiply(x: Tensor, side: Slices, entries: Tensor) -> Tensor:
+def multiply(x: Tensor, side: SlicedEll, entries: Tensor) -> Tensor:
     tokens, shared = side.tokens, shared_bytes(side.num_inputs, side.tokens)
     kernel = compiled(_SOURCE, "multiply", x.device, shared=shared, TOK=tokens, WARPS=_WARPS)
     y = x.new_empty(len(x), side.num_outputs)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from os import PathLike
 from typing import Any
 
@@ -14,22 +13,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from smupar.apply import is_parameterized, unwrapped
+from smupar.apply import is_parameterized, no_broadcast, unwrapped
+from smupar.compressed import Compressed
 from smupar.layers import IMAGES, kind_of
 from smupar.optimizers import facts_of, name_of
 from smupar.plan import Plan
 from smupar.rates import LayerRates, group_of_weight, layer_rates
 from smupar.stepping import Step, optimizers, seam_of
-from smupar.storage import Compressed
 from smupar.tensors import parent_path
+from smupar.updates.measuring import CLAMP, NUM_TOKENS, Probe, averaged, some_rows
 from smupar.updates.trace import Guide, Trace, due
-from smupar.values import local, num_ranks, whole
+from smupar.values import local, num_ranks
+from smupar.weights import MaskedWeight, weight_of
 
-NUM_TOKENS = 128
-# Share of the old in averages over time.
-OLD = 0.8
-# Factors are held between its inverse and it.
-CLAMP = 1e4
 _INPUT = "smupar_input"
 
 
@@ -37,30 +33,25 @@ class UpdatesWarning(UserWarning):
     """A trace is doubtful, or cannot be followed as it should."""
 
 
-def some_rows(x: Tensor) -> Tensor:
-    """The first tokens of a batch; repeated where there are fewer, so that a mean is over them alone."""
-    rows = x.reshape(-1, x.shape[-1])[:NUM_TOKENS]
-    return rows if len(rows) == NUM_TOKENS else rows.repeat(-(-NUM_TOKENS // max(1, len(rows))), 1)[:NUM_TOKENS]
+class _Probe(Probe):
+    """Keeps some inputs of its layer, in a buffer beside the weight."""
 
-
-class _Probe:
-    """One hidden weight: keeps some inputs of its layer, and says what the weight makes of them."""
+    weight: MaskedWeight
 
     def __init__(self, name: str, model: nn.Module, plan: Plan) -> None:
-        module, parameter, in_dim = model.get_submodule(parent_path(name)), model.get_parameter(name), plan[name].in_dims[0]
-        self.name, self.module, self.parameter, self.in_dim = name, module, parameter, in_dim
-        self.kind = kind_of(module)
-        self.is_conv = self.kind.reads == IMAGES
-        self.buffer = f"{name.rpartition('.')[2]}_{_INPUT}"
-        self.before: Tensor | None = None
+        weight, in_dim = weight_of(model, name), plan[name].in_dims[0]
+        super().__init__(weight, in_dim)
+        self.name, self.module = name, weight.module
+        self.is_conv = kind_of(self.module).reads == IMAGES
+        self.buffer = f"{weight.leaf}_{_INPUT}"
         self.meter: weakref.ref[_Meter] | None = None
         if not self.is_conv:
             size = (NUM_TOKENS, plan[name].shape[in_dim])
-            self._make(torch.zeros(size, device=local(parameter).device))
-        self.hook = module.register_forward_pre_hook(self._keep, with_kwargs=True)
+            self._make(torch.zeros(size, device=local(weight.parameter).device))
+        self.hook = self.module.register_forward_pre_hook(self._keep, with_kwargs=True)
 
     @property
-    def inputs(self) -> Tensor:
+    def inputs(self) -> Tensor:  # type: ignore[override]
         held: Tensor = getattr(self.module, self.buffer)
         if held.dtype != torch.float32:  # the model was converted, and its buffers with it
             self._make(held := held.float())
@@ -83,17 +74,9 @@ class _Probe:
             return
         self.inputs.copy_(some_rows(x))
 
-    def outputs(self) -> Tensor:
-        """What the weight makes of the inputs, without bias: under FSDP2 this rank's part of it."""
-        if isinstance(self.module, Compressed):
-            return self.module.product(self.inputs)
-        # A rank's rows of (out, in) give outputs of their own; those of (in, out) would be a part of the inputs.
-        own = local if self.in_dim == 1 and not self.kind.is_registered else whole
-        return self.kind.multiply(self.module, own(self.parameter).detach().float(), self.inputs, self.in_dim)
-
     def missed(self) -> bool:
         """Whether the layer was used, as its gradient shows, and no input was seen."""
-        grad = self.parameter.grad
+        grad = self.weight.parameter.grad
         return grad is not None and bool(local(grad).any()) and not bool(self.inputs.any())
 
     def remove(self) -> None:
@@ -179,9 +162,7 @@ class _Meter:
         probes = {name: _Probe(name, model, plan) for name in names}
         for probe in probes.values():
             probe.meter = weakref.ref(self)
-        ignored = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ())}
-        ignored |= {f"{parent_path(name)}.{probe.buffer}".lstrip(".") for name, probe in probes.items()}
-        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+        no_broadcast(model, (f"{parent_path(name)}.{probe.buffer}".lstrip(".") for name, probe in probes.items()))
         return probes
 
     def remove(self) -> None:
@@ -199,10 +180,9 @@ class _Meter:
     def _look(self, step: Step) -> None:
         """Layer outputs on the inputs of this step, before the update."""
         if due(self.place):
-            with exact():
-                for name, group in group_of_weight(step.optimizer).items():
-                    if name in self.probes and float(group["lr"]) > 0:
-                        self.probes[name].before = self.probes[name].outputs()
+            for name, group in group_of_weight(step.optimizer).items():
+                if name in self.probes and float(group["lr"]) > 0:
+                    self.probes[name].look()
 
     @torch.no_grad()
     def _after(self, step: Step) -> None:
@@ -224,16 +204,14 @@ class _Meter:
 
     def _measure(self, optimizer: torch.optim.Optimizer) -> None:
         found: dict[str, tuple[Tensor, float, float]] = {}
-        with exact():
-            for name, group in group_of_weight(optimizer).items():
-                probe = self.probes.get(name)
-                if probe is None or probe.before is None:
-                    continue
-                lr, base = float(group["lr"]), float(group["scheduled_lr"]) / group["lr_factor"]
-                left = 1 - lr * group["weight_decay"] if _is_decoupled(optimizer, group) else 1.0
-                change = probe.outputs() - left * probe.before
-                probe.before = None
-                found[name] = (torch.stack([change.square().sum(), change.new_tensor(float(change.numel()))]), lr, lr / base)
+        for name, group in group_of_weight(optimizer).items():
+            probe = self.probes.get(name)
+            if probe is None or probe.before is None:
+                continue
+            lr, base = float(group["lr"]), float(group["scheduled_lr"]) / group["lr_factor"]
+            left = 1 - lr * group["weight_decay"] if _is_decoupled(optimizer, group) else 1.0
+            change = probe.change(left)
+            found[name] = (torch.stack([change.square().sum(), change.new_tensor(float(change.numel()))]), lr, lr / base)
         if not found:
             return
         sums = torch.stack([both for both, _, _ in found.values()]).double()
@@ -270,19 +248,6 @@ def _is_measurable(model: nn.Module, plan: Plan, name: str) -> bool:
 
 def _is_decoupled(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
     return bool(group.get("decoupled_weight_decay", facts_of(optimizer).decoupled))
-
-
-@contextmanager
-def exact() -> Iterator[None]:
-    """Two products of which the small difference counts: no TF32, no autocast."""
-    matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "ieee"
-    try:
-        with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
-            yield
-    finally:
-        matmul.fp32_precision = before
 
 
 class Recorder(_Meter):
@@ -341,7 +306,7 @@ class Follower(_Meter):
             if not (math.isfinite(wanted) and math.isfinite(gain) and gain > 0):
                 continue  # the factor stays
             old_wanted, old_gain = self.averages.get(name, (wanted, gain))
-            wanted, gain = OLD * old_wanted + (1 - OLD) * wanted, OLD * old_gain + (1 - OLD) * gain
+            wanted, gain = averaged(old_wanted, wanted), averaged(old_gain, gain)
             self.averages[name] = (wanted, gain)
             factor = min(max(wanted / gain, 1 / CLAMP), CLAMP)
             if factor != wanted / gain and not self.clamped:

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from smupar.apply import add_masks, attach, let_masks_move, mask_of
+from smupar.csr import expand_state, is_compressed
 from smupar.integrations.huggingface.families import FAMILIES, attentions, scale_queries, set_attention_scale
 from smupar.lm.files import PLAN_FILE, write_atomic
 from smupar.plan import Plan
 from smupar.planner import PlanWarning
 from smupar.rules import SP, get_rule
-from smupar.storage import expand_state, is_compressed
 
 _MASK = "_mask"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
