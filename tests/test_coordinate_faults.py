@@ -182,8 +182,8 @@ def test_lost_gradient_hooks_are_named_as_moving_off_mask_weights():
 
 
 def test_optimizer_that_moves_off_mask_weights_is_named():
-    class Noisy(torch.optim.AdamW):
-        """Adds a little to every weight, as an optimizer that mixes entries would."""
+    class AdamW(torch.optim.AdamW):
+        """Adds a little to every weight, although its name says that updates stay where the gradient is."""
 
         @torch.no_grad()
         def step(self, closure=None):
@@ -192,7 +192,7 @@ def test_optimizer_that_moves_off_mask_weights_is_named():
                 for parameter in group["params"]:
                     parameter.add_(1e-6)
 
-    report = check(optimizer=lambda model, plan: Noisy(smupar.param_groups(model, plan, lr=2**-6)))
+    report = check(optimizer=lambda model, plan: AdamW(smupar.param_groups(model, plan, lr=2**-6)))
     assert "blocks.0.attention.qkv.weight" in causes(report)["off-mask weights"].places
 
 
