@@ -1138,7 +1138,8 @@ def test_remove_takes_everything_away(proxy, follows):
     train(model, optimizer, [2])
     assert used == pytest.approx(planned)
     assert meter.trace == before
-    assert list(seam_of(optimizer).phases) == ["set_rates", "restore_rates"]  # those of the split groups
+    phases = [name for name in seam_of(optimizer).phases if name not in ("refuse_replaced", "fit_state")]  # on every optimizer
+    assert phases == ["set_rates", "restore_rates"]  # those of the split groups
     again = start(model, plan, optimizer, proxy if follows else None)
     train(model, optimizer, [3])
     assert again.trace.at == [0]
