@@ -9,40 +9,41 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from smupar.apply import attach, parameterize
-    from smupar.auditing import AuditError, audit
-    from smupar.coordinates.check import coord_check
-    from smupar.coordinates.report import Report
+    from smupar.check.audit import AuditError, audit
+    from smupar.check.coordinates.check import coord_check
+    from smupar.check.coordinates.report import Report
     from smupar.dynamic.at_init import fan_in_init, magnitude_masks, snip_masks
     from smupar.dynamic.pruning import GMP, IMP
     from smupar.dynamic.sparsifiers import SET, RigL
-    from smupar.layers import register_layer
-    from smupar.masks import er, erk, uniform
-    from smupar.optim import LRRatioWarning, guard, param_groups
-    from smupar.plan import Plan
-    from smupar.planner import PlanWarning, make_plan
-    from smupar.sparse.convert import StorageReport, dense_state_dict, sparsify_storage
-    from smupar.sparse.products import SparseWarning
-    from smupar.stacked import train_stacked
+    from smupar.execute.sparse.convert import StorageReport, dense_state_dict, sparsify_storage
+    from smupar.execute.sparse.products import SparseWarning
+    from smupar.execute.stacked import train_stacked
+    from smupar.model.parameterize import attach, parameterize
+    from smupar.optim.groups import param_groups
+    from smupar.optim.guard import LRRatioWarning, guard
+    from smupar.plan.allocations import er, erk, uniform
+    from smupar.plan.layers import register_layer
+    from smupar.plan.plan import Plan, PlanWarning
+    from smupar.plan.planner import make_plan
     from smupar.updates.meter import UpdatesWarning, follow_updates, record_updates
     from smupar.updates.trace import Trace
 
 __version__ = "0.1.0"
 
 _WHERE = {
-    "parameterize": "apply",
-    "attach": "apply",
-    "make_plan": "planner",
-    "Plan": "plan",
-    "PlanWarning": "planner",
-    "register_layer": "layers",
-    "uniform": "masks",
-    "er": "masks",
-    "erk": "masks",
-    "param_groups": "optim",
-    "guard": "optim",
-    "LRRatioWarning": "optim",
-    "train_stacked": "stacked",
+    "parameterize": "model.parameterize",
+    "attach": "model.parameterize",
+    "make_plan": "plan.planner",
+    "Plan": "plan.plan",
+    "PlanWarning": "plan.plan",
+    "register_layer": "plan.layers",
+    "uniform": "plan.allocations",
+    "er": "plan.allocations",
+    "erk": "plan.allocations",
+    "param_groups": "optim.groups",
+    "guard": "optim.guard",
+    "LRRatioWarning": "optim.guard",
+    "train_stacked": "execute.stacked",
     "RigL": "dynamic.sparsifiers",
     "SET": "dynamic.sparsifiers",
     "GMP": "dynamic.pruning",
@@ -50,18 +51,18 @@ _WHERE = {
     "magnitude_masks": "dynamic.at_init",
     "snip_masks": "dynamic.at_init",
     "fan_in_init": "dynamic.at_init",
-    "sparsify_storage": "sparse.convert",
-    "dense_state_dict": "sparse.convert",
-    "StorageReport": "sparse.convert",
-    "SparseWarning": "sparse.products",
+    "sparsify_storage": "execute.sparse.convert",
+    "dense_state_dict": "execute.sparse.convert",
+    "StorageReport": "execute.sparse.convert",
+    "SparseWarning": "execute.sparse.products",
     "record_updates": "updates.meter",
     "follow_updates": "updates.meter",
     "Trace": "updates.trace",
     "UpdatesWarning": "updates.meter",
-    "audit": "auditing",
-    "AuditError": "auditing",
-    "coord_check": "coordinates.check",
-    "Report": "coordinates.report",
+    "audit": "check.audit",
+    "AuditError": "check.audit",
+    "coord_check": "check.coordinates.check",
+    "Report": "check.coordinates.report",
 }
 
 __all__ = [

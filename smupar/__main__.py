@@ -1,5 +1,5 @@
 """``python -m smupar``."""
 
-from smupar.cli import main
+from smupar.cli.main import main
 
 main()

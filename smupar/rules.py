@@ -11,7 +11,7 @@ so an entry such as ``over(m_in=1, m_rho=1)`` reads 1 / (m_in m_rho).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -144,12 +144,6 @@ def get_rule(name: str) -> Rule:
     if name not in RULES:
         raise ValueError(f"unknown rule {name!r}: choose one of {', '.join(RULES)}")
     return RULES[name]
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """A table in plain text, columns one under another."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
 def table() -> list[list[str]]:

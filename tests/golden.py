@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import smupar
-from smupar import cli
+from smupar.cli import main as cli
 
 ROOT = Path(__file__).parent.parent
 SHAPE = (

@@ -17,10 +17,10 @@ from lion_pytorch import Lion
 from torch import nn
 
 import smupar
-from smupar.apply import mask_updates
-from smupar.lm.config import ModelConfig, RunConfig
-from smupar.lm.gpt import GPT, build
-from smupar.stepping import seam_of
+from smupar.lm.config.run import ModelConfig, RunConfig
+from smupar.lm.model.gpt import GPT, build
+from smupar.model.parameterize import mask_updates
+from smupar.model.stepping import seam_of
 
 VOCAB = 11
 HIDDEN = ("hidden.0.weight", "hidden.1.weight")

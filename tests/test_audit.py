@@ -10,9 +10,9 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import smupar
-from smupar.apply import scales_output
-from smupar.lm.config import ModelConfig
-from smupar.lm.gpt import GPT
+from smupar.lm.config.run import ModelConfig
+from smupar.lm.model.gpt import GPT
+from smupar.model.parameterize import scales_output
 
 RULES = ("sp", "mup", "smupar", "smupar-init-only", "smupar-lr-only")
 PATTERNS = {

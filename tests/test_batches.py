@@ -6,12 +6,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smupar.lm import data
-from smupar.lm.config import ModelConfig, RunConfig, padded_vocab
-from smupar.lm.data import num_sequences, open_text, shuffled
-from smupar.lm.distributed import World
-from smupar.lm.shard_writer import write_tokens
-from smupar.lm.shards import TokenizerInfo, Tokens
+from smupar.lm.config.run import ModelConfig, RunConfig, padded_vocab
+from smupar.lm.data import batches as data
+from smupar.lm.data.batches import num_sequences, open_text, shuffled
+from smupar.lm.data.shard_writer import write_tokens
+from smupar.lm.data.shards import TokenizerInfo, Tokens
+from smupar.lm.run.distributed import World
 
 TINY = TokenizerInfo("tiny", 1000, None, "a" * 64)
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import smupar
-from smupar.lm.shard_writer import write_tokens
-from smupar.lm.shards import TokenizerInfo
+from smupar.lm.data.shard_writer import write_tokens
+from smupar.lm.data.shards import TokenizerInfo
 
 
 @pytest.fixture(autouse=True)
@@ -22,9 +22,8 @@ def _smupar(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_help_does_not_import_torch():
-    code = (
-        "import sys, smupar.cli\ntry: smupar.cli.main(['--help'])\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
-    )
+    help_ = "try: main(['--help'])\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+    code = f"import sys\nfrom smupar.cli.main import main\n{help_}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "train" in done.stdout
@@ -33,8 +32,8 @@ def test_help_does_not_import_torch():
 def test_import_smupar_loads_nothing_above_the_core():
     code = "import sys, smupar; smupar.parameterize, smupar.audit; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert "smupar.auditing" in loaded
-    assert not [name for name in loaded if name.startswith(("smupar.lm", "smupar.cli", "smupar.bench", "tyro"))]
+    assert "smupar.check.audit" in loaded
+    assert not [name for name in loaded if name.startswith(("smupar.lm", "smupar.cli.main", "smupar.bench.models", "tyro"))]
 
 
 def test_rules_prints_the_smupar_column():
@@ -79,7 +78,7 @@ def test_pattern_that_fixes_the_density_needs_no_sparsity():
 def test_check_without_matplotlib_still_gives_its_verdict(tmp_path):
     size = "--widths 64 --base-width 32 --sparsities 0 0.5 --depth 1 --steps 1 --seeds 1 --seq-len 16"
     args = ["check", "--rules", "smupar", *size.split(" "), "--out", str(tmp_path)]
-    code = f"import sys; sys.modules['matplotlib'] = None; from smupar.cli import main; main({args})"
+    code = f"import sys; sys.modules['matplotlib'] = None; from smupar.cli.main import main; main({args})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode in (0, 1), done.stderr
     assert "Traceback" not in done.stderr

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import smupar
-from smupar.lm import data
-from smupar.lm.config import ModelConfig
-from smupar.lm.gpt import GPT, set_attention_scale
-from smupar.lm.shards import Tokens
-from smupar.lm.step import next_token_loss
+from smupar.lm.config.run import ModelConfig
+from smupar.lm.data import batches as data
+from smupar.lm.data.shards import Tokens
+from smupar.lm.model.gpt import GPT, set_attention_scale
+from smupar.lm.run.step import next_token_loss
 
 # Any real text will do, as long as it stays the same: sizes of a few steps depend on it.
 TEXT = Tokens([np.fromfile(Path(__file__).parent / "fixtures" / "text.txt", dtype=np.uint8)])

@@ -19,13 +19,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import smupar
-from smupar.coordinates.measure import CHANGE, DY, GRAD_W, GRAD_X, JUDGED, Reading, Recorder, Y
-from smupar.coordinates.report import Report
-from smupar.coordinates.verdict import EXCEPTION, FAIL, LATER, PASS, UNCLEAR, Slope, judge, overall, slopes
-from smupar.lm import data
-from smupar.lm.config import ModelConfig
-from smupar.lm.gpt import GPT, Attention, set_attention_scale
-from smupar.lm.step import next_token_loss
+from smupar.check.coordinates.measure import CHANGE, DY, GRAD_W, GRAD_X, JUDGED, Reading, Recorder, Y
+from smupar.check.coordinates.report import Report
+from smupar.check.coordinates.verdict import EXCEPTION, FAIL, LATER, PASS, UNCLEAR, Slope, judge, overall, slopes
+from smupar.lm.config.run import ModelConfig
+from smupar.lm.data import batches as data
+from smupar.lm.model.gpt import GPT, Attention, set_attention_scale
+from smupar.lm.run.step import next_token_loss
 
 # Models
 

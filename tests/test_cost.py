@@ -7,13 +7,13 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from smupar.apply import mask_of
-from smupar.lm.config import Execution, ModelConfig, RunConfig
-from smupar.lm.cost import estimate, fitting_micro_batch, peak_flops, report
-from smupar.lm.gpt import build
-from smupar.lm.optimizers import make_optimizers
-from smupar.lm.presets import preset
-from smupar.lm.step import next_token_loss
+from smupar.lm.config.presets import preset
+from smupar.lm.config.run import Execution, ModelConfig, RunConfig
+from smupar.lm.model.cost import estimate, fitting_micro_batch, peak_flops, report
+from smupar.lm.model.gpt import build
+from smupar.lm.run.optimizers import make_optimizers
+from smupar.lm.run.step import next_token_loss
+from smupar.model.parameterize import mask_of
 
 TINY = RunConfig(model=ModelConfig(width=64, depth=2), base_width=32, sparsity=0.75, steps=1, batch_size=2, seq_len=16)
 PAPER = preset("paper-610m")

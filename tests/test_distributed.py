@@ -18,8 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import smupar
-from smupar.lm.config import ModelConfig
-from smupar.lm.gpt import GPT
+from smupar.lm.config.run import ModelConfig
+from smupar.lm.model.gpt import GPT
 
 WORLD, STEPS, CLIP = 2, 5, 0.2
 # Odd sizes (25, 65, 75, a vocabulary of 17), so that shards are uneven.

@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 import smupar
-from smupar import cli, commands
+from smupar.cli import commands
+from smupar.cli import main as cli
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

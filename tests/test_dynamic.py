@@ -18,10 +18,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import smupar
-from smupar.apply import add_masks, mask_of
 from smupar.dynamic.moves import DropAndGrow, Pruning, Times, density_factor, key_of, largest, pruned, random_scores
-from smupar.gradients import gradient_mask
-from smupar.rates import group_of_weight, layer_rates
+from smupar.model.gradients import gradient_mask
+from smupar.model.parameterize import add_masks, mask_of
+from smupar.optim.layer_rates import group_of_weight, layer_rates
 
 VOCAB = 11
 SIZES = {"mix.weight": 256, "up.weight": 512, "down.weight": 512}

@@ -16,28 +16,20 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from smupar import cli
+from smupar.cli import main as cli
 from smupar.integrations.lm_eval import evaluate, load_tasks, read_documents, tabulate, write_requests
 from smupar.integrations.table import Number, with_average
-from smupar.lm import score as scoring
-from smupar.lm.config import EvalConfig, Execution, ExportConfig, ModelConfig, RunConfig, ScoringConfig, TasksConfig
-from smupar.lm.export import export
-from smupar.lm.gpt import GPT
-from smupar.lm.load import EXPORT_FORMAT, load_model
-from smupar.lm.score import (
-    Request,
-    encode_pair,
-    load_subject,
-    read_requests,
-    read_scores,
-    score,
-    score_file,
-    subject_of,
-)
-from smupar.lm.score import write_requests as write_request_file
-from smupar.lm.shard_writer import write_tokens
-from smupar.lm.tokenizer import Tokenizer
-from smupar.lm.train import train
+from smupar.lm.config.commands import EvalConfig, ExportConfig, ScoringConfig, TasksConfig
+from smupar.lm.config.run import Execution, ModelConfig, RunConfig
+from smupar.lm.data.shard_writer import write_tokens
+from smupar.lm.data.tokenizer import Tokenizer
+from smupar.lm.model.gpt import GPT
+from smupar.lm.run.train import train
+from smupar.lm.use import score as scoring
+from smupar.lm.use.export import export
+from smupar.lm.use.load import EXPORT_FORMAT, load_model
+from smupar.lm.use.score import Request, encode_pair, load_subject, read_requests, read_scores, score, score_file, subject_of
+from smupar.lm.use.score import write_requests as write_request_file
 
 CPU = torch.device("cpu")
 ON_CPU = ScoringConfig(device="cpu", batch_size=3)

@@ -9,14 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from smupar.apply import is_parameterized, mask_of
-from smupar.lm.config import Execution, ExportConfig, ModelConfig, RunConfig
-from smupar.lm.export import export
-from smupar.lm.gpt import GPT
-from smupar.lm.load import load_model, load_run
-from smupar.lm.shard_writer import write_tokens
-from smupar.lm.tokenizer import Tokenizer
-from smupar.lm.train import train
+from smupar.lm.config.commands import ExportConfig
+from smupar.lm.config.run import Execution, ModelConfig, RunConfig
+from smupar.lm.data.shard_writer import write_tokens
+from smupar.lm.data.tokenizer import Tokenizer
+from smupar.lm.model.gpt import GPT
+from smupar.lm.run.train import train
+from smupar.lm.use.export import export
+from smupar.lm.use.load import load_model, load_run
+from smupar.model.parameterize import is_parameterized, mask_of
 
 TEXT = b"Tune a small dense model, train wide sparse ones with the same hyperparameters. " * 50
 MODEL = ModelConfig(width=64, depth=1, biases=True, context=16)

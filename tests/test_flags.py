@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 
-from smupar.cli import main
+from smupar.cli.main import main
 
 FILE = Path(__file__).parent / "fixtures" / "flags.json"
 COMMANDS = [

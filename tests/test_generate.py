@@ -8,13 +8,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from smupar.lm.config import Execution, GenerateConfig, ModelConfig, RunConfig
-from smupar.lm.generate import choose, generate, sample
-from smupar.lm.gpt import GPT
-from smupar.lm.load import EXPORT_FORMAT, load_model, load_run
-from smupar.lm.shard_writer import write_tokens
-from smupar.lm.tokenizer import Tokenizer
-from smupar.lm.train import train
+from smupar.lm.config.commands import GenerateConfig
+from smupar.lm.config.run import Execution, ModelConfig, RunConfig
+from smupar.lm.data.shard_writer import write_tokens
+from smupar.lm.data.tokenizer import Tokenizer
+from smupar.lm.model.gpt import GPT
+from smupar.lm.run.train import train
+from smupar.lm.use.generate import choose, generate, sample
+from smupar.lm.use.load import EXPORT_FORMAT, load_model, load_run
 
 TEXT = b"Tune a small dense model, train wide sparse ones with the same hyperparameters. " * 50
 BYTES = Tokenizer("bytes").info

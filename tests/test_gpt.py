@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from smupar.lm.config import ModelConfig, RunConfig
-from smupar.lm.distributed import World, place
-from smupar.lm.gpt import (
+from smupar.lm.config.presets import preset
+from smupar.lm.config.run import ModelConfig, RunConfig
+from smupar.lm.model.gpt import (
     GPT,
     Attention,
     Block,
@@ -22,7 +22,7 @@ from smupar.lm.gpt import (
     rotate,
     use_flex_attention,
 )
-from smupar.lm.presets import preset
+from smupar.lm.run.distributed import World, place
 
 POSITIONS = ("alibi", "rotary", "learned", "none")
 SMALL = ModelConfig(width=64, depth=2, head_dim=16, vocab_size=101, context=32)

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from smupar.lm import data
-from smupar.lm.config import Execution, ModelConfig, RunConfig
-from smupar.lm.distributed import World
-from smupar.lm.stack import GPTStack
-from smupar.lm.step import Stepper
-from smupar.lm.train import train
+from smupar.lm.config.run import Execution, ModelConfig, RunConfig
+from smupar.lm.data import batches as data
+from smupar.lm.run.distributed import World
+from smupar.lm.run.stack import GPTStack
+from smupar.lm.run.step import Stepper
+from smupar.lm.run.train import train
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),

@@ -38,12 +38,12 @@ from transformers import (
 )
 
 import smupar
-from smupar.apply import mask_of
-from smupar.cli import main
+from smupar.cli.main import main
 from smupar.integrations import huggingface
 from smupar.integrations.huggingface.families import attentions
-from smupar.lm import data
-from smupar.lm.score import load_subject
+from smupar.lm.data import batches as data
+from smupar.lm.use.score import load_subject
+from smupar.model.parameterize import mask_of
 
 # The defaults lie outside of a small vocabulary, which transformers complains about.
 SPECIAL = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
@@ -534,7 +534,7 @@ def test_lora_model_is_refused_unchanged():
     layer.lora_A = torch.nn.Linear(64, 4, bias=False)  # as PEFT names it
     with pytest.raises(ValueError, match=r"LoRA.*merge_and_unload"):
         huggingface.parameterize(model, base=32)
-    assert not smupar.apply.is_parameterized(model)
+    assert not smupar.model.parameterize.is_parameterized(model)
 
 
 def test_other_modules_and_wrapped_models_are_refused():
@@ -576,7 +576,7 @@ def test_attention_of_an_earlier_version_is_refused_unchanged(field):
         delattr(attention, field)
     with pytest.raises(ValueError, match="attention of this vit is not what current versions of transformers have"):
         huggingface.parameterize(model, base=32)
-    assert not smupar.apply.is_parameterized(model)
+    assert not smupar.model.parameterize.is_parameterized(model)
 
 
 def test_missing_transformers_says_what_to_install(monkeypatch):

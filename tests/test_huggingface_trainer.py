@@ -22,8 +22,8 @@ from transformers import (
 )
 
 import smupar
-from smupar.apply import mask_of
 from smupar.integrations import huggingface
+from smupar.model.parameterize import mask_of
 
 VOCAB, STEPS = 32, 12
 SPECIAL = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import smupar
-from smupar import layers, role_table
-from smupar.coordinates.measure import Recorder
-from smupar.layers import LAYERS, kind_of
+from smupar.check.coordinates.measure import Recorder
+from smupar.plan import layers, role_table
+from smupar.plan.layers import LAYERS, kind_of
 
 
 @pytest.fixture(autouse=True)
@@ -345,7 +345,7 @@ def test_every_module_has_exactly_one_kind():
 
 
 def test_page_shows_the_tables_of_layers_and_roles():
-    # To write them again: open("docs/any_model.md", "w").write(smupar.role_table.fill(page))
+    # To write them again: open("docs/any_model.md", "w").write(smupar.plan.role_table.fill(page))
     page = (Path(__file__).parent.parent / "docs" / "any_model.md").read_text()
     assert role_table.fill(page) == page
     assert page.count("<!-- table of ") == page.count("<!-- end of the table -->") == 3

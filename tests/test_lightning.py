@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import smupar
-from smupar.apply import is_parameterized, mask_of
 from smupar.integrations.lightning import SmuparCallback
+from smupar.model.parameterize import is_parameterized, mask_of
 
 HIDDEN = "layers.2.weight"
 # Lightning's advice about workers and its use of torch's deprecated names.

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from smupar.lm.config import ModelConfig, RunConfig
-from smupar.lm.distributed import World
-from smupar.lm.loop import Cadence, Loop, Progress
-from smupar.lm.signals import Stop
-from smupar.timing import in_turns, seconds_of
+from smupar.execute.timing import in_turns, seconds_of
+from smupar.lm.config.run import ModelConfig, RunConfig
+from smupar.lm.run.distributed import World
+from smupar.lm.run.loop import Cadence, Loop, Progress
+from smupar.lm.run.signals import Stop
 
 CONFIG = RunConfig(model=ModelConfig(width=32, head_dim=16), steps=120, batch_size=2, seq_len=4, warmup=0)
 

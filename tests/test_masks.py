@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import smupar
-from smupar.globs import match_globs
-from smupar.masks import _exact_random, allocate, as_density, er, erk, generator, parse_pattern, uniform
+from smupar.plan.allocations import allocate, as_density, er, erk, uniform
+from smupar.plan.patterns import _exact_random, generator, parse_pattern
+from smupar.plan.settings import match_globs
 
 LINEAR = ((24, 32), (1,))
 TRANSPOSED = ((32, 24), (0,))  # Hugging Face's Conv1D: (in, out)

@@ -15,21 +15,22 @@ import torch
 from safetensors.torch import load_file
 
 import smupar
-from smupar.apply import mask_of
-from smupar.cli import main
-from smupar.lm import data
-from smupar.lm.config import Execution, ExportConfig, GenerateConfig, ModelConfig, RunConfig
-from smupar.lm.distributed import World
-from smupar.lm.export import export
-from smupar.lm.folder import read_config, read_summary
-from smupar.lm.generate import generate
-from smupar.lm.load import load_model, load_run
-from smupar.lm.schedule import lr_share
-from smupar.lm.shard_writer import write_tokens
-from smupar.lm.shards import TokenizerInfo
-from smupar.lm.stack import GPTStack, stack_key
-from smupar.lm.step import Stepper
-from smupar.lm.train import train
+from smupar.cli.main import main
+from smupar.lm.config.commands import ExportConfig, GenerateConfig
+from smupar.lm.config.run import Execution, ModelConfig, RunConfig
+from smupar.lm.data import batches as data
+from smupar.lm.data.shard_writer import write_tokens
+from smupar.lm.data.shards import TokenizerInfo
+from smupar.lm.run.distributed import World
+from smupar.lm.run.folder import read_config, read_summary
+from smupar.lm.run.schedule import lr_share
+from smupar.lm.run.stack import GPTStack, stack_key
+from smupar.lm.run.step import Stepper
+from smupar.lm.run.train import train
+from smupar.lm.use.export import export
+from smupar.lm.use.generate import generate
+from smupar.lm.use.load import load_model, load_run
+from smupar.model.parameterize import mask_of
 from smupar.study.engines import execute
 from smupar.study.report import write_report
 from smupar.study.store import Study
@@ -210,7 +211,7 @@ def masks_in(folder):
 
 def test_trace_of_a_run_is_that_of_the_library(finished, text):
     config, folder = finished("record")
-    model, plan = smupar.lm.gpt.build(config)
+    model, plan = smupar.lm.model.gpt.build(config)
     optimizer = torch.optim.AdamW(smupar.param_groups(model, plan, lr=config.lr, eps_value=config.eps), betas=config.betas)
     opened = data.open_text(config)
     with smupar.record_updates(model, plan, optimizer) as trace:
@@ -218,7 +219,7 @@ def test_trace_of_a_run_is_that_of_the_library(finished, text):
         for step in range(4):
             batch = data.batch(opened.train, seed=0, step=step, batch_size=4, seq_len=32)
             optimizer.zero_grad()
-            smupar.lm.step.next_token_loss(model, *batch).backward()
+            smupar.lm.run.step.next_token_loss(model, *batch).backward()
             optimizer.step()
             scheduler.step()
     theirs = Trace.load(folder / "trace.json")

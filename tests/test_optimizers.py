@@ -10,15 +10,16 @@ import torch
 from lion_pytorch import Lion
 from torch import nn
 
-from smupar import optimizers, stacked
-from smupar.apply import mask_of
-from smupar.lm import checkpoint
-from smupar.lm.config import ModelConfig, RunConfig
-from smupar.lm.distributed import World
-from smupar.lm.gpt import build
-from smupar.lm.optimizers import make_optimizers, set_lr
-from smupar.lm.step import next_token_loss
-from smupar.optimizers import FAMILIES, OPTIMIZERS, facts_of, names_with
+from smupar.execute import stacked
+from smupar.lm.config.run import ModelConfig, RunConfig
+from smupar.lm.model.gpt import build
+from smupar.lm.run import checkpoint
+from smupar.lm.run.distributed import World
+from smupar.lm.run.optimizers import make_optimizers, set_lr
+from smupar.lm.run.step import next_token_loss
+from smupar.model.parameterize import mask_of
+from smupar.plan import optimizers
+from smupar.plan.optimizers import FAMILIES, OPTIMIZERS, facts_of, names_with
 
 NAMES = ("adamw", "adam", "sgd", "muon", "lion", "nadam", "radam", "adamax", "rmsprop", "adagrad")
 # Twice the base width at a quarter of the weights: the hidden LR factor of SmuPar is 1 / (2 * 1/4) = 2 for Adam.

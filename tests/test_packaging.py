@@ -42,7 +42,7 @@ def test_wheel_holds_the_package_its_types_and_sources_and_no_tests(built):
         metadata = archive.read(f"smupar-{smupar.__version__}.dist-info/METADATA").decode()
     inside = {name for name in names if ".dist-info/" not in name}
     assert inside == _of_the_package()
-    sources = {f"smupar/sparse/{name}" for name in ("kernel.cpp", "bf16.cuh", "tiles.cu", "semi.cu")}
+    sources = {f"smupar/execute/sparse/{name}" for name in ("kernel.cpp", "bf16.cuh", "tiles.cu", "semi.cu")}
     assert {"smupar/py.typed", *sources} <= inside
     assert f"smupar-{smupar.__version__}.dist-info/licenses/LICENSE" in names
     assert set(re.findall(r"^Provides-Extra: (\S+)$", metadata, re.MULTILINE)) == EXTRAS
@@ -79,7 +79,7 @@ def test_every_dependency_says_who_uses_it_and_is_pinned():
 
 
 def test_version_says_what_is_installed_without_importing_it():
-    code = "import sys; from smupar.cli import main; main(['--version']); assert 'torch' not in sys.modules"
+    code = "import sys; from smupar.cli.main import main; main(['--version']); assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     first, made_of, extras = done.stdout.splitlines()[:3]
@@ -117,7 +117,7 @@ def test_wheel_in_a_clean_environment_has_a_working_command(built, tmp_path):
     assert str(packages) in run(python, "-c", "import smupar; print(smupar.__file__)")
     lean = run(python, "-c", "import sys, smupar; print(*sys.modules)").split()
     assert not {"torch", "numpy", "tyro", "tqdm"} & set(lean)
-    helped = "import sys\nfrom smupar.cli import main\ntry: main(['--help'])\nexcept SystemExit: print(*sys.modules)"
+    helped = "import sys\nfrom smupar.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: print(*sys.modules)"
     assert not {"torch", "numpy"} & set(run(python, "-c", helped).split())
     smupar_ = tmp_path / "venv" / "bin" / "smupar"
     assert "transfer" in run(smupar_, "--help")

@@ -12,12 +12,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from smupar.coordinates.verdict import Slope
-from smupar.lm.config import ExportConfig, ModelConfig, RunConfig
-from smupar.lm.export import export
-from smupar.lm.folder import Summary
-from smupar.lm.gpt import plan_on_meta
-from smupar.lm.presets import TABLE_3
+from smupar.check.coordinates.verdict import Slope
+from smupar.lm.config.commands import ExportConfig
+from smupar.lm.config.presets import TABLE_3
+from smupar.lm.config.run import ModelConfig, RunConfig
+from smupar.lm.model.gpt import plan_on_meta
+from smupar.lm.run.folder import Summary
+from smupar.lm.use.export import export
 from smupar.paper import publish, tab02, tab03
 from smupar.paper.fig05 import RULES
 from smupar.paper.fig14 import RULES as ABLATED

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import smupar
-from smupar.lm.config import ModelConfig
-from smupar.lm.gpt import GPT
+from smupar.lm.config.run import ModelConfig
+from smupar.lm.model.gpt import GPT
 
 
 class MLP(nn.Module):

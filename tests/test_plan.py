@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import smupar
-from smupar.roles import layer_glob
+from smupar.plan.settings import layer_glob
 
 SIGMA, ALPHA_INPUT, ALPHA_OUTPUT = 0.08665602, 9.1705, 1.0951835  # Table 3 of the paper
 

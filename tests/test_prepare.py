@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from smupar.lm import sources
-from smupar.lm.config import PrepareConfig
-from smupar.lm.prepare import prepare
-from smupar.lm.shards import open_tokens, read_index, verify
-from smupar.lm.sources import cut_at
-from smupar.lm.tokenizer import load_tokenizer, read_tokenizer
+from smupar.lm.config.commands import PrepareConfig
+from smupar.lm.data import sources
+from smupar.lm.data.prepare import prepare
+from smupar.lm.data.shards import open_tokens, read_index, verify
+from smupar.lm.data.sources import cut_at
+from smupar.lm.data.tokenizer import load_tokenizer, read_tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -144,7 +144,7 @@ def test_rows_of_a_dataset_are_streamed(monkeypatch):
 def test_dataset_that_breaks_off_goes_on_with_the_same_command(monkeypatch):
     config = pytest.importorskip("datasets").config
     monkeypatch.setattr(config, "HF_DATASETS_CACHE", Path("cache").resolve())
-    monkeypatch.setattr("smupar.lm.prepare._BATCH_PIECES", 1)
+    monkeypatch.setattr("smupar.lm.data.prepare._BATCH_PIECES", 1)
     _write("d/train-0.jsonl", _lines(*({"text": f"row {i}"} for i in range(9))))
     _write("d/train-1.jsonl", "{")
     message = _message(_config("hf:d", shard_tokens=20))
@@ -251,7 +251,7 @@ def test_numbers_below_one_raise():
 # anything changes for a later process. Batches are small here, so that they end at other places than in this process.
 _SCRIPT = """
 import json, os, resource, signal, sys
-import smupar.lm.prepare as module
+import smupar.lm.data.prepare as module
 from smupar.lm.config import PrepareConfig
 module._BATCH_PIECES = 7
 left, before, largest_file, options = json.loads(sys.argv[1])
@@ -407,7 +407,7 @@ def test_damaged_shard_of_an_interrupted_preparation_is_noticed():
 
 
 def test_bad_input_after_finished_shards_keeps_them_for_the_remedy(monkeypatch):
-    monkeypatch.setattr("smupar.lm.prepare._BATCH_PIECES", 1)
+    monkeypatch.setattr("smupar.lm.data.prepare._BATCH_PIECES", 1)
     rows = [json.dumps({"text": f"document {i}", "body": "b"}).encode() for i in range(9)]
     rows[7] = rows[7].replace(b"7", b"\xff")
     _write("a.jsonl", b"\n".join(rows))
@@ -424,7 +424,7 @@ def test_bad_input_after_finished_shards_keeps_them_for_the_remedy(monkeypatch):
 
 
 def test_bad_input_after_finished_shards_does_not_block_another_command(monkeypatch):
-    monkeypatch.setattr("smupar.lm.prepare._BATCH_PIECES", 1)
+    monkeypatch.setattr("smupar.lm.data.prepare._BATCH_PIECES", 1)
     _write("a.jsonl", _lines({"text": "a" * 30, "body": "b"}, {"text": "a" * 30, "body": "c"}, {"body": "d"}))
     assert "a.jsonl, line 3: no field 'text', it has 'body'" in _message(_config("a.jsonl", shard_tokens=20))
     assert len(_files()) == 3
@@ -515,7 +515,7 @@ def test_missing_library_says_what_to_install():
     _write("a.parquet", "x")
     code = (
         "import sys; sys.modules['pyarrow'] = sys.modules['pyarrow.parquet'] = sys.modules['datasets'] = None\n"
-        "from smupar.lm.config import PrepareConfig\nfrom smupar.lm.prepare import prepare\n"
+        "from smupar.lm.config.run import PrepareConfig\nfrom smupar.lm.data.prepare import prepare\n"
         "for source in ('a.parquet', 'hf:a'):\n"
         "    try: prepare(PrepareConfig((source,), 'out'))\n"
         "    except ValueError as error: print(error)\n"

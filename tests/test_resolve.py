@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from smupar.cli import parse
-from smupar.lm.config import FIRST_FIELDS, LATER_FIELDS, ModelConfig, RunConfig, changed
-from smupar.lm.presets import PRESETS, TABLE_3, preset
-from smupar.resolve import Request, resolve, resolve_training, start
+from smupar.cli.main import parse
+from smupar.cli.resolve import Request, resolve, resolve_training, start
+from smupar.lm.config.presets import PRESETS, TABLE_3, preset
+from smupar.lm.config.run import FIRST_FIELDS, LATER_FIELDS, ModelConfig, RunConfig, changed
 from smupar.study.config import TransferConfig, TuneConfig
 
 HPS = {"lr": 0.01, "init_std": 0.1, "alpha_input": 9.0, "alpha_output": 1.0, "base_width": 32}

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from smupar import optimizers, rules
+from smupar import rules
+from smupar.plan import optimizers
 
 # Fractional on purpose (1088 / 256), and all different, so that no entry can be right by using another multiplier.
 M_IN, M_OUT, M_RHO = Fraction(17, 4), Fraction(21, 5), Fraction(1, 16)

@@ -16,20 +16,20 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import smupar
-from smupar.apply import mask_of
-from smupar.bench_sparse import bench_sparse
-from smupar.bench_sparse import gpu as bench_gpu
-from smupar.bench_sparse.rows import Machine
-from smupar.csr import flat_places, row_index
-from smupar.lm import checkpoint
-from smupar.lm.config import Execution, ModelConfig, RunConfig
-from smupar.lm.distributed import World
-from smupar.lm.gpt import build
-from smupar.lm.load import load_run
-from smupar.lm.train import train as lm_train
-from smupar.sparse import auto, compiled, convert, linear
-from smupar.sparse.linear import SparseLinear, compress
-from smupar.sparse.products import Best, Compiled, Torch, turned
+from smupar.bench.sparse import bench_sparse
+from smupar.bench.sparse import gpu as bench_gpu
+from smupar.bench.sparse.rows import Machine
+from smupar.execute.sparse import auto, compiled, convert, linear
+from smupar.execute.sparse.linear import SparseLinear, compress
+from smupar.execute.sparse.products import Best, Compiled, Torch, turned
+from smupar.lm.config.run import Execution, ModelConfig, RunConfig
+from smupar.lm.model.gpt import build
+from smupar.lm.run import checkpoint
+from smupar.lm.run.distributed import World
+from smupar.lm.run.train import train as lm_train
+from smupar.lm.use.load import load_run
+from smupar.model.csr import flat_places, row_index
+from smupar.model.parameterize import mask_of
 
 VOCAB = 11
 KERNELS = [Compiled(), Torch()]
@@ -757,7 +757,7 @@ def test_auto_leaves_layers_dense_that_cannot_be_sparse():
 
 
 def test_without_a_compiler_torch_does_it_and_says_so(monkeypatch, tmp_path):
-    from smupar.sparse import products
+    from smupar.execute.sparse import products
 
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)

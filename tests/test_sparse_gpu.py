@@ -14,15 +14,15 @@ import torch.nn.functional as F
 from torch import nn
 
 import smupar
-from smupar.apply import mask_of
-from smupar.bench_sparse import bench_sparse
-from smupar.lm.config import Execution, ModelConfig, RunConfig
-from smupar.lm.load import load_run
-from smupar.lm.train import train as lm_train
-from smupar.masks import generator, parse_pattern
-from smupar.sparse import auto, gpu, tiles
-from smupar.sparse.backends import BACKENDS
-from smupar.sparse.linear import SparseLinear, compress
+from smupar.bench.sparse import bench_sparse
+from smupar.execute.sparse import auto, gpu, tiles
+from smupar.execute.sparse.backends import BACKENDS
+from smupar.execute.sparse.linear import SparseLinear, compress
+from smupar.lm.config.run import Execution, ModelConfig, RunConfig
+from smupar.lm.run.train import train as lm_train
+from smupar.lm.use.load import load_run
+from smupar.model.parameterize import mask_of
+from smupar.plan.patterns import generator, parse_pattern
 
 try:
     from transformers.pytorch_utils import Conv1D

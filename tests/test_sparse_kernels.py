@@ -8,18 +8,18 @@ import pytest
 import torch
 from torch import nn
 
-from smupar import graphs
-from smupar.csr import row_index
-from smupar.masks import generator, parse_pattern
-from smupar.sparse import block, cslt, gpu, kernels, semi, tiles
-from smupar.sparse.auto import Timing
-from smupar.sparse.backends import BACKENDS
-from smupar.sparse.block import Blocks, block_size, blocks_index
-from smupar.sparse.kernels import kernel_of, missing
-from smupar.sparse.linear import compress
-from smupar.sparse.products import Sides
-from smupar.sparse.semi import SemiStructured, tile_codes
-from smupar.sparse.tiles import Tiles, shared_bytes, sliced_ell, tile_tokens
+from smupar.execute import cuda_graphs as graphs
+from smupar.execute.sparse import block, cslt, gpu, kernels, semi, tiles
+from smupar.execute.sparse.auto import Timing
+from smupar.execute.sparse.backends import BACKENDS
+from smupar.execute.sparse.block import Blocks, block_size, blocks_index
+from smupar.execute.sparse.kernels import kernel_of, missing
+from smupar.execute.sparse.linear import compress
+from smupar.execute.sparse.products import Sides
+from smupar.execute.sparse.semi import SemiStructured, tile_codes
+from smupar.execute.sparse.tiles import Tiles, shared_bytes, sliced_ell, tile_tokens
+from smupar.model.csr import row_index
+from smupar.plan.patterns import generator, parse_pattern
 
 GPU = torch.device("cuda", 0)
 

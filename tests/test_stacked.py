@@ -11,15 +11,15 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import smupar
-from smupar.graphs import compile_static
-from smupar.lm import data
-from smupar.lm.config import ModelConfig, RunConfig
-from smupar.lm.gpt import build
-from smupar.lm.optimizers import make_optimizers, set_lr
-from smupar.lm.schedule import lr_share
-from smupar.lm.stack import GPTStack, hyperparameters, stack_key
-from smupar.lm.step import next_token_loss
-from smupar.stacked import Hyperparameters, Stack, train_stacked
+from smupar.execute.cuda_graphs import compile_static
+from smupar.execute.stacked import Hyperparameters, Stack, train_stacked
+from smupar.lm.config.run import ModelConfig, RunConfig
+from smupar.lm.data import batches as data
+from smupar.lm.model.gpt import build
+from smupar.lm.run.optimizers import make_optimizers, set_lr
+from smupar.lm.run.schedule import lr_share
+from smupar.lm.run.stack import GPTStack, hyperparameters, stack_key
+from smupar.lm.run.step import next_token_loss
 
 BASE = RunConfig(model=ModelConfig(width=64, depth=1), base_width=32, steps=100, batch_size=4, seq_len=32, valid_batches=1)
 BAG = [

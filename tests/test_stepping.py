@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import smupar
-from smupar.apply import mask_updates
-from smupar.stepping import AFTER, BEFORE, optimizers, seam_of
+from smupar.model.parameterize import mask_updates
+from smupar.model.stepping import AFTER, BEFORE, optimizers, seam_of
 
 HIDDEN = ("2.weight", "4.weight")
 
@@ -262,7 +262,7 @@ def test_phase_of_an_owner_is_replaced_and_an_unknown_one_refused():
 
 
 def test_phase_for_every_optimizer_reaches_old_and_new_ones(monkeypatch):
-    from smupar import stepping
+    from smupar.model import stepping
 
     monkeypatch.setattr(stepping, "_EVERYWHERE", {})
     seen = []
@@ -315,7 +315,7 @@ def test_closure_runs_once_and_what_looks_comes_after_it(by_keyword):
 
 
 def test_whether_a_step_was_one_is_asked_once(monkeypatch):
-    from smupar import stepping
+    from smupar.model import stepping
 
     asked = []
     monkeypatch.setattr(stepping, "step_was_noop", lambda optimizer: bool(asked.append(optimizer)))

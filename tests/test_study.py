@@ -17,12 +17,13 @@ import pytest
 import torch
 
 import smupar
-from smupar.cli import main
-from smupar.lm.config import Execution, ModelConfig, PrepareConfig, RunConfig
-from smupar.lm.files import locked
-from smupar.lm.folder import Summary
-from smupar.lm.prepare import prepare
-from smupar.lm.train import train
+from smupar.cli.main import main
+from smupar.lm.config.commands import PrepareConfig
+from smupar.lm.config.run import Execution, ModelConfig, RunConfig
+from smupar.lm.data.prepare import prepare
+from smupar.lm.run.folder import Summary
+from smupar.lm.run.train import train
+from smupar.output.files import locked
 from smupar.study.config import EngineConfig, TransferConfig
 from smupar.study.curves import Panel, Point, Series, draw_png
 from smupar.study.engines import Board, execute, groups, largest_stack, run_group, settle

@@ -10,9 +10,9 @@ import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from smupar.lm.config import PrepareConfig
-from smupar.lm.prepare import prepare
-from smupar.lm.tokenizer import _byte_level_bpe, load_tokenizer, read_tokenizer
+from smupar.lm.config.commands import PrepareConfig
+from smupar.lm.data.prepare import prepare
+from smupar.lm.data.tokenizer import _byte_level_bpe, load_tokenizer, read_tokenizer
 
 TEXT = "the cat sat on the mat, the dog sat on the cat. Grüße aus Köln!\n\n  the 你好 end 🙂\r\n"
 
@@ -175,9 +175,8 @@ def test_bad_tokenizers_raise_one_line(tmp_path):
 
 
 def test_gpt2_without_network_says_to_pass_a_folder(tmp_path):
-    code = (
-        "from smupar.lm.tokenizer import load_tokenizer\ntry: load_tokenizer('gpt2')\nexcept ValueError as error: print(error)"
-    )
+    load = "try: load_tokenizer('gpt2')\nexcept ValueError as error: print(error)"
+    code = f"from smupar.lm.data.tokenizer import load_tokenizer\n{load}"
     environment = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("cannot download the tokenizer gpt2")
@@ -188,7 +187,7 @@ def test_gpt2_without_network_says_to_pass_a_folder(tmp_path):
 def test_missing_library_says_what_to_install():
     code = (
         "import sys; sys.modules['tokenizers'] = None\n"
-        "from smupar.lm.tokenizer import Tokenizer\n"
+        "from smupar.lm.data.tokenizer import Tokenizer\n"
         "assert Tokenizer('bytes').encode('a').tolist() == [97]\n"
         "assert 'torch' not in sys.modules\n"
         "try: Tokenizer('x', '{}')\n"

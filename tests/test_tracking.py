@@ -15,17 +15,17 @@ import numpy as np
 import pytest
 import torch
 
-from smupar.cli import main
-from smupar.lm.config import Execution, ModelConfig, RunConfig
-from smupar.lm.shard_writer import write_tokens
-from smupar.lm.shards import TokenizerInfo
-from smupar.lm.tracking import Tracker
-from smupar.lm.train import train
+from smupar.cli.main import main
+from smupar.lm.config.run import Execution, ModelConfig, RunConfig
+from smupar.lm.data.shard_writer import write_tokens
+from smupar.lm.data.shards import TokenizerInfo
+from smupar.lm.run.tracking import Tracker
+from smupar.lm.run.train import train
 from smupar.study.engines import execute
 from smupar.study.store import Study
 
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["smupar.lm.train", "smupar.cli"])
+PROCESSES.set_forkserver_preload(["smupar.lm.run.train", "smupar.cli.main"])
 TINY = RunConfig(
     model=ModelConfig(width=32, depth=1, head_dim=16), base_width=32, steps=4, batch_size=2, seq_len=16, valid_batches=1
 )

@@ -20,17 +20,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from smupar.cli import main
-from smupar.lm.config import Execution, ModelConfig, RunConfig
-from smupar.lm.files import locked
-from smupar.lm.folder import read_summary
-from smupar.lm.shard_writer import write_tokens
-from smupar.lm.shards import TokenizerInfo
-from smupar.lm.train import train
+from smupar.cli.main import main
+from smupar.lm.config.run import Execution, ModelConfig, RunConfig
+from smupar.lm.data.shard_writer import write_tokens
+from smupar.lm.data.shards import TokenizerInfo
+from smupar.lm.run.folder import read_summary
+from smupar.lm.run.train import train
+from smupar.output.files import locked
 
 # Processes are forked from a server that has torch loaded, so that one starts in milliseconds.
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["smupar.lm.train", "smupar.cli"])
+PROCESSES.set_forkserver_preload(["smupar.lm.run.train", "smupar.cli.main"])
 
 
 @pytest.fixture(scope="module")
@@ -526,7 +526,7 @@ def test_signal_to_two_ranks_saves_first(config, tmp_path):
 
 
 def test_ranks_that_do_not_divide_the_batch_raise():
-    from smupar.lm.distributed import World
+    from smupar.lm.run.distributed import World
 
     with pytest.raises(ValueError, match="batch_size 5 does not divide among 2 ranks"):
         World(0, 2, torch.device("cpu"), "ddp").share_of(5)

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import pytest
 
-from smupar.cli import main
-from smupar.lm.config import ModelConfig, RunConfig
+from smupar.cli.main import main
+from smupar.lm.config.run import ModelConfig, RunConfig
 from smupar.study.config import TUNED, EngineConfig, TuneConfig
 from smupar.study.space import with_fields
 from smupar.study.store import Study

@@ -16,15 +16,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import smupar
-from smupar.apply import mask_of
-from smupar.lm import data
-from smupar.lm.config import ModelConfig, RunConfig
-from smupar.lm.gpt import build
-from smupar.lm.optimizers import make_optimizers
-from smupar.lm.step import next_token_loss
-from smupar.optimizers import family_of
-from smupar.rates import group_of_weight
-from smupar.stepping import seam_of
+from smupar.lm.config.run import ModelConfig, RunConfig
+from smupar.lm.data import batches as data
+from smupar.lm.model.gpt import build
+from smupar.lm.run.optimizers import make_optimizers
+from smupar.lm.run.step import next_token_loss
+from smupar.model.parameterize import mask_of
+from smupar.model.stepping import seam_of
+from smupar.optim.layer_rates import group_of_weight
+from smupar.plan.optimizers import family_of
 from smupar.updates.meter import NUM_TOKENS, UpdatesWarning
 from smupar.updates.trace import Guide, Trace, due, same_moment
 

@@ -20,10 +20,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import smupar
-from smupar.lm import data
-from smupar.lm.config import Execution, ModelConfig, RunConfig
-from smupar.lm.distributed import World
-from smupar.lm.step import Stepper
+from smupar.lm.config.run import Execution, ModelConfig, RunConfig
+from smupar.lm.data import batches as data
+from smupar.lm.run.distributed import World
+from smupar.lm.run.step import Stepper
 from smupar.updates.trace import Trace
 
 WORLD, STEPS, WIDTH, CLASSES = 2, 4, 15, 5

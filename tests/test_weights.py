@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import smupar
-from smupar.csr import compress_export, compress_state, expand_export, expand_state, row_index
-from smupar.stacked import Hyperparameters, Stack
-from smupar.weights import CompressedWeight, MaskedWeight, StackedWeight, weight_of, weights
+from smupar.execute.stacked import Hyperparameters, Stack
+from smupar.model.csr import compress_export, compress_state, expand_export, expand_state, row_index
+from smupar.model.weights import CompressedWeight, MaskedWeight, StackedWeight, weight_of, weights
 
 NAME = "1.weight"
 

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smupar.apply import unwrapped
 from smupar.dynamic.moves import num_kept, ranked
-from smupar.masks import Allocation, allocate
-from smupar.optim import choice
-from smupar.plan import Plan
-from smupar.values import whole
-from smupar.weights import MaskedWeight, weights
+from smupar.model.parameterize import unwrapped
+from smupar.model.sharding import whole
+from smupar.model.weights import MaskedWeight, weights
+from smupar.plan.allocations import Allocation, allocate
+from smupar.plan.plan import Plan
+from smupar.plan.settings import choice
 
 
 def magnitude_masks(model: nn.Module, plan: Plan, *, density: float | Mapping[str, float] | Allocation) -> dict[str, Tensor]:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from smupar.dynamic.moves import DropAndGrow, Move, Rounds, density_factor, init_factor, key_of, num_kept, random_scores, ranked
-from smupar.optimizers import family_of
-from smupar.plan import Plan
-from smupar.stacked import Stack
-from smupar.weights import Weight
+from smupar.execute.stacked import Stack
+from smupar.model.weights import Weight
+from smupar.plan.optimizers import family_of
+from smupar.plan.plan import Plan
 
 
 @dataclass(frozen=True)

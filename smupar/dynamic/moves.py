@@ -11,9 +11,9 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from smupar.masks import round_half_up
-from smupar.optim import choice
-from smupar.plan import Plan, PlanRow
+from smupar.plan.allocations import round_half_up
+from smupar.plan.plan import Plan, PlanRow
+from smupar.plan.settings import choice
 from smupar.rules import get_rule
 
 # Share of the drop fraction that is left, over the progress of the schedule.

@@ -9,15 +9,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from smupar.apply import add_masks
 from smupar.dynamic.movers import Goal
 from smupar.dynamic.moves import Pruning, Rounds, Times, density_factor, init_factor, num_kept
 from smupar.dynamic.sparsifiers import Sparsifier
-from smupar.masks import Allocation, allocate
-from smupar.optim import choice
-from smupar.plan import Plan
-from smupar.rates import layer_rates
-from smupar.weights import MaskedWeight
+from smupar.model.parameterize import add_masks
+from smupar.model.weights import MaskedWeight
+from smupar.optim.layer_rates import layer_rates
+from smupar.plan.allocations import Allocation, allocate
+from smupar.plan.plan import Plan
+from smupar.plan.settings import choice
 
 
 class _Pruned(Sparsifier):

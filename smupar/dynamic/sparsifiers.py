@@ -15,16 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from smupar.apply import attach, is_parameterized, let_masks_move, unwrapped
-from smupar.compressed import MaskChange
 from smupar.dynamic.movers import Goal, Mover
 from smupar.dynamic.moves import DropAndGrow, Times
-from smupar.optimizers import facts_of, name_of
-from smupar.plan import Plan
-from smupar.planner import PlanWarning
-from smupar.stepping import Step, optimizers, seam_of
-from smupar.values import local, num_ranks
-from smupar.weights import MaskedWeight, Weight, weight_of, weights
+from smupar.model.compressed import MaskChange
+from smupar.model.parameterize import attach, is_parameterized, let_masks_move, unwrapped
+from smupar.model.sharding import local, num_ranks
+from smupar.model.stepping import Step, optimizers, seam_of
+from smupar.model.weights import MaskedWeight, Weight, weight_of, weights
+from smupar.plan.optimizers import facts_of, name_of
+from smupar.plan.plan import Plan, PlanWarning
 
 # Calls of step() before it says that it saw none of the optimizer's.
 _MANY_IDLE = 1000

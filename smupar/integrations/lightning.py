@@ -20,13 +20,13 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("smupar's Lightning callback needs lightning: pip install 'smupar[lightning]'") from error
 
-from smupar.apply import add_masks, attach, is_parameterized, mask_of, parameterize
-from smupar.auditing import audit
+from smupar.check.audit import audit
 from smupar.dynamic.sparsifiers import Sparsifier
 from smupar.integrations.state import carry_state
-from smupar.optim import param_groups
-from smupar.plan import Plan
-from smupar.planner import Settings
+from smupar.model.parameterize import add_masks, attach, is_parameterized, mask_of, parameterize
+from smupar.optim.groups import param_groups
+from smupar.plan.plan import Plan
+from smupar.plan.planner import Settings
 from smupar.updates.meter import Follower, Recorder
 
 Make = Callable[[nn.Module, Plan, Any], Any]

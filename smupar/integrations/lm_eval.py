@@ -1,6 +1,6 @@
 """EleutherAI's harness (lm-eval) around our scoring: it says what is asked and turns answers into numbers with its own metrics.
 
-Three steps, so that the one in the middle (``smupar.lm.score``) can run where the harness is not installed:
+Three steps, so that the one in the middle (``smupar.lm.use.score``) can run where the harness is not installed:
 
     write_requests -> requests.jsonl -> score_file -> scores.jsonl -> tabulate -> results.json, table.md, table.csv
 """
@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from smupar.integrations.table import Number, Results, TaskResults, write_results
-from smupar.lm import score
-from smupar.lm.config import EvalConfig, TasksConfig
-from smupar.lm.score import Request, Score
-from smupar.lm.tokenizer import first_line
+from smupar.lm.config.commands import EvalConfig, TasksConfig
+from smupar.lm.use import score
+from smupar.lm.use.score import Request, Score
+from smupar.output.optional import first_line
 
 # Resamples for standard errors that have no formula, perplexity's. The harness's own number takes minutes on few cores.
 _RESAMPLES = 1000

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from smupar.planner import PlanWarning
+from smupar.plan.plan import PlanWarning
 
 _KEY = "smupar"
 

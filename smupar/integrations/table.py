@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from smupar import __version__
-from smupar.lm.files import write_atomic
-from smupar.rules import aligned
+from smupar.output.files import write_atomic
+from smupar.output.tables import aligned
 
 _TITLES = {"arc_easy": "ARC-easy", "lambada_openai": "LAMBADA", "race": "RACE", "piqa": "PIQA", "boolq": "BoolQ"}
 _METRIC = "acc"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from smupar.lm.config import RunConfig
+from smupar.lm.config.run import RunConfig
 from smupar.paper.figure import Claim, Figure, Rows, all_of, over_sparsity, title
 from smupar.paper.settings import Scale
 from smupar.study.curves import Panel

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from smupar.coordinates.measure import GRAD_X, Y
-from smupar.coordinates.report import Report
-from smupar.coordinates.verdict import PASS
-from smupar.lm.check import check_gpt
-from smupar.lm.config import CheckConfig
+from smupar.check.coordinates.measure import GRAD_X, Y
+from smupar.check.coordinates.report import Report
+from smupar.check.coordinates.verdict import PASS
+from smupar.lm.config.commands import CheckConfig
+from smupar.lm.use.check import check_gpt
 from smupar.paper.figure import Claim, Figure, Place, Rows, all_of, title
 from smupar.paper.settings import Scale
 

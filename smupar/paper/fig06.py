@@ -2,19 +2,7 @@
 
 from __future__ import annotations
 
-from smupar.paper.figure import (
-    Claim,
-    Figure,
-    Rows,
-    all_of,
-    at_dense_optimum,
-    curves,
-    moves_more,
-    panel,
-    stable,
-    sweep,
-    title,
-)
+from smupar.paper.figure import Claim, Figure, Rows, all_of, at_dense_optimum, curves, moves_more, panel, stable, sweep, title
 from smupar.study.optima import Curve
 
 RULES = ("sp", "mup", "smupar")

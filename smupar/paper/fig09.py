@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from smupar.lm.config import RunConfig
+from smupar.lm.config.run import RunConfig
 from smupar.paper import fig06
 from smupar.paper.figure import STABLE, Claim, Figure, Rows, all_of, curves, moves_more, sweep, title
 from smupar.paper.settings import Scale, iso_width

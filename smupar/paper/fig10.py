@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from smupar.lm.config import RunConfig
+from smupar.lm.config.run import RunConfig
 from smupar.paper.fig03 import draw, losses
 from smupar.paper.figure import Claim, Figure, Rows, title
 from smupar.paper.settings import Scale, iso_width

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from smupar.lm.config import RunConfig
+from smupar.lm.config.run import RunConfig
 from smupar.paper.figure import STABLE, Claim, Figure, Rows, all_of, at_dense_optimum, curve, panel, sparsities, sweep, title
 from smupar.paper.settings import Scale
 from smupar.study.curves import Panel

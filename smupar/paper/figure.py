@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from smupar.lm.config import RunConfig
+from smupar.lm.config.run import RunConfig
 from smupar.paper.settings import Scale
 from smupar.rules import get_rule
 from smupar.study.curves import LOSS, Panel, Point, Series

@@ -13,9 +13,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from smupar.lm.config import RunConfig
-from smupar.lm.files import write_atomic
-from smupar.lm.folder import versions
+from smupar.lm.config.run import RunConfig
+from smupar.lm.run.folder import versions
+from smupar.output.files import write_atomic
 from smupar.paper.figure import Claim
 from smupar.paper.reproduce import FIGURES, FINDINGS, MADE_ON, Reproduced, figure
 from smupar.paper.settings import Scale

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from smupar import __version__
-from smupar.lm.config import STANDARD_LIBRARY, RunConfig, name_of_text, padded_vocab
-from smupar.lm.cost import Cost, estimate
-from smupar.lm.distributed import device_name, pick_device
-from smupar.lm.files import write_atomic
-from smupar.lm.folder import versions
-from smupar.lm.shards import read_index
+from smupar.lm.config.run import STANDARD_LIBRARY, RunConfig, name_of_text, padded_vocab
+from smupar.lm.data.shards import read_index
+from smupar.lm.model.cost import Cost, estimate
+from smupar.lm.run.distributed import device_name, pick_device
+from smupar.lm.run.folder import versions
+from smupar.output.files import write_atomic
 from smupar.paper.figure import Claim, Figure, Place
 from smupar.paper.settings import Scale, ScaleName
 from smupar.study.config import EngineConfig

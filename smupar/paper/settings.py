@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from smupar.lm.config import STANDARD_LIBRARY, ModelConfig, RunConfig
-from smupar.lm.presets import TABLE_3
-from smupar.rules import aligned
+from smupar.lm.config.presets import TABLE_3
+from smupar.lm.config.run import STANDARD_LIBRARY, ModelConfig, RunConfig
+from smupar.output.tables import aligned
 
 ScaleName = Literal["cpu", "small", "paper"]
 

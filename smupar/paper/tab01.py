@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from smupar.output.tables import aligned
 from smupar.paper.figure import Claim, Figure, Rows
-from smupar.rules import aligned, table
+from smupar.rules import table
 
 # What the paper prints, in the words of `smupar rules`; m_in is its m_d.
 PRINTED = {

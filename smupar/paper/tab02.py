@@ -6,7 +6,8 @@ from pathlib import Path
 
 from smupar.integrations.lm_eval import evaluate, load_tasks
 from smupar.integrations.table import Results
-from smupar.lm.config import EvalConfig, RunConfig, ScoringConfig, TasksConfig
+from smupar.lm.config.commands import EvalConfig, ScoringConfig, TasksConfig
+from smupar.lm.config.run import RunConfig
 from smupar.paper import fig03
 from smupar.paper.figure import Claim, Figure, Place, Rows, title
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from smupar.lm.config import RunConfig
-from smupar.lm.presets import TABLE_3
+from smupar.lm.config.presets import TABLE_3
+from smupar.lm.config.run import RunConfig
 from smupar.paper.figure import Claim, Figure, Rows
 from smupar.paper.settings import Scale
 from smupar.study.config import TUNED, TuneConfig

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from smupar.lm.cost import estimate
+from smupar.lm.model.cost import estimate
 from smupar.paper.figure import Claim, Figure, Rows
 from smupar.paper.settings import Scale, table_4
 

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from smupar.lm.config import ModelConfig, RunConfig
-from smupar.lm.validation import refuse
+from smupar.lm.config.run import ModelConfig, RunConfig
+from smupar.lm.config.validation import refuse
 
 TUNED = ("lr", "init_std", "alpha_input", "alpha_output")
 """What is searched on a dense proxy, and holds for others."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from smupar.pictures import new_figure
+from smupar.output.pictures import new_figure
 
 LOSS = "loss (mean of the last 5 % of steps)"
 

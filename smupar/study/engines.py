@@ -22,23 +22,23 @@ from typing import Any, Literal
 import torch
 from tqdm import tqdm
 
-from smupar.lm import data
-from smupar.lm.config import Execution, RunConfig
-from smupar.lm.cost import estimate
-from smupar.lm.data import Text
-from smupar.lm.distributed import pick_device
-from smupar.lm.folder import Row, Summary
-from smupar.lm.gpt import plan_on_meta
-from smupar.lm.loop import Cadence, Loop, Progress
-from smupar.lm.signals import Stop, end, ended_by_sigterm
-from smupar.lm.stack import GPTStack, stack_key
-from smupar.lm.train import train
-from smupar.optimizers import family_of
-from smupar.planner import PlanWarning
+from smupar.execute.timing import seconds_of
+from smupar.lm.config.run import Execution, RunConfig
+from smupar.lm.data import batches as data
+from smupar.lm.data.batches import Text
+from smupar.lm.model.cost import estimate
+from smupar.lm.model.gpt import plan_on_meta
+from smupar.lm.run.distributed import pick_device
+from smupar.lm.run.folder import Row, Summary
+from smupar.lm.run.loop import Cadence, Loop, Progress
+from smupar.lm.run.signals import Stop, end, ended_by_sigterm
+from smupar.lm.run.stack import GPTStack, stack_key
+from smupar.lm.run.train import train
+from smupar.plan.optimizers import family_of
+from smupar.plan.plan import PlanWarning
 from smupar.study.config import EngineConfig
 from smupar.study.kind import Stage
 from smupar.study.store import Study
-from smupar.timing import seconds_of
 
 EngineName = Literal["auto", "serial", "stacked", "ray"]
 

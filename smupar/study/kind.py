@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from smupar.lm.config import RunConfig
+from smupar.lm.config.run import RunConfig
 from smupar.study.curves import Panel
 from smupar.study.store import Result, Study, row_of
 

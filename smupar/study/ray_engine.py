@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from smupar.lm.config import RunConfig
-from smupar.lm.cost import estimate
-from smupar.lm.folder import Summary
-from smupar.lm.signals import handled
-from smupar.lm.tokenizer import first_line
+from smupar.lm.config.run import RunConfig
+from smupar.lm.model.cost import estimate
+from smupar.lm.run.folder import Summary
+from smupar.lm.run.signals import handled
+from smupar.output.optional import first_line
 from smupar.study.engines import Board, groups, run_group
 from smupar.study.store import Study
 

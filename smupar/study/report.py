@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from smupar.lm.files import write_atomic
+from smupar.output.files import write_atomic
 from smupar.study.curves import draw_png, draw_svg, legend
 from smupar.study.kind import Found, Kind, cell, varied_columns
 from smupar.study.store import Result, Study, row_of

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args, get_type_hints
 
-from smupar.lm.config import ModelConfig, RunConfig, changed
+from smupar.lm.config.run import ModelConfig, RunConfig, changed
 
 _MODEL = {field.name for field in dataclasses.fields(ModelConfig)}
 _RUN = {field.name for field in dataclasses.fields(RunConfig)} - {"model"}

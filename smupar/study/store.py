@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from smupar import __version__
-from smupar.lm.config import LATER_FIELDS, RunConfig
-from smupar.lm.files import locked, write_atomic
-from smupar.lm.folder import TRACE_FILE, Row, Summary, metrics_line, read_config, read_summary
-from smupar.lm.tokenizer import optional
+from smupar.lm.config.run import LATER_FIELDS, RunConfig
+from smupar.lm.run.folder import TRACE_FILE, Row, Summary, metrics_line, read_config, read_summary
+from smupar.output.files import locked, write_atomic
+from smupar.output.optional import optional
 from smupar.updates.trace import Trace
 
 FORMAT = "smupar-study/1"

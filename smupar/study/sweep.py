@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from smupar.lm.config import RunConfig
+from smupar.lm.config.run import RunConfig
 from smupar.study.curves import LOSS, Panel, Point, Series
 from smupar.study.kind import Found, Kind, best_of, by_seeds, mean_loss
 from smupar.study.space import grid

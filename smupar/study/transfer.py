@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from smupar.lm.config import RunConfig
-from smupar.lm.files import write_atomic
-from smupar.lm.folder import TRACE_FILE
+from smupar.lm.config.run import RunConfig
+from smupar.lm.run.folder import TRACE_FILE
+from smupar.output.files import write_atomic
 from smupar.rules import get_rule
 from smupar.study.config import TransferConfig
 from smupar.study.curves import LOSS, Panel, Point, Series

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from smupar import __version__
-from smupar.lm.config import RunConfig
-from smupar.lm.files import write_atomic
+from smupar.lm.config.run import RunConfig
+from smupar.output.files import write_atomic
 from smupar.study.config import TUNED, EngineConfig, TuneConfig
 from smupar.study.curves import LOSS, Panel, Point, Series
 from smupar.study.engines import settle

@@ -11,11 +11,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from smupar.optimizers import facts_of, family_of
-from smupar.plan import Plan
-from smupar.stacked import Stack
+from smupar.execute.stacked import Stack
+from smupar.model.weights import Weight
+from smupar.plan.optimizers import facts_of, family_of
+from smupar.plan.plan import Plan
 from smupar.updates.trace import Guide, Trace, due
-from smupar.weights import Weight
 
 NUM_TOKENS = 128
 # Factors are held between its inverse and it.

@@ -13,18 +13,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from smupar.apply import is_parameterized, no_broadcast, unwrapped
-from smupar.compressed import Compressed
-from smupar.layers import IMAGES, kind_of
-from smupar.optimizers import facts_of, name_of
-from smupar.plan import Plan
-from smupar.rates import LayerRates, group_of_weight, layer_rates
-from smupar.stepping import Step, optimizers, seam_of
-from smupar.tensors import parent_path
+from smupar.model.compressed import Compressed
+from smupar.model.parameterize import is_parameterized, no_broadcast, unwrapped
+from smupar.model.sharding import local, num_ranks
+from smupar.model.stepping import Step, optimizers, seam_of
+from smupar.model.weights import MaskedWeight, weight_of
+from smupar.optim.layer_rates import LayerRates, group_of_weight, layer_rates
+from smupar.plan.layers import IMAGES, kind_of
+from smupar.plan.optimizers import facts_of, name_of
+from smupar.plan.plan import Plan
+from smupar.plan.tensors import parent_path
 from smupar.updates.measuring import CLAMP, NUM_TOKENS, Probe, averaged, exact, some_rows
 from smupar.updates.trace import Guide, Trace, due
-from smupar.values import local, num_ranks
-from smupar.weights import MaskedWeight, weight_of
 
 _INPUT = "smupar_input"
 

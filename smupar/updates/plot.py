@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from os import PathLike
 
-from smupar.pictures import new_figure
-from smupar.roles import layer_glob
+from smupar.output.pictures import new_figure
+from smupar.plan.settings import layer_glob
 from smupar.updates.trace import Trace
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
 
-from smupar.roles import layer_glob
+from smupar.plan.settings import layer_glob
 
 FORMAT = "smupar-trace/1"
 _EVERY, _FIRST = 5, 20  # the first steps are all measured, then every fifth

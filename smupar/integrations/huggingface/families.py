@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from smupar.plan import Plan
+from smupar.plan.plan import Plan
 
 
 @dataclass(frozen=True)

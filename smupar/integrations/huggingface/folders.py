@@ -16,12 +16,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
-from smupar.apply import add_masks, attach, let_masks_move, mask_of
-from smupar.csr import expand_state, is_compressed
 from smupar.integrations.huggingface.families import FAMILIES, attentions, scale_queries, set_attention_scale
-from smupar.lm.files import PLAN_FILE, write_atomic
-from smupar.plan import Plan
-from smupar.planner import PlanWarning
+from smupar.model.csr import expand_state, is_compressed
+from smupar.model.parameterize import add_masks, attach, let_masks_move, mask_of
+from smupar.output.files import write_atomic
+from smupar.plan.plan import PLAN_FILE, Plan, PlanWarning
 from smupar.rules import SP, get_rule
 
 _MASK = "_mask"

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from smupar.auditing import audit
+from smupar.check.audit import audit
 from smupar.dynamic.sparsifiers import Sparsifier
 from smupar.integrations.state import carry_state
-from smupar.optim import param_groups
-from smupar.plan import Plan
-from smupar.stepping import unwrap_optimizer
+from smupar.model.stepping import unwrap_optimizer
+from smupar.optim.groups import param_groups
+from smupar.plan.plan import Plan
 from smupar.updates.meter import Follower, Recorder
 
 

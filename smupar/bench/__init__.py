@@ -1,0 +1,1 @@
+"""Side-by-side measurements: whole models (``models``) and sparse layers (``sparse``)."""

@@ -1,0 +1,277 @@
+"""Benchmarks: both sides measured in one run, reported as ratios. They measure; the tests check."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from smupar.bench.sparse import bench_sparse
+from smupar.execute.timing import in_turns, seconds_of
+from smupar.lm.config.presets import gpt_610m
+from smupar.lm.config.run import Execution, ModelConfig, RunConfig
+from smupar.lm.data import batches as data
+from smupar.lm.data.shard_writer import write_tokens
+from smupar.lm.data.shards import TokenizerInfo, Tokens, open_tokens
+from smupar.lm.model.cost import peak_flops
+from smupar.lm.model.gpt import GPT, on_meta, plan_on_meta, use_flex_attention
+from smupar.lm.run.distributed import World, pick_device
+from smupar.lm.run.stack import GPTStack
+from smupar.lm.run.step import Stepper, next_token_loss
+from smupar.model.parameterize import mask_of, parameterize
+from smupar.updates.trace import Trace
+
+_610M = ModelConfig(width=2048, depth=10, head_dim=64, vocab_size=50257)
+_70B = ModelConfig(width=8192, depth=87, head_dim=128, vocab_size=32000)
+_BASE_WIDTH = 256
+
+
+def bench_parameterize(*, repeats: int = 3, model: ModelConfig = _610M, planned: ModelConfig = _70B) -> str:
+    """parameterize on a 610M-parameter GPT against ``normal_`` of the same tensors, and a plan for a 70B-parameter one."""
+    lines = [_bench_plan(planned)]  # first, so that its memory shows in the peak
+    sparsities = (0.0, 0.5, 0.9375)
+    plain, ours = [], {sparsity: [] for sparsity in sparsities}  # type: tuple[list[float], dict[float, list[float]]]
+    extra_bytes = {}
+    with torch.device("meta"):
+        base = GPT(replace(model, width=_BASE_WIDTH))
+    for sparsity in tqdm([s for _ in range(repeats) for s in sparsities], desc="bench", leave=False):
+        gpt = GPT(model)
+        plain.append(seconds_of(partial(_fill, gpt)))
+        ours[sparsity].append(seconds_of(partial(parameterize, gpt, base=base, density=1 - sparsity)))
+        masks = [mask for name, _ in gpt.named_parameters() if (mask := mask_of(gpt, name)) is not None]
+        num_masked = sum(mask.numel() for mask in masks)
+        extra_bytes[sparsity] = sum(mask.numel() * mask.element_size() for mask in masks) / max(1, num_masked)
+    num_parameters = sum(parameter.numel() for parameter in gpt.parameters())
+    lines.append(f"GPT of {num_parameters:,} parameters, CPU, {torch.get_num_threads()} threads, fastest of {repeats}:")
+    lines.append(f"  normal_ of every parameter      {min(plain):6.2f} s  1.00x")
+    for sparsity, seconds in ours.items():
+        ratio = min(seconds) / min(plain)
+        lines.append(
+            f"  parameterize, density {1 - sparsity:<8g}  {min(seconds):6.2f} s  {ratio:.2f}x, "
+            f"{extra_bytes[sparsity]:.2f} extra bytes per masked weight"
+        )
+    return "\n".join(lines)
+
+
+@torch.no_grad()
+def _fill(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.normal_()
+
+
+def _bench_plan(model: ModelConfig) -> str:
+    before, start = _peak_mib(), time.perf_counter()
+    plan = plan_on_meta(RunConfig(model=model, base_width=_BASE_WIDTH, sparsity=0.9375))
+    seconds, total = time.perf_counter() - start, sum(math.prod(row.shape) for row in plan)
+    return f"plan for {total / 1e9:.1f}B parameters on meta: {seconds:.2f} s, {_peak_mib() - before:.0f} MiB at the peak"
+
+
+def _peak_mib() -> float:
+    """Peak resident memory of this process; Linux counts it in KiB, macOS in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+# Training
+
+
+def bench_train(*, repeats: int = 3, run: RunConfig | None = None, micro_batch: int = 16, num_steps: int = 4) -> str:
+    """Steps of the 610M model, masked by smupar against the same model without it, in turns; with plain causal attention
+    and with ALiBi."""
+    device = pick_device("auto")
+    run = replace(run or _large_run(device), sparsity=0.75, batch_size=2 * micro_batch)
+    how = Execution(device=str(device), micro_batch=micro_batch)
+    peak = peak_flops(device, run.dtype)
+    tokens = run.batch_size * run.seq_len
+    lines = [
+        f"{_device_name(device)}, torch {torch.__version__}, {run.dtype}, {run.batch_size} x {run.seq_len} tokens a step in "
+        f"micro-batches of {micro_batch}, median of {repeats} x {num_steps} steps; peak {peak / 1e12:.0f} TFLOP/s, 6 N tokens"
+    ]
+    for positions, title in (("learned", "causal attention, learned positions"), ("alibi", "ALiBi")):
+        config = replace(run, model=replace(run.model, positions=positions, context=run.seq_len))  # type: ignore[arg-type]
+        sides = {"without smupar": _plain_step(config, how, device), "sparsity 0.75": _smupar_step(config, how, device)}
+        for step in sides.values():  # compiles and warms up
+            seconds_of(step, 3, device)
+        seconds = in_turns(sides, repeats, lambda _, step: seconds_of(step, num_steps, device))
+        lines.append(f"{title}, {_num_parameters(config):,} parameters:")
+        plain = seconds["without smupar"]
+        for side, median in seconds.items():
+            share = 6 * _num_parameters(config) * tokens / median / peak
+            lines.append(
+                f"  {side:<15} {median * 1e3:7.1f} ms a step  {tokens / median:9.0f} tokens/s  {share:.1%} of peak  "
+                f"speed {plain / median:.3f}"
+            )
+    return "\n".join(lines)
+
+
+def _large_run(device: torch.device) -> RunConfig:
+    if device.type != "cuda":
+        raise ValueError("the 610M model needs a GPU, and torch sees none: try bench parameterize, data or sparse")
+    return gpt_610m()
+
+
+def _smupar_step(config: RunConfig, how: Execution, device: torch.device) -> Callable[[], object]:
+    stepper = Stepper(config, how, World(0, 1, device, "ddp"), _random_text(config))
+    return lambda: stepper.step(0)
+
+
+def _plain_step(config: RunConfig, how: Execution, device: torch.device) -> Callable[[], object]:
+    """What a user would write without smupar: the same GPT, AdamW, autocast and compile, no masks, groups or factors."""
+    model = on_meta(config.model).to_empty(device=device)
+    model.tie()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    for name, scale in model.named_buffers():
+        assert name.endswith("attention.scale")
+        nn.init.constant_(scale, config.model.head_dim**-0.5)
+    on_gpu = device.type == "cuda"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=config.betas, fused=on_gpu)
+    loss_fn = torch.compile(next_token_loss, dynamic=False) if on_gpu else next_token_loss
+    if on_gpu and config.model.positions == "alibi":
+        use_flex_attention(model, config.seq_len)
+    text = _random_text(config).train
+
+    def step() -> None:
+        both = data.batch(text, seed=0, step=0, batch_size=config.batch_size, seq_len=config.seq_len, to=lambda t: t.to(device))
+        inputs, targets = (part.split(how.micro_batch) for part in both)
+        for x, y in zip(inputs, targets, strict=True):
+            with torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bf16"):
+                loss = loss_fn(model, x, y) / len(inputs)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _random_text(config: RunConfig) -> data.Text:
+    tokens = np.random.default_rng(0).integers(config.model.vocab_size, size=4 * config.batch_size * config.seq_len)
+    part = Tokens([tokens.astype(np.uint32)])
+    return data.Text(part, part, data.TextFacts("random", len(part), "", 0, {}), None)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+
+
+def _num_parameters(config: RunConfig) -> int:
+    return sum(parameter.numel() for parameter in on_meta(config.model).parameters())
+
+
+# Measured updates
+
+
+def bench_updates(*, repeats: int = 3, run: RunConfig | None = None, micro_batch: int = 16, num_steps: int = 10) -> str:
+    """Steps of the 610M model that follow a trace, every fifth one measured, against the same steps without, in turns."""
+    device = pick_device("auto")
+    run = replace(run or _large_run(device), sparsity=0.75, batch_size=2 * micro_batch)
+    how = Execution(device=str(device), micro_batch=micro_batch)
+    hidden = [row for row in plan_on_meta(run) if row.role == "hidden"]
+    trace = Trace(run.steps, [0], {row.name: [1.0] for row in hidden}, {row.name: row.shape for row in hidden}, run.optimizer)
+    with tempfile.TemporaryDirectory() as folder:
+        trace.save(f"{folder}/trace.json")
+        sides = {"plain": _smupar_step(run, how, device)}
+        sides["following"] = _smupar_step(replace(run, follow=f"{folder}/trace.json"), how, device)
+    peaks = {}
+    for side, step in sides.items():  # compiles, and leaves the first steps behind, which are all measured
+        seconds_of(step, 21, device)
+        peaks[side] = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    seconds = in_turns(sides, repeats, lambda _, step: seconds_of(step, num_steps, device))
+    plain, following = seconds["plain"], seconds["following"]
+    later = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    return (
+        f"{_device_name(device)}, torch {torch.__version__}, {run.dtype}, {_num_parameters(run):,} parameters, "
+        f"{run.batch_size} x {run.seq_len} tokens a step, median of {repeats} x {num_steps} steps: plain {plain * 1e3:.1f} ms, "
+        f"following {following * 1e3:.1f} ms, {following / plain - 1:+.2%}; memory at the peak grew by "
+        f"{(later - peaks['following']) / 2**20:.0f} MiB over {repeats * num_steps} further steps"
+    )
+
+
+# Sweeps
+
+
+_STACKED = {256: 64, 512: 32, 1024: 16, 2048: 8}
+_CASES = ((256, 512), (256, 8192), (512, 8192), (1024, 8192), (2048, 8192))
+
+
+def bench_sweep(*, repeats: int = 3, cases: Sequence[tuple[int, int]] = _CASES, num_steps: int = 20) -> str:
+    """Milliseconds per step and model of a 2-layer GPT with a vocabulary of 8192: the compiled loop that people write; one
+    model at a time with the step compiled, the optimizer fused and, on a GPU, all captured as a graph, as ``train --graph`` has
+    it with torch's optimizer and as the serial engine has it; and many models stacked. (width, tokens per step) each."""
+    device = pick_device("auto")
+    how = Execution(device=str(device))
+    world = World(0, 1, device, "ddp")
+    peak = peak_flops(device, "bf16")
+    lines = [
+        f"{_device_name(device)}, torch {torch.__version__}, 2-layer GPT, vocabulary 8192, T = 256, bf16, median of "
+        f"{repeats} x {num_steps} steps, ms per step and model; share of {peak / 1e12:.3g} TFLOP/s counts 6 N tokens",
+        "width  tokens  plain loop   captured     serial    stacked    K  gain on plain  on best single  share of peak",
+    ]
+    for width, tokens in cases:
+        run = RunConfig(
+            model=ModelConfig(width=width, depth=2, head_dim=64, vocab_size=8192),
+            base_width=256,
+            sparsity=0.75,
+            dtype="bf16",
+            seq_len=256,
+            batch_size=tokens // 256,
+        )
+        text, count = _random_text(run), _STACKED.get(width, 8)
+        runs = [replace(run, lr=run.lr * 2 ** (-number / count)) for number in range(count)]
+        stack = GPTStack(runs, text, device)
+        sides: dict[str, Callable[[], object]] = {
+            "plain": _plain_step(run, replace(how, micro_batch=run.batch_size), device),
+            "captured": partial(Stepper(run, replace(how, graph=device.type == "cuda"), world, text).step, 0),
+            "serial": partial(GPTStack(runs[:1], text, device).step, 0),
+            "stacked": partial(stack.step, 0),
+        }
+        for step in sides.values():
+            seconds_of(step, 6, device)
+        seconds = in_turns(sides, repeats, lambda _, step: seconds_of(step, num_steps, device))
+        each = {side: median / (count if side == "stacked" else 1) for side, median in seconds.items()}
+        single, stacked = min(each["captured"], each["serial"]), each["stacked"]
+        share = 6 * _num_parameters(run) * tokens / min(single, stacked) / peak
+        lines.append(
+            f"{width:5}  {tokens:6}  {'  '.join(f'{value * 1e3:9.3f}' for value in each.values())}  {count:3}  "
+            f"{each['plain'] / stacked:13.2f}  {single / stacked:14.2f}  {share:13.1%}"
+        )
+    return "\n".join(lines)
+
+
+# Data
+
+
+def bench_data(*, repeats: int = 3, num_tokens: int = 200_000_000, batch_size: int = 504, seq_len: int = 2048) -> str:
+    """Batches of the paper's size from shards of 16-bit tokens on disk, pages warm: fastest of ``repeats`` rounds of ten."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = np.random.default_rng(0).integers(50257, size=num_tokens, dtype=np.uint16)
+        write_tokens(folder, made, TokenizerInfo("random", 50257, None, ""), shard_tokens=num_tokens // 4)
+        del made
+        tokens = open_tokens(folder)
+        steps = itertools.count()
+        best = min(
+            seconds_of(lambda: data.batch(tokens, seed=0, step=next(steps), batch_size=batch_size, seq_len=seq_len), 10)
+            for _ in range(repeats)
+        )
+    speed = batch_size * seq_len / best
+    return f"batches of {batch_size} x {seq_len} from {num_tokens:,} tokens on disk: {speed / 1e6:.0f} million tokens/s"
+
+
+BENCHES: dict[str, Callable[..., str]] = {
+    "parameterize": bench_parameterize,
+    "train": bench_train,
+    "updates": bench_updates,
+    "sweep": bench_sweep,
+    "data": bench_data,
+    "sparse": bench_sparse,
+}

@@ -1,0 +1,290 @@
+"""A layer, its product and hidden layers on a GPU: dense bf16, our backends, cuSPARSE. Timed by the GPU's own clock.
+
+Each side is timed as torch runs it, and captured in a CUDA graph: what the host does for a layer of ours, about a
+millisecond, keeps a GPU waiting that is fast enough.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from smupar.bench.sparse.rows import Machine, Part, Row, Stack, layer_floor, product_floor, stack, state_bytes, step_floor
+from smupar.execute.sparse.auto import training_step
+from smupar.execute.sparse.backends import BACKENDS
+from smupar.execute.sparse.convert import sparsify_storage
+from smupar.execute.sparse.linear import SparseLinear
+from smupar.execute.sparse.tiles import SlicedEll, Tiles, multiply, pack
+from smupar.execute.timing import Call, gpu_seconds_of, in_turns
+from smupar.plan.patterns import generator, parse_pattern
+
+DENSE, CAPTURED = "dense bf16", " captured"
+DENSITIES = (1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128)
+WIDTHS = (1024, 2048, 4096, 8192)
+_BLOCK_DENSITIES = (1 / 4, 1 / 8, 1 / 32)
+_GPU = torch.device("cuda")
+_HALF = torch.bfloat16
+_ROUND_SECONDS = 8e-3  # of calls between two looks at the clock
+_DRAWN = 1024  # size of a 2:4 mask that is drawn; larger ones repeat it
+
+_T = TypeVar("_T")
+
+
+def bench(
+    widths: tuple[int, ...],
+    densities: tuple[float, ...],
+    tokens: int,
+    *,
+    width: int,
+    depth: int,
+    repeats: int,
+    machine: Machine,
+) -> Iterator[Part]:
+    """Case by case. What cannot be measured here is noted and does not end it."""
+    layers: list[tuple[str, str, int, float]] = [("2:4", "2:4-transposable", one, 1 / 2) for one in widths]
+    layers += [("csr", "random", width, density) for density in densities]
+    layers += [("csr", "random", one, 1 / 128) for one in widths if (one, 1 / 128) not in {(width, d) for d in densities}]
+    layers += [("block", f"block-{size}", 2 * width, density) for size in (64, 128) for density in _BLOCK_DENSITIES]
+    stacks = [
+        ("csr", "random", width, 1 / 128),
+        ("2:4", "2:4-transposable", 2 * width, 1 / 2),
+        ("block", "block-64", width, 1 / 8),
+    ]
+    cases: list[tuple[tuple[str, str, int, float], Callable[[str, Sides, int, Machine], list[Row]]]]
+    cases = [(case, partial(_layer, case[1])) for case in layers]
+    cases += [(case, partial(_steps, case[1], depth)) for case in stacks]
+    cases += [(("csr", "", one, 1 / 128), _product) for one in widths]
+    for (backend, _, at_width, density), measure in tqdm(cases, desc="bench", leave=False):
+        sides = Sides(at_width, density, tokens)
+        rows = sides.attempt(backend, partial(measure, backend, sides, repeats, machine))
+        yield Part(rows or [], sides.missed)
+        del sides, rows
+        gc.collect()  # graphs hold memory of their own
+        torch.cuda.empty_cache()
+
+
+class Sides:
+    """What is timed in turns, by side: as it is and captured. A side that cannot be made or run is noted and left out."""
+
+    def __init__(self, width: int, density: float, tokens: int) -> None:
+        self.width, self.density, self.tokens = width, density, tokens
+        self.calls: dict[str, Call] = {}
+        self.peaks: dict[str, int] = {}
+        self.missed: list[str] = []
+
+    def attempt(self, side: str, what: Callable[[], _T]) -> _T | None:
+        try:
+            return what()
+        except Exception as error:  # whatever a compiler or a library of kernels raises
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            said = str(error).strip().splitlines()
+            why = f"{kind}{said[0] if said else ''}".removesuffix(": ")
+            self.missed.append(f"not measured: {side} at {self.width}, 1/{round(1 / self.density)}: {why}")
+            return None
+
+    def add(self, side: str, call: Call) -> None:
+        peak = self.attempt(side, lambda: _peak_bytes(call))
+        if peak is None:
+            return
+        self.calls[side] = call
+        self.peaks[side] = peak
+        graph = self.attempt(f"{side}{CAPTURED}", lambda: _captured(call))
+        if graph is not None:
+            self.calls[f"{side}{CAPTURED}"] = graph
+
+    def rows(self, what: str, held: dict[str, int], floor: Callable[[float], float], repeats: int) -> list[Row]:
+        """``held``: bytes by side. ``floor``: seconds by density."""
+        seconds, rows = _timed(self.calls, repeats), []
+        for side, took in seconds.items():
+            plain = side.removesuffix(CAPTURED)
+            dense = seconds.get(DENSE + side[len(plain) :], math.nan)  # captured against captured
+            share = held[plain] / held[DENSE] if plain in held and DENSE in held else math.nan
+            least = floor(1.0 if plain == DENSE or plain.endswith(" dense") else self.density)
+            own = took, dense / took, held.get(plain, 0), share, least, self.peaks[plain]
+            rows.append(Row(what, self.width, self.tokens, self.density, side, *own))
+        return rows
+
+
+# A layer: forward, and backward to input and weights
+
+
+def _layer(pattern: str, backend: str, sides: Sides, repeats: int, machine: Machine) -> list[Row]:
+    width, tokens = sides.width, sides.tokens
+    x, grad = (torch.randn(tokens, width, device=_GPU, dtype=_HALF) for _ in range(2))
+    x.requires_grad_()
+    dense = _linear(width)
+    sides.add(DENSE, _passes(dense, x, grad))
+    held = {DENSE: dense.weight.numel() * dense.weight.element_size()}
+    side = pattern if backend == "block" else backend
+    layer = sides.attempt(side, lambda: _sparse_layer(backend, pattern, width, sides.density))
+    if layer is not None:
+        sides.add(side, _passes(layer, x, grad))
+        held[side] = layer.weight.numel() * layer.weight.element_size() + layer.num_index_bytes
+    return sides.rows("layer", held, lambda density: layer_floor(width, tokens, density, machine), repeats)
+
+
+def _linear(width: int) -> nn.Linear:
+    return nn.Linear(width, width, bias=False, device=_GPU, dtype=_HALF)
+
+
+def _sparse_layer(backend: str, pattern: str, width: int, density: float) -> SparseLinear:
+    _refuse_missing(backend)
+    layer: nn.Module = _linear(width)
+    mask = _mask(pattern, width, density)
+    if why := BACKENDS[backend].refusal(layer, mask, _HALF):
+        raise ValueError(why)
+    layer.register_buffer("weight_mask", mask)
+    BACKENDS[backend].compress(layer, mask)
+    assert isinstance(layer, SparseLinear)
+    layer.index()
+    return layer
+
+
+def _refuse_missing(backend: str) -> None:
+    if why := BACKENDS[backend].missing(_GPU):
+        raise ValueError(why)
+
+
+def _mask(pattern: str, width: int, density: float) -> Tensor:
+    """A 2:4 mask is drawn small and repeated: every line of it has as many weights, so the kernels do not see the difference.
+    Blocks repeated would leave whole lines of them empty."""
+    if pattern == "random":
+        return torch.rand(width, width, device=_GPU, generator=torch.Generator(_GPU).manual_seed(0)) < density
+    size = _DRAWN if pattern.startswith("2:4") and width % _DRAWN == 0 else width
+    drawn = parse_pattern(pattern).draw((size, size), (1,), Fraction(density), generator(0, "bench", pattern))
+    return drawn.to(_GPU).repeat(width // size, width // size)
+
+
+def _passes(layer: nn.Module, x: Tensor, grad: Tensor) -> Call:
+    def call() -> None:
+        layer(x).backward(grad)
+        x.grad = layer.weight.grad = None  # so that the memory of a pass counts them
+
+    return call
+
+
+# A product
+
+
+def _product(backend: str, sides: Sides, repeats: int, machine: Machine) -> list[Row]:
+    width, tokens = sides.width, sides.tokens
+    mask = _mask("random", width, sides.density)
+    values = torch.randn(int(mask.sum()), device=_GPU, dtype=_HALF)
+    x = torch.randn(tokens, width, device=_GPU, dtype=_HALF)
+    matrix = torch.randn(width, width, device=_GPU, dtype=_HALF)  # not the sparse one: a GPU is faster at multiplying zeros
+    sides.add(DENSE, lambda: x @ matrix.T)
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64, device=_GPU), mask.sum(1).cumsum(0)])
+    columns = mask.nonzero()[:, 1].int()
+
+    def packed() -> tuple[SlicedEll, Tensor]:
+        _refuse_missing(backend)
+        side = Tiles().index(starts, columns, (width, width), 0).forward
+        return side, pack(values, side)
+
+    made = sides.attempt(backend, packed)
+    if made is not None:
+        side, entries = made
+        sides.add(backend, lambda: multiply(x, side, entries))
+        sides.add(f"{backend} with packing", lambda: multiply(x, side, pack(values, side)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's CSR is in beta
+        peer = torch.sparse_csr_tensor(starts.int(), columns, values, (width, width), check_invariants=False)
+    turned = x.T.contiguous()
+    sides.add("cuSPARSE", lambda: peer @ turned)  # with activations as it likes them, feature by feature
+    return sides.rows("product", {}, lambda density: product_floor(width, tokens, density, machine), repeats)
+
+
+# Training steps of hidden layers: weights and AdamW in fp32, activations in bf16
+
+
+def _steps(pattern: str, depth: int, backend: str, sides: Sides, repeats: int, machine: Machine) -> list[Row]:
+    width, tokens, density = sides.width, sides.tokens, sides.density
+    x, grad = (torch.randn(tokens, width, device=_GPU, dtype=_HALF) for _ in range(2))
+    held = {}
+
+    def made(side: str) -> tuple[str, Stack]:
+        model, plan = stack(width, depth, 1.0 if side == DENSE else density, pattern="random" if side == DENSE else pattern)
+        model.to(_GPU)
+        if side not in (backend, "auto"):
+            return side, model
+        report = sparsify_storage(model, plan, backend=side, tokens=tokens, dtype=_HALF)
+        return f"auto: {report.layers[0].backend}" if side == "auto" else side, model
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*capturable=True")  # steps outside a graph are meant
+        for name in (DENSE, "masked dense", backend, "auto"):
+            found = sides.attempt(name, partial(made, name))
+            if found is None:
+                continue
+            side, model = found
+            # Steps of size 0 cost the same, and the weights stay as random as they were.
+            optimizer = torch.optim.AdamW(model.hidden.parameters(), lr=0.0, fused=True, capturable=True)
+            sides.add(side, training_step(model, optimizer, x, grad / tokens))
+            if side in sides.calls:
+                held[side] = state_bytes(model, optimizer)
+
+        def floor(share: float) -> float:
+            return step_floor(width, tokens, depth, share, machine, activation_bytes=2)
+
+        return sides.rows("layers", held, floor, repeats)
+
+
+# Measuring
+
+
+def _peak_bytes(call: Call) -> int:
+    """Most that a call allocates at a time, once what stays, such as AdamW's state, is there."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _captured(call: Call) -> Call:
+    """The same as a CUDA graph."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        call()
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph.replay
+
+
+def _timed(calls: dict[str, Call], repeats: int) -> dict[str, float]:
+    """Median seconds of a call; sides in turns, each several times between two looks at the clock."""
+    nums = {side: min(50, max(2, round(_ROUND_SECONDS / max(1e-6, _seconds(call, 2))))) for side, call in calls.items()}
+    return in_turns(calls, repeats, lambda side, call: _seconds(call, nums[side]))
+
+
+def _seconds(call: Call, num: int) -> float:
+    torch.cuda.synchronize()  # so that the time the host takes to start the first call counts
+    return gpu_seconds_of(call, num)
+
+
+def measure_machine() -> Machine:
+    big = torch.ones(2**28, device=_GPU)
+    to, square = torch.empty_like(big), torch.randn(8192, 8192, device=_GPU, dtype=_HALF)
+
+    def best(call: Call) -> float:
+        call()
+        return min(_seconds(call, 5) for _ in range(3))
+
+    return Machine(2 * 4 * 2**28 / best(lambda: to.copy_(big)), 2 * 8192**3 / best(lambda: square @ square))

@@ -1,0 +1,108 @@
+"""What is measured, as rows of a table; stacks of hidden layers; and the floor."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from smupar.execute.sparse.linear import SparseLinear
+from smupar.model.parameterize import parameterize
+from smupar.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Row:
+    what: str  # "layers" (hidden ones, a training step), "gpt", "layer" (forward and backward) or "product" (forward)
+    width: int
+    tokens: int
+    density: float
+    side: str
+    seconds: float  # of a step, median
+    speed: float  # against dense in the same rounds: fp32 on a CPU, bf16 on a GPU
+    state_bytes: int  # weights, indices and AdamW's state of the hidden layers; 0 where there is none
+    state_share: float  # of what dense takes
+    floor_seconds: float
+    peak_bytes: int = 0  # most that a step allocates beside what is there before it; on a GPU
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a case gave: its rows, and in words what was not measured."""
+
+    rows: list[Row]
+    missed: list[str]
+
+
+@dataclass(frozen=True)
+class Machine:
+    copy_bytes: float  # per second, read and written
+    product_flops: float  # per second
+
+
+class Stack(nn.Module):
+    """Hidden layers of one width, as they follow each other in a network."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, width, bias=False)  # tells the plan that what follows is hidden; not called
+        self.hidden = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(depth))
+        self.last = nn.Linear(width, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.hidden:
+            x = F.relu(layer(x))
+        return x
+
+
+def stack(width: int, depth: int, density: float, *, pattern: str = "random") -> tuple[Stack, Plan]:
+    model = Stack(width, depth)
+    with warnings.catch_warnings(), torch.device("meta"):
+        warnings.simplefilter("ignore")
+        base = Stack(width // 4, depth)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # few weights per neuron are what is measured here
+        return model, parameterize(model, base=base, density=density, pattern=pattern, reset=False)
+
+
+def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Of hidden weights, their indices and their optimizer state; a peer's index is not counted."""
+    hidden = model.hidden if isinstance(model, Stack) else model
+    weights = [parameter for parameter in hidden.parameters() if parameter in optimizer.state]
+    tensors = [value for weight in weights for value in (weight, *optimizer.state[weight].values()) if value.ndim]
+    index = sum(layer.num_index_bytes for layer in hidden.modules() if isinstance(layer, SparseLinear))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors) + index
+
+
+def against_dense(seconds: dict[str, float], held: dict[str, int], side: str, dense: str) -> tuple[float, float, int, float]:
+    """Seconds, speed, bytes and share of the bytes of a side, as in a ``Row``."""
+    return seconds[side], seconds[dense] / seconds[side], held[side], held[side] / held[dense]
+
+
+def step_floor(width: int, tokens: int, depth: int, density: float, machine: Machine, *, activation_bytes: int = 4) -> float:
+    num = density * width * width
+    # A layer reads its input twice and the gradient of its output, and writes its output and the gradient of its input; the
+    # activation function behind it does the same. Of weight, gradient and both averages each is read and all but one written.
+    activations = 10 * activation_bytes * tokens * width
+    state = num * (7 * 4 + (8 if density < 1 else 0))
+    return depth * _floor(activations + state, 6 * num * tokens, machine)
+
+
+def layer_floor(width: int, tokens: int, density: float, machine: Machine) -> float:
+    """Of forward and backward in bfloat16: half of the above for activations; weights read twice, their gradient written;
+    no indices."""
+    num = density * width * width
+    return _floor(5 * 2 * tokens * width + num * 3 * 2, 6 * num * tokens, machine)
+
+
+def product_floor(width: int, tokens: int, density: float, machine: Machine) -> float:
+    """Of a forward product in bfloat16: activations read and written, weights read; no indices."""
+    num = density * width * width
+    return _floor(2 * 2 * tokens * width + num * 2, 2 * num * tokens, machine)
+
+
+def _floor(num_bytes: float, num_flops: float, machine: Machine) -> float:
+    return max(num_bytes / machine.copy_bytes, num_flops / machine.product_flops)

@@ -1,0 +1,319 @@
+"""``coord_check``: trains the same few steps at every width and density under every rule, and compares sizes.
+
+Its loop is not the trainer's (lm/run/loop.py). It has the user's model, loss and batches; it looks inside each step, before and
+after the update, so nothing can run ahead; and what is left of a run are sizes, not a model, losses or a checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import astuple, dataclass
+from itertools import islice, product
+from typing import Any, SupportsIndex, Unpack
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from smupar.check.audit import Finding, differences, unsettled
+from smupar.check.coordinates.measure import JUDGED, Recorder
+from smupar.check.coordinates.report import Report
+from smupar.model.parameterize import parameterize
+from smupar.model.stepping import optimizers
+from smupar.optim.groups import param_groups
+from smupar.optim.guard import LRRatioWarning, ratio_problem, wrong_groups
+from smupar.plan.layers import kind_of
+from smupar.plan.patterns import parse_pattern
+from smupar.plan.plan import Plan, PlanWarning
+from smupar.plan.planner import Settings
+from smupar.plan.tensors import parent_path
+from smupar.rules import get_rule
+
+MakeModel = Callable[[int], nn.Module]
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+MakeOptimizer = type[torch.optim.Optimizer] | Callable[[nn.Module, Plan], Optimizers]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of the grid."""
+
+    rule: str
+    width: int
+    density: float
+    seed: int
+
+
+def coord_check(
+    make_model: MakeModel,
+    loss_fn: Callable[[nn.Module, Any], Tensor],
+    batches: Iterable[Any],
+    *,
+    base_width: int,
+    rules: str | Sequence[str] = ("smupar",),
+    widths: int | Sequence[int] = (),
+    densities: float | Sequence[float] = (1.0,),
+    optimizer: MakeOptimizer = torch.optim.AdamW,
+    lr: float | Mapping[str, float] = 2**-6,
+    weight_decay: float = 0.0,
+    steps: int = 10,
+    seeds: int | Sequence[int] = 3,
+    prepare: Callable[[nn.Module, Plan], None] | None = None,
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+    allocation: Callable[[float], Any] | None = None,
+    progress: bool = True,
+    **settings: Unpack[Settings],
+) -> Report:
+    """Trains a few steps at every width and density, and judges whether activations, gradients and updates keep their size.
+
+    make_model    width -> model, with nothing but the width different
+    loss_fn       (model, batch) -> scalar loss
+    batches       at least ``steps`` of them; every run gets the same ones
+    rules         side by side; SP and muP beside others are baselines: judged and shown, but ``report.ok`` is not about them
+    widths        default: the base width; at least two widths or two densities make an axis
+    lr            base learning rate, or one for each rule
+    optimizer     a class, given ``param_groups``, or a function (model, plan) -> optimizer or list of them
+    prepare       (model, plan): for what only you can set, such as the attention scale
+    scheduler     optimizer -> scheduler, stepped after each step
+    allocation    density -> what ``parameterize`` takes as density, such as smupar.erk
+    settings      as for ``parameterize``
+    """
+    training = _Training(loss_fn, optimizer, lr, weight_decay, scheduler, prepare, allocation, settings)
+    rule_list = (rules,) if isinstance(rules, str) else tuple(rules)
+    training.refuse(rule_list, densities)
+    seed_list = tuple(range(int(seeds))) if isinstance(seeds, SupportsIndex) else tuple(int(seed) for seed in seeds)
+    if not seed_list or steps < 1:
+        raise ValueError(f"steps and seeds must be at least 1, got steps={steps}, seeds={seeds!r}")
+    taken = list(islice(batches, steps))
+    if len(taken) < steps:
+        raise ValueError(
+            f"batches ran out: {steps} steps need as many batches, there are {len(taken)}; pass more, or fewer steps"
+        )
+    with torch.random.fork_rng():
+        grid = _Grid(make_model, int(base_width), widths, densities)
+    cells = [Cell(*cell) for cell in product(rule_list, grid.widths, grid.densities, seed_list)]
+    shown = tqdm(cells, desc="coordinate check", unit="run", disable=not progress, file=sys.stderr, leave=False)
+    runs = [_Run(cell, grid, training).carried_out(taken) for cell in shown]
+    readings = [reading for run in runs for reading in run.readings]
+    if not any(reading.quantity in JUDGED for reading in readings):
+        raise ValueError("nothing could be measured: none of the model's layers is called as a module and returns a tensor")
+    plans: dict[tuple[str, int, float], Plan] = {}
+    for run in runs:
+        plans.setdefault((run.cell.rule, run.cell.width, run.cell.density), run.plan)
+    return Report(readings, faults={astuple(run.cell): run.faults for run in runs if run.faults}, plans=plans)
+
+
+def _listed(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, Iterable) else (value,)
+
+
+@dataclass(frozen=True)
+class _Training:
+    """How every model of the grid is made and trained."""
+
+    loss_fn: Callable[[nn.Module, Any], Tensor]
+    optimizer: MakeOptimizer
+    lr: float | Mapping[str, float]
+    weight_decay: float
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None
+    prepare: Callable[[nn.Module, Plan], None] | None
+    allocation: Callable[[float], Any] | None
+    settings: Settings
+
+    def refuse(self, rules: tuple[str, ...], densities: float | Sequence[float]) -> None:
+        """What makes no sense, before anything runs."""
+        if not rules:
+            raise ValueError("rules is empty: name at least one, such as rules=['smupar']")
+        for rule in rules:
+            get_rule(rule)
+            if isinstance(self.lr, Mapping) and rule not in self.lr:
+                raise ValueError(f"lr has no learning rate for the rule {rule!r}: it has {', '.join(self.lr)}")
+        taken_by_grid = self.settings.keys() & {"rule", "density", "seed", "delta"}
+        if taken_by_grid:
+            raise TypeError(f"{sorted(taken_by_grid)[0]!r} is set by the grid: use rules=, densities=, seeds= and widths=")
+        if parse_pattern(self.settings.get("pattern", "random")).whole_neurons and len(set(_listed(densities))) > 1:
+            raise ValueError(
+                "pattern 'neuron' is not compared over densities: outputs of dead neurons are 0 and would count. What is left "
+                "is the narrower dense network: pass widths instead, at one density"
+            )
+
+    def density(self, cell: Cell) -> Any:
+        return self.allocation(cell.density) if self.allocation is not None and cell.density < 1 else cell.density
+
+    def optimizers(self, model: nn.Module, plan: Plan) -> list[torch.optim.Optimizer]:
+        if isinstance(self.optimizer, type):
+            lr = self.lr[plan.rule] if isinstance(self.lr, Mapping) else self.lr
+            groups = param_groups(model, plan, lr=lr, weight_decay=self.weight_decay, optimizer=self.optimizer)
+            return [self.optimizer(groups)]
+        made = optimizers(self.optimizer(model, plan))
+        if not made:
+            raise ValueError("the optimizer function returned no optimizer: it must return one, or a list of them")
+        return made
+
+
+class _Grid:
+    """The models to compare, checked before anything runs."""
+
+    def __init__(
+        self, make_model: MakeModel, base_width: int, width: int | Sequence[int], density: float | Sequence[float]
+    ) -> None:
+        widths = tuple(int(width) for width in _listed(width)) or (base_width,)
+        densities = tuple(float(density) for density in _listed(density))
+        if len(set(widths)) < 2 and len(set(densities)) < 2:
+            raise ValueError(
+                f"nothing to compare: widths={list(widths)} and densities={list(densities)} have one point each; "
+                "pass at least two widths or two densities"
+            )
+        self.make_model, self.widths, self.densities = make_model, tuple(dict.fromkeys(widths)), tuple(dict.fromkeys(densities))
+        self.base = self._on_meta(base_width)
+        self.base_width = base_width
+        other = next((width for width in widths if width != base_width), 2 * base_width)
+        self.delta = self._on_meta(other) if base_width in widths else None
+        seen = {str(_shapes(self.base)): base_width}
+        for width in dict.fromkeys((*widths, other)):
+            twin = seen.setdefault(str(_shapes(self._on_meta(width))), width)
+            if twin != width:
+                raise ValueError(
+                    f"make_model({width}) and make_model({twin}) have the same shapes: make_model must use its width"
+                )
+
+    def _on_meta(self, width: int) -> nn.Module:
+        try:
+            with torch.device("meta"):
+                return self.make_model(width)
+        except Exception:  # a model that computes in its constructor; if it is broken, this raises again
+            return self.make_model(width)
+
+
+def _shapes(model: nn.Module) -> list[tuple[int, ...]]:
+    return [tuple(parameter.shape) for parameter in model.parameters()]
+
+
+class _Run:
+    def __init__(self, cell: Cell, grid: _Grid, training: _Training) -> None:
+        self.cell, self.grid, self.training = cell, grid, training
+        self.faults: list[Finding] = []
+
+    def carried_out(self, batches: list[Any]) -> _Run:
+        with torch.random.fork_rng(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", PlanWarning)  # the report says it once
+            warnings.simplefilter("ignore", LRRatioWarning)
+            torch.manual_seed(self.cell.seed)
+            self.build()
+            self.train(batches)
+        self.readings = self.recorder.readings(**vars(self.cell))
+        # A report needs neither models nor optimizers: those of a large grid would not fit into memory together.
+        del self.model, self.recorder, self.optimizers, self.schedulers
+        return self
+
+    def build(self) -> None:
+        cell, grid, training = self.cell, self.grid, self.training
+        self.model = grid.make_model(cell.width)
+        delta = grid.delta if cell.width == grid.base_width else None
+        own: Settings = {"rule": cell.rule, "density": training.density(cell), "seed": cell.seed, "delta": delta}
+        settings: Settings = {**training.settings, **own}
+        self.plan = parameterize(self.model, base=grid.base, reset=False, **settings)
+        if training.prepare is not None:
+            training.prepare(self.model, self.plan)
+        self.optimizers = training.optimizers(self.model, self.plan)
+        self.schedulers = [training.scheduler(each) for each in self.optimizers] if training.scheduler is not None else []
+        self.faults += differences(self.model, self.plan, self.optimizers)
+        self.faults += [Finding(text, name.replace("_", " ")) for name, text in unsettled(self.model, self.plan).items()]
+        self.faults += [
+            Finding(f"{row.name!r} is a lookup table with the role hidden", "embedding as hidden", row.name)
+            for row in self.plan
+            if row.role == "hidden" and kind_of(self.model.get_submodule(parent_path(row.name))).is_lookup
+        ]
+        self.faults += _decay_faults(self.optimizers)
+        self.recorder = Recorder(self.model, self.plan)
+
+    def train(self, batches: list[Any]) -> None:
+        self._probe(batches[0])
+        for step, batch in enumerate(batches, 1):
+            self.recorder.step = step
+            self._note_erased_ratios(step)
+            loss = self._loss(batch, step)
+            if loss is None:
+                break
+            loss.backward()
+            weights = self.recorder.before_update()
+            for optimizer in self.optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            for scheduler in self.schedulers:
+                scheduler.step()
+            self.recorder.after_update(weights)
+            self._probe(batches[0])
+        self.recorder.close()
+        known = {(finding.cause, finding.name) for finding in self.faults}
+        after = differences(self.model, self.plan, self.optimizers, trained=True)
+        if not self.recorder.moved():
+            after.append(Finding("no update changed the output of any layer: is the learning rate 0?", "no updates"))
+        unmeasured = self.recorder.unmeasured()
+        if unmeasured:
+            text = "seen only through the block that holds them, if at all; their updates are not measured"
+            self.faults += [Finding(text, "unmeasured", name) for name in unmeasured]
+        self.faults += [
+            Finding(f"{path!r} has a factor and was never called", "uncalled", path) for path in self.recorder.uncalled()
+        ]
+        self.faults += [finding for finding in after if (finding.cause, finding.name) not in known and finding.cause != "LR"]
+
+    def _probe(self, batch: Any) -> None:
+        """The first batch again, leaving no trace: the same dropout each time, running statistics put back."""
+        norms = [module for module in self.model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
+        kept = [{name: buffer.clone() for name, buffer in module.named_buffers(recurse=False)} for module in norms]
+        with self.recorder.probe(), torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.training.loss_fn(self.model, copy(batch))
+        for module, buffers in zip(norms, kept, strict=True):
+            for name, buffer in buffers.items():
+                getattr(module, name).copy_(buffer)
+
+    def _loss(self, batch: Any, step: int) -> Tensor | None:
+        loss = self.training.loss_fn(self.model, copy(batch))
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"loss_fn must return a scalar tensor, got {shape}; reduce it, e.g. with .mean()")
+        if not loss.requires_grad:
+            raise ValueError(
+                "the loss does not depend on the model's parameters: loss_fn must not detach it or run under no_grad"
+            )
+        if math.isfinite(loss.item()):
+            return loss
+        if step == 1:
+            raise ValueError(
+                f"the loss is {loss.item()} before any step (rule {self.cell.rule}, width {self.cell.width}, density "
+                f"{self.cell.density:g}): check the batch, init_std and the alphas"
+            )
+        self.faults.append(Finding(f"the loss is {loss.item()} at step {step}: lower lr", "diverged"))
+        return None
+
+    def _note_erased_ratios(self, step: int) -> None:
+        if any(finding.cause in ("LR", "scheduler") for finding in self.faults):
+            return
+        for optimizer in self.optimizers:
+            problem = ratio_problem(optimizer)
+            if problem:
+                names = " | ".join(group["name"] for group in wrong_groups(optimizer)[1])
+                self.faults.append(Finding(f"from step {step}: {problem}", "scheduler", names))
+
+
+def _decay_faults(all_: list[torch.optim.Optimizer]) -> list[Finding]:
+    """Groups whose decay per step differs: decay follows the learning rate's factor."""
+    found = []
+    for optimizer in all_:
+        groups = [group for group in optimizer.param_groups if "lr_factor" in group and group.get("weight_decay")]
+        usual = next((group["weight_decay"] for group in groups if group["lr_factor"] == 1), None)
+        for group in groups:
+            share = group["lr_factor"] * group["weight_decay"] / usual if usual else 1.0
+            if not math.isclose(share, 1, rel_tol=1e-4):
+                text = (
+                    f"group {group['name']!r} decays {share:.4g} times as fast as the embedding: weight decay is coupled to "
+                    "the learning rate; use param_groups(..., decay='independent')"
+                )
+                found.append(Finding(text, "decay", group["name"], share))
+    return found

@@ -1,0 +1,162 @@
+"""What is wrong, in words: which layers, which quantity, from which step, in which direction, why, and what to do.
+
+What an audit of the models found is taken first: it has seen the cause. Otherwise the pattern of slopes tells it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from smupar.check.audit import Finding
+from smupar.check.coordinates.measure import GRAD_X
+from smupar.check.coordinates.verdict import FAIL, LATER, Slope, decides
+from smupar.plan.plan import Plan
+from smupar.plan.settings import layer_glob
+from smupar.rules import get_rule
+
+Run = tuple[str, int, float, int]  # rule, width, density, seed
+
+REMEDIES = {
+    "init": "init not corrected: initialise before parameterize, not after, so that its init stands",
+    "LR": "LR not corrected: build the optimizer from smupar.param_groups and leave the groups' rates alone",
+    "scheduler": "LR erased by a scheduler: use one that multiplies (LambdaLR; CosineAnnealingLR with eta_min=0; OneCycleLR "
+    "with a list of max_lr)",
+    "attention scale": "attention scale missing: set your model's scale to plan.attention_scale(head_dim) in prepare, "
+    "and plan.settle('attention_scale')",
+    "output factor": "output factor missing: call smupar.attach(model, plan), or multiply logits made by hand by "
+    "plan.output_factor",
+    "input factor": "input factor missing: call smupar.attach(model, plan), or multiply by alpha_input yourself",
+    "embedding as hidden": "embedding scaled like a hidden weight: its init and Adam learning rate do not follow the width; "
+    "give it the role 'embedding'",
+    "mask density": "mask density not what the plan says: make the layer sparse through parameterize alone",
+    "mask missing": "mask missing: call smupar.attach(model, plan)",
+    "off-mask weights": "off-mask weights moving: call smupar.attach(model, plan, optimizer), and write to no weight yourself",
+    "decay": "decay coupled to the learning rate: use param_groups(..., decay='independent')",
+    "thin": "weights per neuron too small for the rule: use a higher density or a wider model",
+    "optimizer": "the optimizer does not hold what the plan expects: build it from smupar.param_groups",
+    "another model": "the model is not the one that was planned: add nothing after parameterize",
+    "diverged": "training diverged: lower the learning rate",
+    "no updates": "nothing was trained: give coord_check a learning rate and an optimizer that hold the model's parameters",
+    "unmeasured": "not measured by themselves: weights of modules that are no Linear, Embedding or convolution",
+    "uncalled": "factor not applied: the forward pass never calls these layers; call them, or multiply what their weights give "
+    "by the plan's factor yourself",
+    "elsewhere": "not in what smupar sets (init, rates, factors and masks are as planned): look at the forward and backward "
+    "pass of these places",
+    "rule": "the rule itself does not correct for this axis: use rule='smupar'",
+}
+# Worth saying, but no reason to fail a check whose sizes are flat.
+CAUTIONS = ("decay", "thin", "unmeasured", "uncalled")
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """One cause, where it shows, and the remedy."""
+
+    rule: str
+    cause: str
+    places: tuple[str, ...]  # layers or groups
+    evidence: str
+
+    @property
+    def is_caution(self) -> bool:
+        return self.cause in CAUTIONS
+
+    def __str__(self) -> str:
+        where = ", ".join(self.places[:4]) + (f" and {len(self.places) - 4} more" if len(self.places) > 4 else "")
+        return f"{REMEDIES[self.cause]}" + (f" [{where}]" if where else "") + (f". {self.evidence}" if self.evidence else "")
+
+
+def diagnose(
+    rule: str, slopes: Iterable[Slope], faults: Mapping[Run, list[Finding]], plans: Mapping[tuple[str, int, float], Plan]
+) -> list[Diagnosis]:
+    own_plans = {cell: plan for cell, plan in plans.items() if cell[0] == rule}
+    found = _from_faults(rule, faults, own_plans) + _thin(rule, own_plans)
+    failing = [slope for slope in slopes if slope.rule == rule and slope.verdict == FAIL and decides(slope)]
+    if failing and not any(not diagnosis.is_caution for diagnosis in found):
+        has_readout = any(len(row.forward) > 1 or row.role == "unembedding" for plan in own_plans.values() for row in plan)
+        found += _from_slopes(rule, failing, has_readout)
+    return found
+
+
+def _from_faults(
+    rule: str, faults: Mapping[Run, list[Finding]], plans: Mapping[tuple[str, int, float], Plan]
+) -> list[Diagnosis]:
+    lines: dict[str, dict[str, str]] = defaultdict(dict)  # cause -> place -> what was seen
+    for (run_rule, width, density, _), findings in faults.items():
+        if run_rule != rule:
+            continue
+        for finding in findings:
+            cause = _embedding_cause(finding, plans[run_rule, width, density]) or finding.cause
+            lines[cause].setdefault(finding.name, f"Seen at width {width}, density {density:g}: {finding}")
+    return [
+        Diagnosis(rule, cause, tuple(name for name in seen if name), next(iter(seen.values()))) for cause, seen in lines.items()
+    ]
+
+
+def _embedding_cause(finding: Finding, plan: Plan) -> str | None:
+    """An embedding whose init or rate is off by just what a hidden weight of its width would get."""
+    row = next((row for row in plan if row.name == finding.name), None)
+    if row is None and finding.name.startswith("embedding"):  # a group of them
+        row = next((row for row in plan if row.role == "embedding"), None)
+    if finding.cause not in ("init", "LR") or row is None:
+        return None
+    hidden = get_rule(plan.rule).init_var["hidden"] if finding.cause == "init" else get_rule(plan.rule).lr["adam"]["hidden"]
+    factor = float(hidden.of(row.width_out, row.width_out, 1)) ** (0.5 if finding.cause == "init" else 1)
+    close = factor != 1 and abs(finding.ratio / factor - 1) < 0.05
+    return "embedding as hidden" if row.role == "embedding" and close else None
+
+
+def _thin(rule: str, plans: Mapping[tuple[str, int, float], Plan]) -> list[Diagnosis]:
+    seen = {}
+    for (_, width, density), plan in plans.items():
+        for note in plan.notes:
+            if note.kind == "thin":
+                seen[f"width {width}, density {density:g}"] = note
+    return [Diagnosis(rule, "thin", (), f"At {'; '.join(seen)}: {next(iter(seen.values()))}")] if seen else []
+
+
+def _from_slopes(rule: str, failing: list[Slope], has_readout: bool) -> list[Diagnosis]:
+    found = []
+    for axis in dict.fromkeys(slope.axis for slope in failing):
+        own = [slope for slope in failing if slope.axis == axis]
+        cause = _cause(rule, axis, own, has_readout)
+        places = tuple(folded(own))
+        found.append(Diagnosis(rule, cause, places, _evidence(own)))
+    return found
+
+
+def folded(slopes: Iterable[Slope]) -> list[str]:
+    """Where slopes were taken, equal places of all blocks as one."""
+    places = dict.fromkeys(slope.place for slope in slopes)
+    globs = {place: layer_glob(place) for place in places}
+    return list(dict.fromkeys((globs[place] if globs[place].strip("*.") else place) or "logits" for place in places))
+
+
+def _cause(rule: str, axis: str, failing: list[Slope], has_readout: bool) -> str:
+    """Why sizes fail although the audit found nothing: what it cannot see."""
+    corrected = get_rule(rule).init_var["hidden"].m_rho if axis == "density" else get_rule(rule).init_var["hidden"].m_in
+    if not corrected:
+        return "rule"
+    first = [slope for slope in failing if slope.step == 1]
+    if first and all("att" in slope.place.lower() for slope in first):
+        return "attention scale"
+    # Logits made by hand without their factor: every gradient is off by one power of the width from the first step on.
+    if axis == "width" and not has_readout and any(slope.quantity == GRAD_X or slope.role == "logits" for slope in first):
+        return "output factor"
+    return "elsewhere"
+
+
+def _evidence(failing: list[Slope]) -> str:
+    first = min(failing, key=lambda slope: (slope.step == LATER, -abs(slope.slope)))
+    grows = first.slope > 0 if first.axis == "width" else first.slope < 0
+    towards = ("grows" if grows else "shrinks") + (" with width" if first.axis == "width" else " with sparsity")
+    since = "after step 1" if first.step == LATER else "from step 1"
+    others = {slope.quantity for slope in failing} - {first.quantity}
+    return (
+        f"{first.quantity} of {first.place or 'the logits'} {towards} {since} (slope {first.slope:+.2f}"
+        + (f" +- {first.ci:.2f}" if first.ci == first.ci else "")
+        + f" at {'density' if first.axis == 'width' else 'width'} {first.at:g})"
+        + (f"; also {', '.join(sorted(others))}" if others else "")
+    )

@@ -1,0 +1,254 @@
+"""Sizes of one training run, per layer and step.
+
+For a layer Y = X W: the output Y, the gradient with respect to its input through this layer alone, and dY = X dW, what one
+update does to the output on the same inputs. All on up to ``MAX_ROWS`` rows of each batch, so memory does not grow with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smupar.model.parameterize import FACTOR
+from smupar.plan.layers import IMAGES, kind_of
+from smupar.plan.plan import Plan
+from smupar.plan.tensors import parent_path
+
+MAX_ROWS = 256
+MAX_IMAGES = 8  # of a convolution, whose rows are all positions of an image
+Y, GRAD_X, DY, CHANGE, GRAD_W = "Y", "grad X", "dY", "change of Y", "weight gradient"
+JUDGED = (Y, GRAD_X, DY)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One size: of a layer's or block's quantity at a step (1 is the first forward pass) of one run."""
+
+    rule: str
+    width: int
+    density: float
+    seed: int
+    step: int
+    place: str  # module path
+    kind: str  # "layer" or "block"
+    role: str  # of the layer's weight; "block" or "logits" for blocks
+    quantity: str
+    rms: float
+    mean_abs: float
+    num_entries: int = 1
+
+    @property
+    def norm(self) -> float:
+        """Of all entries together: for the weight gradient, its norm, the gradient flow."""
+        return self.rms * math.sqrt(self.num_entries)
+
+
+class Recorder:
+    """Hooks on the layers and blocks of a model; ``readings`` of the finished steps."""
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        self.model, self.plan = model, plan
+        modules = dict(model.named_modules())
+        self.layers = {path: (name, role) for path, name, role in _layers(model, plan)}
+        hidden_parents = {parent_path(path) for path, (_, role) in self.layers.items() if role == "hidden"}
+        # Modules whose weights are not layers of their own (recurrent, attention, the user's) are measured as blocks too.
+        owners = {parent_path(row.name) for row in plan if row.role == "hidden"} - self.layers.keys()
+        self.blocks = {path: "block" for path in (*hidden_parents, *owners) if path and path in modules}
+        self.blocks[""] = "logits"
+        self.sizes: list[tuple[int, str, str, Tensor, Tensor, int]] = []
+        self.step = 0
+        self._inputs: dict[str, Tensor] = {}
+        self._output_grads: dict[str, Tensor] = {}
+        self._first_outputs: dict[str, Tensor] = {}
+        self._called: set[str] = set()
+        self._seen: set[str] = set()
+        self._differentiated: set[str] = set()
+        self._probing = False
+        self._handles = [
+            modules[path].register_forward_hook(self._after_forward(path), with_kwargs=True)
+            for path in (*self.layers, *(path for path in self.blocks if path not in self.layers))
+        ]
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    # Hooks
+
+    def _after_forward(self, path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            self._called.add(path)
+            y = _first_tensor(output)
+            x = _first_tensor((*args, *kwargs.values()))
+            if y is None or not y.is_floating_point():
+                return
+            if self._probing:
+                self._compare(path, y.detach())
+                return
+            if self.step == 0:
+                return
+            if path not in self._seen:  # a layer may be used again in one pass: its first use counts
+                self._seen.add(path)
+                self._note(path, Y, y.detach())
+            if not y.requires_grad or path in self._differentiated:  # checkpointing runs a layer a second time, with gradients
+                return
+            self._differentiated.add(path)
+            if path in self.layers:
+                if x is not None:
+                    self._inputs[path] = _rows(module, x.detach())
+                    y.register_hook(lambda grad: self._output_grads.__setitem__(path, _rows(module, grad, output=True)))
+            elif x is not None and x.is_floating_point() and x.requires_grad:
+                x.register_hook(lambda grad: self._note(path, GRAD_X, grad / self.plan.output_factor))
+
+        return hook
+
+    def _compare(self, path: str, y: Tensor) -> None:
+        if path in self._compared:
+            return
+        self._compared.add(path)
+        y = y.flatten()[:: max(1, y.numel() // 65536)].clone()
+        if path not in self._first_outputs:
+            self._first_outputs[path] = y
+        else:
+            self._note(path, CHANGE, y - self._first_outputs[path])
+
+    def _note(self, path: str, quantity: str, values: Tensor) -> None:
+        if not values.numel():  # an expert that got no tokens
+            return
+        values = values.float()
+        rms, mean_abs = values.square().mean().sqrt(), values.abs().mean()
+        self.sizes.append((self.step, path, quantity, rms, mean_abs, values.numel()))
+
+    # A step, in three parts
+
+    @contextmanager
+    def probe(self) -> Iterator[None]:
+        """A forward pass whose outputs are compared with those of the first such pass."""
+        self._probing = True
+        self._compared: set[str] = set()
+        try:
+            yield
+        finally:
+            self._probing = False
+
+    def before_update(self) -> dict[str, Tensor]:
+        """After backward: gradients. Returns the weights, for ``after_update``."""
+        parameters = dict(self.model.named_parameters())
+        weights = {}
+        for path, (name, _) in self.layers.items():
+            module = self.model.get_submodule(path)
+            kind = kind_of(module)
+            weight_grad = parameters[name].grad
+            if weight_grad is not None:
+                self._note(path, GRAD_W, weight_grad)
+            weights[name] = parameters[name].detach().clone()
+            if path in self._inputs and path in self._output_grads and not kind.is_lookup:
+                dtype = parameters[name].dtype  # autocast may have run the layer in another
+                with torch.enable_grad():
+                    x = self._inputs[path].to(dtype).requires_grad_()
+                    (grad,) = torch.autograd.grad(kind.output(module, x), x, self._output_grads[path].to(dtype))
+                self._inputs[path] = x.detach()
+                self._note(path, GRAD_X, grad * getattr(module, FACTOR, 1.0) / self.plan.output_factor)
+        return weights
+
+    @torch.no_grad()
+    def after_update(self, weights: dict[str, Tensor]) -> None:
+        """After the optimizer's step: its effect on the outputs, weights alone."""
+        parameters = dict(self.model.named_parameters())
+        for path, (name, _) in self.layers.items():
+            if path in self._inputs:
+                module = self.model.get_submodule(path)
+                kind, change = kind_of(module), parameters[name].detach() - weights[name]
+                effect = kind.effect(module, parameters[name], change, self._inputs[path])
+                self._note(path, DY, effect * getattr(module, FACTOR, 1.0) if kind.is_lookup else effect)
+        self._inputs.clear()
+        self._output_grads.clear()
+        self._seen.clear()
+        self._differentiated.clear()
+
+    def unmeasured(self) -> list[str]:
+        """Hidden weights whose output or update was not seen: not a known layer, or used without being called."""
+        seen = {(path, quantity) for _, path, quantity, *_ in self.sizes}
+        measured = {name for path, (name, _) in self.layers.items() if (path, Y) in seen and (path, DY) in seen}
+        return [row.name for row in self.plan if row.role == "hidden" and row.name not in measured]
+
+    def uncalled(self) -> list[str]:
+        """Layers with a forward factor whose weight the model uses, if at all, without calling them: nothing applies it."""
+        uses = [(path, factor) for row in self.plan for path, factor in row.forward if path in self.layers]
+        return [path for path, factor in uses if factor != 1 and path not in self._called]
+
+    def moved(self) -> bool:
+        """Whether any update changed any output."""
+        return any(float(rms) > 0 for _, _, quantity, rms, *_ in self.sizes if quantity in (DY, CHANGE))
+
+    def readings(self, **run: Any) -> list[Reading]:
+        """Everything measured so far, labelled with the run."""
+        found = []
+        for step, path, quantity, rms, mean_abs, num_entries in self.sizes:
+            kind, role = ("layer", self.layers[path][1]) if path in self.layers else ("block", self.blocks[path])
+            found.append(
+                Reading(
+                    **run,
+                    step=step,
+                    place=path,
+                    kind=kind,
+                    role=role,
+                    quantity=quantity,
+                    rms=float(rms),
+                    mean_abs=float(mean_abs),
+                    num_entries=num_entries,
+                )
+            )
+        return found
+
+
+def _layers(model: nn.Module, plan: Plan) -> Iterator[tuple[str, str, str]]:
+    """(module path, weight name, role) of the layers that are linear in their weight."""
+    for row in plan:
+        uses = [path for path, _ in row.forward] or [parent_path(row.name)]
+        kinds = {path: kind_of(model.get_submodule(path)) for path in uses}
+        for path, kind in kinds.items():
+            # Another parameter of the layer than its weight is not what the layer multiplies by.
+            is_other = parent_path(row.name) == path and not kind.owns(row.name.rpartition(".")[2])
+            if row.role in ("embedding", "hidden", "unembedding") and kind.is_measured and not is_other:
+                tied_readout = row.role == "embedding" and kinds[uses[0]].is_lookup and not kind.is_lookup
+                yield path, row.name, "unembedding" if tied_readout else row.role
+
+
+def _rows(module: nn.Module, values: Tensor, *, output: bool = False) -> Tensor:
+    """Up to MAX_ROWS rows of a layer's input or output, the same rows of both."""
+    kind = kind_of(module)
+    if kind.reads == IMAGES:
+        batched = values.ndim == module.weight.ndim  # one image has no batch
+        return values[:MAX_IMAGES].clone() if batched else values.clone()
+    rows = values.flatten() if kind.is_lookup and not output else values.reshape(-1, values.shape[-1])
+    return rows[_spread(len(rows)).to(rows.device)]
+
+
+def _spread(num_rows: int) -> Tensor:
+    """Up to MAX_ROWS row numbers, evenly apart. Their step has no factor in common with the number of rows: one that divides
+    the length of a sequence would see the same few positions of each, such as the class token of every image."""
+    if num_rows <= MAX_ROWS:
+        return torch.arange(num_rows)
+    step = -(-num_rows // MAX_ROWS)
+    while math.gcd(step, num_rows) > 1:
+        step += 1
+    return torch.arange(MAX_ROWS) * step % num_rows
+
+
+def _first_tensor(value: Any) -> Tensor | None:
+    if isinstance(value, Tensor):
+        return value
+    if hasattr(value, "logits"):
+        return _first_tensor(value.logits)
+    if isinstance(value, Mapping):
+        return _first_tensor(tuple(value.values()))
+    if isinstance(value, (tuple, list)):
+        return next((found for item in value if (found := _first_tensor(item)) is not None), None)
+    return None

@@ -1,0 +1,171 @@
+"""Slopes of log2(size) against log2(width or density), and whether they are small enough.
+
+A rule that works keeps sizes flat. Slopes are fitted for each seed and step; their mean over seeds comes with a 95 % confidence
+interval. Its spread is pooled over places of one kind; as places of one run depend on each other, they count as three at most.
+Judged are step 1, and the mean of all later steps: a single later step of a run is chaotic, most of all in its gradients.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from smupar.check.coordinates.measure import GRAD_X, JUDGED, Reading, Y
+
+LATER = 0  # as a step: the mean of all steps after the first
+PASS, FAIL, UNCLEAR, EXCEPTION = "pass", "fail", "more seeds", "known exception"
+# (pass below, fail above). At step 1 a single layer is exact up to sampling; later, and through whole blocks, nonlinear
+# dynamics move sizes a little under any rule, while those of an uncorrected one move by powers.
+LAYER_AT_STEP_1 = (0.2, 0.35)
+OTHERWISE = (0.5, 0.8)
+_INDEPENDENT_PLACES = 3
+_QUERY = re.compile(r"(^|[._])(w?[qk]|query|key)(_proj|_lin)?$", re.IGNORECASE)
+# 97.5 % points of Student's t by degrees of freedom; 1.96 beyond.
+_T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26, 10: 2.23, 15: 2.13, 20: 2.09, 30: 2.04}
+
+
+@dataclass(frozen=True)
+class Slope:
+    """How one size changes along one axis: size ~ axis ** slope."""
+
+    rule: str
+    axis: str  # "width" or "density"
+    at: float  # the value of the other one
+    place: str
+    kind: str
+    role: str
+    quantity: str
+    step: int  # or LATER
+    slope: float
+    ci: float  # half-width; nan with one seed
+    num_seeds: int
+    verdict: str = ""
+
+    @property
+    def group(self) -> tuple[object, ...]:
+        """Slopes that share their spread: with its few seeds a readout alone would say little."""
+        return self.rule, self.axis, self.at, self.kind, self.quantity, self.step
+
+
+def slopes(readings: Iterable[Reading]) -> list[Slope]:
+    """Every slope that the grid allows, judged where Table 1 promises something."""
+    readings = list(readings)
+    found = []
+    for axis in ("width", "density"):
+        if len({getattr(reading, axis) for reading in readings}) > 1:
+            found += _judged(_fitted(readings, axis))
+    return found
+
+
+@dataclass(frozen=True)
+class Series:
+    """Sizes of one quantity in one place at one step, over the values of an axis."""
+
+    rule: str
+    at: float  # the value of the other axis
+    place: str
+    kind: str
+    role: str
+    quantity: str
+    step: int  # or LATER
+
+
+def _fitted(readings: list[Reading], axis: str) -> list[tuple[Slope, list[float]]]:
+    """Each series' mean slope, with the slopes of its seeds."""
+    by_seed = _slopes_by_seed(readings, axis)
+    later: dict[Series, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for series, slope_of in by_seed.items():
+        for seed, slope in slope_of.items():
+            if series.step > 1:
+                later[replace(series, step=LATER)][seed].append(slope)
+    means = {series: {seed: _mean(steps) for seed, steps in of_seed.items()} for series, of_seed in later.items()}
+    return [
+        (Slope(axis=axis, **vars(series), slope=_mean(seeds), ci=math.nan, num_seeds=len(seeds)), seeds)
+        for series, slope_of in {**by_seed, **means}.items()
+        if (seeds := list(slope_of.values()))
+    ]
+
+
+def _slopes_by_seed(readings: list[Reading], axis: str) -> dict[Series, dict[int, float]]:
+    other = "density" if axis == "width" else "width"
+    points: dict[Series, dict[int, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    for reading in readings:
+        if reading.rms > 0 and math.isfinite(reading.rms):  # a zero-initialised readout: nothing to see before its first step
+            where = reading.place, reading.kind, reading.role, reading.quantity, reading.step
+            series = Series(reading.rule, getattr(reading, other), *where)
+            points[series][reading.seed].append((math.log2(getattr(reading, axis)), math.log2(reading.rms)))
+    return {
+        series: {seed: _fit(pairs) for seed, pairs in of_seed.items() if len({x for x, _ in pairs}) > 1}
+        for series, of_seed in points.items()
+    }
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _fit(points: list[tuple[float, float]]) -> float:
+    x_mean = sum(x for x, _ in points) / len(points)
+    y_mean = sum(y for _, y in points) / len(points)
+    return sum((x - x_mean) * (y - y_mean) for x, y in points) / sum((x - x_mean) ** 2 for x, _ in points)
+
+
+def _judged(fitted: list[tuple[Slope, list[float]]]) -> list[Slope]:
+    squares: dict[tuple[object, ...], float] = defaultdict(float)
+    freedom: dict[tuple[object, ...], int] = defaultdict(int)
+    for slope, each in fitted:
+        squares[slope.group] += sum((seed - slope.slope) ** 2 for seed in each)
+        freedom[slope.group] += len(each) - 1
+    judged = []
+    for slope, each in fitted:
+        if len(each) > 1:
+            spread = math.sqrt(squares[slope.group] / freedom[slope.group])
+            places = min(_INDEPENDENT_PLACES, freedom[slope.group] // (len(each) - 1))
+            slope = replace(slope, ci=_t(max(1, places) * (len(each) - 1)) * spread / math.sqrt(len(each)))
+        judged.append(replace(slope, verdict=judge(slope)))
+    return judged
+
+
+def _t(freedom: int) -> float:
+    return next((_T[df] for df in sorted(_T, reverse=True) if df <= freedom), 1.96) if freedom <= 30 else 1.96
+
+
+def thresholds(slope: Slope) -> tuple[float, float]:
+    return LAYER_AT_STEP_1 if slope.kind == "layer" and slope.step == 1 else OTHERWISE
+
+
+def judge(slope: Slope) -> str:
+    """ "" where nothing is promised, else one of the four verdicts."""
+    if slope.quantity not in JUDGED or (slope.quantity == GRAD_X and slope.role == "embedding"):
+        return ""  # no rule speaks of the gradient that flows out of the network into its data
+    if _is_known_exception(slope):
+        return EXCEPTION
+    passes, fails = thresholds(slope)
+    size, ci = abs(slope.slope), 0.0 if math.isnan(slope.ci) else slope.ci
+    if size < passes and size + ci < fails:
+        return PASS
+    if size > fails and size - ci > passes:
+        return FAIL
+    return UNCLEAR
+
+
+def _is_known_exception(slope: Slope) -> bool:
+    """Logits start at random under muP and SmuPar: a sum of d random terms over d, so they shrink like 1 / sqrt(width) until
+    the readout has learned. So do attention logits where the head size grows, and gradients of queries and keys with them."""
+    logits = slope.role in ("unembedding", "logits") and slope.quantity == Y and slope.step <= 3
+    queries = bool(_QUERY.search(slope.place)) and slope.quantity == GRAD_X and slope.step == 1
+    known = slope.axis == "width" and slope.rule != "sp" and (logits or queries)
+    return known and -0.65 < slope.slope < LAYER_AT_STEP_1[0]
+
+
+def decides(slope: Slope) -> bool:
+    """Whether a slope counts for the verdict; the others say from which step on."""
+    return slope.step in (1, LATER)
+
+
+def overall(found: Iterable[Slope]) -> str:
+    verdicts = {slope.verdict for slope in found if decides(slope)}
+    return FAIL if FAIL in verdicts else UNCLEAR if UNCLEAR in verdicts else PASS

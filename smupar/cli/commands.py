@@ -1,0 +1,423 @@
+"""The commands, as plain functions. Each imports what it needs when it runs, so that ``smupar --help`` is there at once."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import warnings
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from smupar import rules as table_1
+from smupar.cli.flags import Call, Typed, parser_of
+from smupar.cli.resolve import Request, resolve, resolve_training
+from smupar.lm.config.commands import (
+    CheckConfig,
+    EvalConfig,
+    ExportConfig,
+    GenerateConfig,
+    PrepareConfig,
+    ScoringConfig,
+    TasksConfig,
+)
+from smupar.lm.config.run import STANDARD_LIBRARY, Execution, MachineConfig, RunConfig, changed
+from smupar.lm.config.validation import refuse
+from smupar.output.tables import aligned
+from smupar.study.config import EngineConfig, TransferConfig, TuneConfig
+
+if TYPE_CHECKING:
+    from smupar.lm.run.folder import Summary
+
+Preset = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="[PRESET]")]]
+Run = Annotated[Typed, RunConfig]
+How = Annotated[Typed, Execution]
+Engine = Annotated[Typed, EngineConfig]
+EXIT_CODES = {"finished": 0, "diverged": 3, "interrupted": 130, "terminated": 143}
+
+
+def rules(markdown: bool = False) -> None:
+    """Print Table 1: init, learning rate and forward factor of every kind of tensor under every rule.
+
+    Args:
+        markdown: Print the page docs/rules.md.
+    """
+    print(table_1.markdown() if markdown else aligned(table_1.table()), end="" if markdown else "\n")
+
+
+def generate(config: Annotated[Typed, GenerateConfig]) -> None:
+    """Sample text from a run, while it is written."""
+    from smupar.lm.use.generate import generate as sample
+
+    for text in sample(GenerateConfig(**config)):
+        print(text, end="", flush=True)
+    print()
+
+
+def export(config: Annotated[Typed, ExportConfig]) -> None:
+    """Write a model as a folder to hand on: safetensors with all factors folded in, and a run's with a model card.
+
+    A model of transformers, saved by save_pretrained, becomes one that a plain from_pretrained reads.
+    """
+    from smupar.lm.use.export import is_of_transformers
+
+    wanted = ExportConfig(**config)
+    if is_of_transformers(wanted):
+        from smupar.integrations.huggingface import export as write_plain
+
+        print(write_plain(wanted.folder, wanted.out, dtype=wanted.dtype))
+        return
+    from smupar.lm.use.export import export as write
+
+    print(write(wanted))
+
+
+def report(folder: tyro.conf.Positional[str], parquet: bool = False) -> None:
+    """Write the page, picture and table of a study again, from the runs that are finished.
+
+    Args:
+        folder: Of the study.
+        parquet: Write table.parquet beside table.csv and table.json.
+    """
+    from smupar.study.report import write_report
+    from smupar.study.store import Study
+
+    study = Study(folder)
+    found = write_report(study)
+    if parquet:
+        study.write_parquet()
+    print(f"{found}{', table.parquet' if parquet else ''}")
+
+
+def check(config: Annotated[Typed, CheckConfig]) -> None:
+    """Measure whether activations, gradients and updates of the GPT keep their size over width and sparsity.
+
+    Prints a verdict with a diagnosis, writes a picture, a page and JSON; exits with 1 if the check does not pass.
+    """
+    from smupar.lm.use.check import check_gpt
+
+    report = check_gpt(CheckConfig(**config))
+    print(report.explain())
+    if not report.ok:
+        sys.exit(1)
+
+
+def bench(
+    what: tyro.conf.Positional[Literal["parameterize", "train", "updates", "sweep", "data", "sparse"]],
+    repeats: int = 3,
+    out: str | None = None,
+    device: Literal["cpu", "cuda"] | None = None,
+) -> None:
+    """Measure, side by side in one run.
+
+    Args:
+        what: parameterize: its cost against a plain normal_ of the same tensors. train: the 610M model on a GPU, masked
+            against the same without smupar, causal attention and ALiBi. updates: the same model with and without
+            a trace that it follows, on a GPU. sweep: many small models, one by one and stacked. data: how fast shards are
+            read. sparse: layers that keep only their non-zeros against dense ones.
+        repeats: Runs of each side.
+        out: For sparse: a folder for the numbers as JSON and the picture.
+        device: For sparse: cpu or cuda; default a GPU if there is one.
+    """
+    from smupar.bench.models import BENCHES
+
+    refuse(repeats < 1, f"--repeats must be at least 1, got {repeats}")
+    refuse(out is not None and what != "sparse", f"--out is for bench sparse, {what} writes no files: leave it out")
+    refuse(device is not None and what != "sparse", f"--device is for bench sparse, {what} runs where it can: leave it out")
+    print(BENCHES[what](repeats=repeats, **{k: v for k, v in {"out": out, "device": device}.items() if v is not None}))
+
+
+def plan(preset: Preset = "demo", /, *, config: Run, hps: str | None = None, json: bool = False) -> None:
+    """Print the plan of a GPT without building it: every number of every parameter, in seconds at any size.
+
+    Args:
+        preset: demo, 610m, paper-610m or paper-iso: where the flags begin.
+        hps: best.json of `smupar tune`: init and alphas, for any width, density and depth.
+        json: Print it as JSON, for smupar.Plan.from_json.
+    """
+    from smupar.lm.model.gpt import plan_on_meta
+
+    made = plan_on_meta(resolve(RunConfig, request_of(config, preset, hps)))
+    print(made.to_json() if json else made)
+
+
+def train(
+    preset: Preset = "demo",
+    /,
+    *,
+    config: Run,
+    how: How,
+    machine: Annotated[Typed, MachineConfig],
+    hps: str | None = None,
+    dry_run: bool = False,
+) -> None:
+    """Train a sparse GPT. Without flags: on the source of Python's standard library, a minute on two cores.
+
+    Interrupted or killed, the same command goes on from the last checkpoint. On several devices: torchrun
+    --nproc-per-node 8 -m smupar train ...
+
+    Args:
+        preset: demo, 610m, paper-610m or paper-iso: where the flags begin.
+        hps: best.json of `smupar tune`: learning rate, init and alphas, for any width, density and depth.
+        dry_run: Print parameters, FLOPs, memory and hours; train nothing.
+    """
+    run = resolve_training(request_of(config, preset, hps), dry_run=dry_run, machine=machine)
+    if hps is not None and "lr" not in config:
+        from smupar.study.tune import doubts
+
+        for doubt in doubts(hps, optimizer=run.optimizer, rule=run.rule):
+            warnings.warn(doubt, UserWarning, stacklevel=2)
+    if dry_run:
+        from smupar.lm.model.cost import report
+
+        print(report(run, Execution(**how), **asdict(MachineConfig(**machine))))
+        return
+    from smupar.lm.run.train import train as carry_out
+
+    summary = carry_out(run, Execution(**how))
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(_ending(summary, run))
+    sys.exit(EXIT_CODES[summary.status])
+
+
+def sweep(
+    axes: tyro.conf.Positional[tuple[str, ...]],
+    config: Run,
+    how: Engine,
+    out: str = "runs/sweep",
+) -> None:
+    """Run every combination of some fields' values, and write a page with curves and a table.
+
+    Args:
+        axes: FIELD=VALUE,VALUE,... for any fields of a run: lr=2^-10..2^-4 rule=sp,smupar sparsity=0,0.75
+        out: Folder of the study. Started again, only what is missing is run.
+    """
+    from smupar.study.run import run_study
+    from smupar.study.space import parse_axes
+    from smupar.study.sweep import sweep as define
+
+    parsed = parse_axes(axes)
+    study = define(resolve(RunConfig, request_of(config)), parsed)
+    print(run_study(out, study, _command(), EngineConfig(**how)))
+
+
+def transfer(
+    config: Annotated[Typed, TransferConfig],
+    how: Engine,
+    out: str = "runs/transfer",
+    hps: str | None = None,
+) -> None:
+    """Sweep one hyperparameter on the dense proxy and on wide sparse targets; say how far each rule's optimum moved.
+
+    Args:
+        out: Folder of the study: picture.png, report.html, table.csv. Started again, only what is missing is run.
+        hps: best.json of `smupar tune`: what is not swept.
+    """
+    from smupar.study.run import run_study
+    from smupar.study.transfer import transfer as define
+
+    study = define(resolve(TransferConfig, request_of(config, hps=hps)))
+    print(run_study(out, study, _command(), EngineConfig(**how)))
+
+
+def reproduce(
+    figures: tyro.conf.Positional[tuple[str, ...]] = (),
+    *,
+    how: Engine,
+    scale: Literal["cpu", "small", "paper"] = "cpu",
+    data: str | None = None,
+    data_dir: str | None = None,
+    out: str = "runs/reproduce",
+    publish: str | None = None,
+    list: bool = False,  # noqa: A002 (the flag)
+    settings: bool = False,
+    dry_run: bool = False,
+) -> None:
+    """Reproduce figures and tables of the paper: picture, rows, and whether its claim holds here (exit code 1 if not).
+
+    Args:
+        figures: fig06, tab01, ...; all: every one, tab02 only with --data-dir.
+        scale: cpu: minutes on two cores; small: minutes on one GPU; paper: as printed.
+        data: Folder made by `smupar data prepare`; at scale cpu default Python's own source.
+        data_dir: tab02: folder with local copies of the tasks as JSONL; default the harness's own, online.
+        out: Folder; figures that share runs share them here. Started again, only what is missing is run.
+        publish: Folder for a page of results, its rows and its picture, as in docs/results.
+        list: Print what there is.
+        settings: Print Table 4, and what the smaller scales make of it.
+        dry_run: Print runs, parameters, tokens, FLOPs, hours and memory; run nothing.
+    """
+    from smupar.paper import reproduce as paper
+    from smupar.paper.settings import table_4
+
+    if settings or list or not figures:
+        print(table_4() if settings else paper.listed())
+        return
+    offline = [name for name in paper.FIGURES if name != "tab02" or data_dir is not None]
+    names = offline if figures == ("all",) else figures
+    trained = [name for name in names if paper.figure(name).runs]
+    wanted = paper.make_scale(scale, data, reads=bool(trained) and not dry_run)
+    if dry_run:
+        print("\n".join(paper.dry_run(name, wanted) for name in names))
+        return
+    if publish is not None:
+        from smupar.paper.publish import publish as write_page
+        from smupar.paper.publish import refuse_other_scale
+
+        refuse_other_scale(publish, names, wanted)
+    ended = []
+    for name in names:
+        ended.append(paper.reproduce(name, wanted, EngineConfig(**how), out=out, data_dir=data_dir))
+        print(ended[-1], flush=True)
+        if publish is not None:
+            print(write_page(ended[-1], wanted, publish))
+    sys.exit(0 if all(done.claim.holds for done in ended) else 1)
+
+
+def tune(config: Annotated[Typed, TuneConfig], how: Engine, out: str = "runs/tune") -> None:
+    """Search lr, init_std, alpha_input and alpha_output on the dense proxy of base width, as in the paper's Table 3.
+
+    Writes best.json for --hps of train and transfer. Started again, only what is missing is run.
+
+    Args:
+        out: Folder of the study.
+    """
+    from smupar.study.report import write_report
+    from smupar.study.store import Study
+    from smupar.study.tune import tune as search
+
+    study = resolve(TuneConfig, request_of(config))
+    print(search(study, EngineConfig(**how), out=out, command=_command()).explain())
+    print(write_report(Study(out)))
+
+
+def _ending(summary: Summary, config: RunConfig) -> str:
+    """The last line of a run."""
+    if summary.status in ("interrupted", "terminated"):
+        return f"{summary.status} and saved at step {summary.steps} of {config.steps}: the same command goes on"
+    if summary.status == "diverged":
+        return (
+            f"diverged: the loss is no number at step {summary.steps}, base LR {config.lr:g}: lower --lr, "
+            f"or set --clip; {summary.folder} says so"
+        )
+    return (
+        f"train loss {summary.train_loss:.3f}, validation loss {summary.valid_loss:.3f} nats per token at "
+        f"{summary.sparsity:.1%} sparsity, rule {config.rule}, base LR {config.lr:g}; {summary.seconds:.0f} s; "
+        f"sample from it: smupar generate {shlex.quote(summary.folder)}"
+    )
+
+
+def prepare(config: Annotated[Typed, PrepareConfig]) -> None:
+    """Turn text, JSONL, Parquet or a Hugging Face dataset into token shards that `smupar train --data` reads."""
+    from smupar.lm.data.prepare import prepare as make
+
+    wanted = PrepareConfig(**config)
+    index = make(wanted)
+    print(
+        f"{index.num_tokens:,} tokens of {index.num_documents:,} documents ({index.tokenizer.name}, vocabulary "
+        f"{index.tokenizer.vocab_size:,}) in {len(index.shards)} shard{'s' if len(index.shards) > 1 else ''}: "
+        f"smupar train --data {shlex.quote(wanted.out)}"
+    )
+
+
+def verify(folder: tyro.conf.Positional[str]) -> None:
+    """Compare every shard with its checksum, and say what is in the folder.
+
+    Args:
+        folder: Made by `smupar data prepare`.
+    """
+    from smupar.lm.data.shards import verify as compare
+
+    index = compare(folder)
+    print(f"{folder}: {index.num_tokens:,} tokens, {index.num_documents:,} documents, {index.tokenizer.name}: intact")
+
+
+DataStep = tyro.conf.OmitSubcommandPrefixes[
+    Annotated[Call, tyro.conf.subcommand("prepare", constructor_factory=lambda: parser_of(prepare, {}))]
+    | Annotated[Call, tyro.conf.subcommand("verify", constructor_factory=lambda: parser_of(verify, {}))]
+]
+
+
+def data(step: DataStep) -> None:
+    """Text on disk, as tokens: `smupar data prepare` and `smupar data verify`."""
+    step()
+
+
+def evaluate(config: Annotated[Typed, EvalConfig]) -> None:
+    """Evaluate models on ARC-easy, LAMBADA, RACE, PIQA and BoolQ by EleutherAI's harness: the paper's Table 2.
+
+    In three steps, of which only the middle one needs the model and does without the harness: `smupar eval requests`,
+    `smupar eval score`, `smupar eval table`.
+    """
+    from smupar.integrations.lm_eval import evaluate as run
+
+    wanted = changed(EvalConfig(config.get("folders", ())), config)
+    print(f"{run(wanted)}\n{wanted.out}/results.json, table.md, table.csv")
+
+
+def requests(config: Annotated[Typed, TasksConfig], out: str = "requests.jsonl") -> None:
+    """Write all that the tasks ask, for `smupar eval score`. Needs the harness.
+
+    Args:
+        out: File to write.
+    """
+    from smupar.integrations.lm_eval import write_requests
+
+    print(write_requests(TasksConfig(**config), out))
+
+
+def score(
+    folder: tyro.conf.Positional[str],
+    config: Annotated[Typed, ScoringConfig],
+    requests: str = "requests.jsonl",
+    out: str = "scores.jsonl",
+) -> None:
+    """Compute the loglikelihoods that a file asks for. Needs no harness; interrupted, the same command goes on.
+
+    Args:
+        folder: Of a run, a checkpoint, an export, or a model that transformers reads.
+        requests: Made by `smupar eval requests`.
+        out: File to append to; what it holds is not computed again.
+    """
+    from smupar.lm.use.score import score_file
+
+    print(score_file(folder, requests, out, ScoringConfig(**config)))
+
+
+def table(
+    requests: str = "requests.jsonl",
+    scores: tuple[str, ...] = ("scores.jsonl",),
+    out: str = "runs/eval",
+    data_dir: str | None = None,
+) -> None:
+    """Turn scores into the table, one row for each file of scores. Needs the harness.
+
+    Args:
+        requests: Made by `smupar eval requests`.
+        scores: Made by `smupar eval score`, a file for each model.
+        out: Folder for results.json, table.md, table.csv.
+        data_dir: Where the tasks' local copies are now; default where they were.
+    """
+    from smupar.integrations.lm_eval import tabulate
+
+    print(f"{tabulate(requests, list(scores), out, data_dir=data_dir)}\n{out}/results.json, table.md, table.csv")
+
+
+def request_of(typed: Typed, preset: str = "demo", hps: str | None = None) -> Request:
+    """What was typed, with the files read that it names."""
+    tuned, vocab_size = None, 0
+    if hps is not None:
+        from smupar.study.tune import read_hps
+
+        tuned = read_hps(hps)
+    if (text := typed.get("data", STANDARD_LIBRARY)) != STANDARD_LIBRARY:
+        from smupar.lm.data.shards import read_index
+
+        vocab_size = read_index(text).tokenizer.vocab_size
+    return Request(typed, preset, vocab_size, tuned, hps)
+
+
+def _command() -> str:
+    """What was typed, for the page of a study."""
+    return shlex.join(["smupar", *sys.argv[1:]])

@@ -1,0 +1,94 @@
+"""Configurations as command-line flags. What comes back is what was typed: the values of those flags, by the names of the
+fields, and nothing else. ``resolve`` makes a configuration of it.
+
+A command is a plain function. It marks a parameter that takes the flags of a configuration as
+``Annotated[Typed, RunConfig]``; the flags of nested configurations stand beside it.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from functools import lru_cache, partial
+from typing import Annotated, Any, Required, TypeAlias, TypedDict, get_args, get_type_hints
+
+import tyro
+
+from smupar.lm.config.run import default_of
+
+Typed: TypeAlias = dict[str, Any]
+"""The fields that were typed, by name."""
+
+Call: TypeAlias = partial[None]
+"""A command with its arguments."""
+
+
+def parser_of(command: Callable[..., None], shown: Mapping[type, Any]) -> Callable[..., Call]:
+    """``command`` as tyro parses it: into a call that is yet to be made, so that tyro has no part in its errors. The help names
+    the fields of ``shown``, an instance for a kind of configuration, as defaults."""
+    hints = get_type_hints(command, include_extras=True)
+    kinds = {
+        name: kind
+        for name, hint in hints.items()
+        for kind in get_args(hint)[1:]
+        if isinstance(kind, type) and is_dataclass(kind)
+    }
+
+    def parsed(*args: Any, **options: Any) -> Call:
+        return partial(command, *args, **{name: _flat(value) if name in kinds else value for name, value in options.items()})
+
+    parsed.__doc__ = command.__doc__
+    parsed.__annotations__ = hints | {
+        # A factory, because tyro reads the parameters of the chosen command only.
+        name: Annotated[Any, tyro.conf.arg(constructor_factory=partial(_flags, kind, shown.get(kind)))]
+        for name, kind in kinds.items()
+    }
+    parsed.__signature__ = inspect.signature(command)  # type: ignore[attr-defined]
+    return parsed
+
+
+def _flags(kind: type[Any], shown: Any = None, described: str | None = None) -> Any:
+    """A dictionary type, of which tyro leaves out the keys whose flags are not typed."""
+    hints, docs, keys = get_type_hints(kind), _docs_of_fields(kind.__module__), {}
+    for item in fields(kind):
+        hint, doc = hints[item.name], docs.get((kind.__name__, item.name))
+        default = default_of(item) if shown is None else getattr(shown, item.name)
+        if is_dataclass(default):
+            keys[item.name] = _flags(hint, default, doc)
+        elif default is MISSING:
+            keys[item.name] = Required[Annotated[hint, tyro.conf.arg(help=doc)]]
+        else:
+            keys[item.name] = Annotated[hint, tyro.conf.arg(help=doc, help_behavior_hint=f"(default: {_words(default)})")]
+    made: Any = TypedDict(kind.__name__, keys, total=False)  # type: ignore[misc]
+    made.__doc__ = described or kind.__doc__
+    return Annotated[made, tyro.conf.OmitArgPrefixes, tyro.conf.PositionalRequiredArgs]
+
+
+def _words(value: Any) -> str:
+    """A value as one would type it."""
+    return " ".join(shlex.quote(str(part)) for part in (value if isinstance(value, tuple) else (value,)))
+
+
+@lru_cache
+def _docs_of_fields(module: str) -> dict[tuple[str, str], str]:
+    """The string that follows a field in the source, by the names of its class and itself."""
+    classes = (node for node in ast.parse(inspect.getsource(sys.modules[module])).body if isinstance(node, ast.ClassDef))
+    docs = {}
+    for node in classes:
+        for pair in itertools.pairwise(node.body):
+            match pair:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    docs[node.name, name] = " ".join(text.split())
+    return docs
+
+
+def _flat(values: Typed) -> Typed:
+    flat: Typed = {}
+    for name, value in values.items():
+        flat |= _flat(value) if isinstance(value, dict) else {name: value}
+    return flat

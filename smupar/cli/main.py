@@ -1,0 +1,129 @@
+"""The command line: argv is parsed into a call of a command, which is then made. Help is shown with the defaults that hold for
+what else was typed.
+
+Exit codes, as in docs/command-line.md: 0 done, 1 a check or a claim that does not hold, 2 bad input or a full disk (one line
+says what and the remedy), 3 a run that diverged, 130 interrupted, 141 nobody reads on, 143 ended by SIGTERM; a training run
+saves before it ends by a signal.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import tyro
+
+from smupar.cli import commands
+from smupar.cli.flags import Call, parser_of
+from smupar.cli.resolve import Request, start
+from smupar.lm.config.run import RunConfig
+from smupar.study.config import TransferConfig, TuneConfig
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "rules": commands.rules,
+    "plan": commands.plan,
+    "check": commands.check,
+    "train": commands.train,
+    "generate": commands.generate,
+    "export": commands.export,
+    "sweep": commands.sweep,
+    "tune": commands.tune,
+    "transfer": commands.transfer,
+    "reproduce": commands.reproduce,
+    "report": commands.report,
+    "bench": commands.bench,
+    "data": commands.data,
+    "eval": commands.evaluate,
+}
+_STEPS: dict[tuple[str, ...], Callable[..., None]] = {
+    ("data", "prepare"): commands.prepare,
+    ("data", "verify"): commands.verify,
+    ("eval", "requests"): commands.requests,
+    ("eval", "score"): commands.score,
+    ("eval", "table"): commands.table,
+}
+_STARTS: dict[str, type[Any]] = {
+    "plan": RunConfig,
+    "train": RunConfig,
+    "sweep": RunConfig,
+    "transfer": TransferConfig,
+    "tune": TuneConfig,
+}
+"""The configurations whose defaults depend on what is typed, by command."""
+_HELP = ("-h", "--help")
+
+
+def main(argv: list[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    if argv == ["--version"]:
+        from smupar.cli.environment import describe
+
+        print(describe())
+        return
+    # Threads that wait must not spin for long: beside another job on the same cores a step took up to 30 times as long.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # read when torch is loaded
+    warnings.showwarning = lambda message, *_, **__: print(f"smupar: note: {message}", file=sys.stderr)
+    try:
+        _run([*argv, "--help"] if argv in ([], ["data"], ["eval"]) else argv)
+    except BrokenPipeError:  # `smupar ... | head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        print(f"smupar: {_told(error)}", file=sys.stderr)
+        sys.exit(2)
+    except Exception as error:
+        if not _is_of_the_machine(error):
+            raise
+        print(f"smupar: {str(error).strip().splitlines()[0]}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("\nsmupar: interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename and error.strerror:  # the system's, not one of ours
+        return f"{error.filename}: {error.strerror}. Name another path, or make this one usable"
+    return str(error)
+
+
+def _is_of_the_machine(error: Exception) -> bool:
+    """Out of memory or disk, told by libraries in their own words."""
+    return type(error).__name__ in ("SafetensorError", "OutOfMemoryError", "MemoryError")
+
+
+def _run(argv: list[str]) -> None:
+    shown: dict[type, Any] = {}
+    if set(argv) & set(_HELP) and (kind := _STARTS.get(argv[0])):
+        shown[kind] = start(kind, _request([word for word in argv if word not in _HELP]))
+    parse(argv, shown)()
+
+
+def _request(argv: list[str]) -> Request:
+    """What was typed beside the wish for help; nothing if there is a mistake in it."""
+    if len(argv) > 1:
+        with suppress(SystemExit):
+            call = parse(argv, {}, prints=False)
+            (preset,) = call.args or ("demo",)
+            return commands.request_of(call.keywords["config"], preset, call.keywords.get("hps"))
+    return Request()
+
+
+def parse(argv: list[str], shown: Mapping[type, Any], *, prints: bool = True) -> Call:
+    """The call that argv asks for. Help and mistakes end the program; help names the fields of ``shown`` as defaults."""
+    if step := _STEPS.get(tuple(argv[:2])):
+        prog = " ".join(("smupar", *argv[:2]))
+        return tyro.cli(parser_of(step, shown), prog=prog, args=argv[2:], console_outputs=prints)
+    call: Call = tyro.extras.subcommand_cli_from_dict(
+        {name: parser_of(command, shown) for name, command in COMMANDS.items()},
+        prog="smupar",
+        description="Tune a small dense model, train wide sparse ones with the same hyperparameters. "
+        "--version says what is installed; --tyro-print-completion bash (or zsh) prints what completes these commands.",
+        args=argv,
+        console_outputs=prints,
+    )
+    return call

@@ -1,0 +1,117 @@
+"""From what was typed to a configuration: pure functions, called once, after parsing.
+
+A preset gives way to tuned hyperparameters (``--hps``), and these to flags. Flags that would do nothing are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from smupar.lm.config.presets import preset
+from smupar.lm.config.run import RunConfig, changed, padded_vocab
+from smupar.lm.config.validation import refuse
+from smupar.plan.optimizers import names_with
+from smupar.study.config import TransferConfig, TuneConfig
+
+Kind = TypeVar("Kind", RunConfig, TransferConfig, TuneConfig)
+
+# Fields that `transfer` sets itself.
+_SET_BY_TRANSFER = {
+    "width": "name the targets' with --widths, the proxy's with --base-width",
+    "sparsity": "name the targets' with --sparsities",
+    "rule": "name those to compare with --rules",
+    "correction": "compare --rules smupar (as in the paper) and moment",
+    "follow": "a trace of the proxy is recorded and followed by --rules measured",
+    "record": "a trace of the proxy is recorded and followed by --rules measured",
+}
+# Fields that do something only together with some values of another field.
+_NEEDS = {
+    "mask_every": ("dynamic", ("rigl", "set", "gmp")),
+    "mask_stop": ("dynamic", ("rigl", "set", "gmp")),
+    "drop_fraction": ("dynamic", ("rigl", "set")),
+    "rounds": ("dynamic", ("imp",)),
+    "correction": ("dynamic", ("gmp", "imp")),
+    "momentum": ("optimizer", names_with("momentum")),
+    "betas": ("optimizer", names_with("betas") + names_with("hidden_only")),  # there an AdamW trains the rest
+    "context": ("positions", ("learned",)),
+}
+# The runs of a study are shorter than the demo.
+_SHORT = {"steps": 200, "warmup": None, "valid_batches": 1}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was typed, and what the files that it names hold."""
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """The fields of a configuration whose flags were typed."""
+    preset: str = "demo"
+    vocab_size: int = 0
+    """Number of tokens of the text's tokenizer."""
+    hps: Mapping[str, float] | None = None
+    """Tuned hyperparameters, with the base width that they are for."""
+    hps_file: str | None = None
+
+
+def start(kind: type[Kind], request: Request) -> Kind:
+    """The configuration before its flags, which are defaults in the eyes of a user."""
+    origin, values = _origin(kind, request)
+    return changed(origin, values)
+
+
+def resolve(kind: type[Kind], request: Request) -> Kind:
+    """The configuration that was asked for."""
+    if kind is TransferConfig:
+        _refuse_what_transfer_sets(request.fields)
+    origin, values = _origin(kind, request)
+    return changed(origin, {**values, **request.fields}).normalised
+
+
+def resolve_training(request: Request, *, dry_run: bool = False, machine: Mapping[str, Any] | None = None) -> RunConfig:
+    """The run to train, or to compute the cost of on a ``machine``."""
+    _refuse_what_does_nothing(request.fields, start(RunConfig, request))
+    for name in machine or {}:
+        refuse(not dry_run, f"{_flag(name)} is for --dry-run; on several GPUs: torchrun --nproc-per-node 8 -m smupar train ...")
+    return resolve(RunConfig, request)
+
+
+def _origin(kind: type[Kind], request: Request) -> tuple[Kind, dict[str, Any]]:
+    """The preset for this rule and width as that kind of configuration, and what replaces its values before flags do."""
+    typed, values = request.fields, dict[str, Any]()
+    run = preset(request.preset, typed.get("rule", "smupar"), typed.get("width"))
+    if request.vocab_size > run.model.vocab_size:
+        values["vocab_size"] = padded_vocab(request.vocab_size)
+    if request.hps:
+        width = request.hps["base_width"]
+        asked = typed.get("base_width", width)
+        refuse(asked != width, f"what {request.hps_file} holds is for --base-width {width}, not {asked}: leave the flag out")
+        values |= request.hps
+    if issubclass(kind, RunConfig):
+        return run, values
+    if issubclass(kind, TransferConfig):
+        return TransferConfig(run=run), _SHORT | values
+    width = typed.get("base_width", run.base_width)
+    return TuneConfig(run=run), _SHORT | {"sparsity": 0.0, "base_width": width, "width": width} | values
+
+
+def _refuse_what_transfer_sets(typed: Mapping[str, Any]) -> None:
+    swept = {typed.get("axis", "lr"): "it is what is swept, name its values with --values"}
+    for name, remedy in (_SET_BY_TRANSFER | swept).items():
+        refuse(name in typed, f"transfer has no use for {_flag(name)}: {remedy}")
+
+
+def _refuse_what_does_nothing(typed: Mapping[str, Any], before: RunConfig) -> None:
+    chosen = {"dynamic": before.dynamic, "optimizer": before.optimizer, "positions": before.model.positions, **typed}
+    for name, (other, values) in _NEEDS.items():
+        value = chosen[other].lower()
+        has_adamw_beside = other == "optimizer" and typed.get("rest_lr") is not None
+        refuse(
+            name in typed and value not in values and not has_adamw_beside,
+            f"{_flag(name)} does nothing with {_flag(other)} {value}: it is for {', '.join(values)}",
+        )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,93 @@
+"""Steps that do not wait for the host: for small models most of a step is the host telling the GPU what to do next."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Calls before the capture: compilation, lazily made optimizer state and library handles must be through by then, and the search
+# for the fastest 2:4 product (execute/sparse/semi).
+WARM_UP = 3
+# Steps that the host may be ahead of the GPU.
+_AHEAD = 8
+# Of a compiled function, in one process.
+_VERSIONS = 1024
+
+
+class Upload:
+    """Host tensors to a device, without the host waiting for the work that the device has before it.
+
+    A plain copy from pageable memory waits. Pinned buffers, a few of each shape, are taken in turns and live as long as this:
+    making and freeing pinned memory would disturb a capture.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.buffers: dict[tuple[torch.Size, torch.dtype], deque[tuple[Tensor, torch.cuda.Event]]] = {}
+
+    def __call__(self, value: Tensor) -> Tensor:
+        if self.device.type != "cuda":
+            return value.to(self.device)
+        turns = self.buffers.setdefault((value.shape, value.dtype), deque())
+        if len(turns) < _AHEAD:
+            pinned, copied = torch.empty(value.shape, dtype=value.dtype, pin_memory=True), torch.cuda.Event()
+        else:
+            pinned, copied = turns.popleft()
+            copied.synchronize()
+        there = pinned.copy_(value).to(self.device, non_blocking=True)
+        copied.record()
+        turns.append((pinned, copied))
+        return there
+
+
+def compile_static(fn: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]:
+    """``torch.compile`` for sizes that stay. torch counts the versions of a function over all models of a process, and
+    after eight it leaves new ones uncompiled: too few for a study of many widths."""
+    import torch._dynamo
+
+    inner = torch.compile(fn, dynamic=False, **options)
+
+    def call(*args: Any) -> Tensor:
+        with torch._dynamo.config.patch(recompile_limit=_VERSIONS, accumulated_recompile_limit=_VERSIONS):
+            return inner(*args)
+
+    return call
+
+
+class Graphed:
+    """Calls ``fn(*inputs)``, a few times as it is, then captured once and replayed.
+
+    ``fn`` must do the same work each time, on tensors that stay where they are, and never ask the GPU for a number. What it
+    returns is overwritten by the next call.
+    """
+
+    def __init__(self, fn: Callable[..., Tensor]) -> None:
+        self.fn, self.num_calls = fn, 0
+        self.graph = torch.cuda.CUDAGraph()
+        self.inputs: tuple[Tensor, ...] = ()
+        self.output: Tensor | None = None
+        self.stream = torch.cuda.Stream()  # one stream for all calls: gradients remember where they were made
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        self.num_calls += 1
+        # The same tensors from the first call on: for other strides a compiled function would be compiled again, amid capture.
+        if not self.inputs:
+            self.inputs = tuple(torch.empty_like(value, memory_format=torch.contiguous_format) for value in inputs)
+        for mine, value in zip(self.inputs, inputs, strict=True):
+            mine.copy_(value, non_blocking=True)
+        if self.num_calls <= WARM_UP:
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                output = self.fn(*self.inputs)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            return output
+        if self.output is None:
+            torch.cuda.synchronize()
+            with torch.cuda.graph(self.graph, stream=self.stream):
+                self.output = self.fn(*self.inputs)
+        self.graph.replay()
+        return self.output

@@ -1,0 +1,135 @@
+"""Which way of keeping a layer is fastest: a training step of a layer like it, measured for each of them in turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from smupar.execute.sparse.backends import BACKENDS, DENSE, out_dim_of
+from smupar.execute.timing import Call, in_turns, seconds_of
+from smupar.model.sharding import num_ranks
+
+_ROUNDS = 3
+_GPU_SECONDS = 0.02  # of steps between two looks at the clock: a GPU works while the host goes on
+_GPU_MARGIN = 0.03  # a GPU's clock rate wanders: what gains less stays dense
+
+
+@dataclass(frozen=True)
+class Timing:
+    seconds: dict[str, float]
+    """Of a training step, by backend, "dense" among them."""
+    failures: dict[str, str]
+    """Backends that could not do it after all, with what they said."""
+
+    def fastest(self, device: torch.device) -> str:
+        best = min(self.seconds, key=lambda name: self.seconds[name])
+        margin = _GPU_MARGIN if device.type == "cuda" else 0.0
+        return best if self.seconds[best] <= (1 - margin) * self.seconds[DENSE] else DENSE
+
+
+Measured = dict[tuple[object, ...], Timing]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a layer is given in a training step."""
+
+    tokens: int
+    """Rows of the activations, in a pass."""
+    passes: int = 1
+    """Before the optimizer's step: micro-batches."""
+    dtype: torch.dtype | None = None
+    """Of the activations; None: that of the weights."""
+
+
+def timing_of(layer: nn.Module, mask: Tensor, backends: list[str], work: Work, known: Measured) -> Timing:
+    """Of a training step; ``known`` has those of layers like it and is added to. On several ranks
+    all take what the first measured: they must choose alike."""
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    density = float(f"{float(mask.sum()) / mask.numel():.2g}")
+    key = (type(layer), tuple(weight.shape), density, weight.dtype, weight.device, work, *backends)
+    if key not in known:
+        measured = [_measured(layer, mask, backends, work)]
+        if num_ranks() > 1:
+            dist.broadcast_object_list(measured, 0)
+        known[key] = measured[0]
+    return known[key]
+
+
+def _measured(layer: nn.Module, mask: Tensor, backends: list[str], work: Work) -> Timing:
+    out_dim = out_dim_of(layer)
+    assert out_dim is not None
+    sizes = mask.shape[1 - out_dim], mask.shape[out_dim]
+    steps, failures = {DENSE: _step_of(_like(layer, mask), sizes, work)}, {}
+    steps[DENSE]()
+    for name in backends:
+        copy = _like(layer, mask)
+        try:
+            BACKENDS[name].compress(copy, mask)
+            step = _step_of(copy, sizes, work)
+            step()
+        except Exception as error:  # whatever a compiler or a library of kernels raises; the layer can stay as it is
+            failures[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        else:
+            steps[name] = step
+    return Timing(in_turns(steps, _ROUNDS, lambda _, step: _seconds(step, mask.device), pick=min), failures)
+
+
+def _like(layer: nn.Module, mask: Tensor) -> nn.Module:
+    """A layer of the same class and size with other weights and without hooks."""
+    made = type(layer).__new__(type(layer))
+    made.__dict__.update(vars(layer))
+    nn.Module.__init__(made)  # of what torch keeps in modules, nothing is shared with the layer
+    weight: Any = layer.weight
+    bias: Any = getattr(layer, "bias", None)
+    with torch.random.fork_rng(devices=[]):  # the user's random numbers stay what they were
+        values = torch.randn(weight.shape).to(weight)
+    made.register_parameter("weight", nn.Parameter(values))
+    made.register_parameter("bias", None if bias is None else nn.Parameter(torch.zeros_like(bias)))
+    made.register_buffer("weight_mask", mask)
+    return made
+
+
+def _step_of(layer: nn.Module, sizes: tuple[int, int], work: Work) -> Callable[[], None]:
+    """``sizes`` are those of input and output."""
+    like = next(layer.parameters())
+    rng = torch.Generator(like.device).manual_seed(0)
+    # Random, since a GPU is faster at multiplying constants.
+    x, grad = (
+        torch.randn(work.tokens, size, generator=rng, dtype=work.dtype or like.dtype, device=like.device) for size in sizes
+    )
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.0, fused=like.is_cuda)  # the weights stay as they are
+    return training_step(layer, optimizer, x, grad, work.passes)
+
+
+def training_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, grad: Tensor, passes: int = 1
+) -> Callable[[], None]:
+    """Forward and backward to input and weights, and the optimizer's step; under autocast where activations have another dtype
+    than the weights."""
+    x = x.detach().requires_grad_()
+    mixed = next(model.parameters()).dtype != x.dtype
+
+    def step() -> None:
+        for _ in range(passes):
+            with torch.enable_grad(), torch.autocast(x.device.type, x.dtype if mixed else torch.bfloat16, enabled=mixed):
+                y = model(x)
+            y.backward(grad)
+            x.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _seconds(step: Call, device: torch.device) -> float:
+    if device.type != "cuda":
+        return seconds_of(step)
+    once = seconds_of(step, 3, device)
+    return seconds_of(step, min(50, max(3, round(_GPU_SECONDS / once))), device)

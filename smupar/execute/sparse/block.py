@@ -1,0 +1,152 @@
+"""Square blocks that are kept or dropped whole (pattern "block-64"), on a GPU: dense products of blocks by Triton.
+
+Values stay where the parameter has them, row by row: a block is found by where it starts and how far its rows are apart, and
+read as it is or turned. So forward, both gradients and any optimizer work on one tensor without repacking.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smupar.execute.sparse.gpu import DTYPE, GpuIndex, OnGpu
+from smupar.model.csr import mask_of_index
+
+_SIZES = (128, 64, 32, 16)
+_LAUNCH = {128: (8, 3), 64: (4, 4), 32: (4, 4), 16: (4, 4)}
+"""Warps and stages by block size: the fastest on an H200; those for 16 were not measured."""
+_TOKENS, _TOKENS_BACK = 128, 64  # rows that a program takes at a time: of a product, of the gradient of the weights
+_MOST_PROGRAMS = 65535  # along the second dimension of a grid. Rows stay there: programs that run together share them
+
+
+def missing() -> str | None:
+    return None if find_spec("triton") is not None else "Triton: pip install triton"
+
+
+def block_size(mask: Tensor) -> int | None:
+    """The largest size for which every block is full or empty."""
+    for size in _SIZES:
+        if mask.shape[0] % size == 0 and mask.shape[1] % size == 0:
+            counts = _counts(mask, size)
+            if bool(((counts == 0) | (counts == size * size)).all()):
+                return size
+    return None
+
+
+def _counts(mask: Tensor, size: int) -> Tensor:
+    return mask.reshape(mask.shape[0] // size, size, mask.shape[1] // size, size).sum((1, 3))
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Kept blocks in the order of one dimension."""
+
+    starts: Tensor  # of each line of blocks among them
+    others: Tensor  # the place of each in the other dimension
+    origins: Tensor  # where each begins among the values, in block sizes
+    strides: Tensor  # from a row of it to the next, in block sizes
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.starts, self.others, self.origins, self.strides
+
+
+@dataclass(frozen=True)
+class BlocksIndex(GpuIndex):
+    rows: Lines
+    columns: Lines
+    row_of: Tensor  # of each kept block, in the order of ``rows``
+    size: int
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return *self.rows.tensors(), *self.columns.tensors(), self.row_of
+
+
+def blocks_index(mask: Tensor, size: int, out_dim: int) -> BlocksIndex:
+    keep = _counts(mask, size) > 0
+    row_of, column_of = keep.nonzero(as_tuple=True)
+    in_row = keep.sum(1)
+    starts = _starts(in_row)
+    # A line of blocks begins after size rows of each block before it; in a row of values its blocks lie side by side.
+    origins = starts[row_of] * size + torch.arange(len(row_of), device=mask.device) - starts[row_of]
+    strides = in_row[row_of]
+    order = torch.argsort(column_of, stable=True)
+    by_row = Lines(*(part.int() for part in (starts, column_of, origins, strides)))
+    by_column = Lines(*(part.int() for part in (_starts(keep.sum(0)), row_of[order], origins[order], strides[order])))
+    return BlocksIndex((mask.shape[0], mask.shape[1]), out_dim, by_row, by_column, row_of.int(), size)
+
+
+def _starts(counts: Tensor) -> Tensor:
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+
+class Blocks(OnGpu):
+    name = "block"
+
+    def refusal(self, mask: Tensor) -> str | None:
+        if block_size(mask) is None:
+            return f'its mask is not made of whole blocks of {_SIZES[-1]} to {_SIZES[0]}: parameterize with pattern="block-64"'
+        return None
+
+    def index(self, row_starts: Tensor, columns: Tensor, shape: tuple[int, int], out_dim: int) -> BlocksIndex:
+        mask = mask_of_index(row_starts, columns, shape[1])
+        size = block_size(mask)
+        if size is None:
+            raise ValueError(f"backend 'block' cannot multiply a layer: {self.refusal(mask)}, or use backend='dense'")
+        return blocks_index(mask, size, out_dim)
+
+    def product(self, rows: Tensor, index: BlocksIndex, values: Tensor, *, back: bool) -> Tensor:
+        by_row = index.out_dim == int(back)  # whether what is written is a row of blocks as they are kept
+        lines, num_lines = (index.rows, index.shape[0]) if by_row else (index.columns, index.shape[1])
+        y, own, most = rows.new_empty(len(rows), num_lines), values.to(DTYPE), _MOST_PROGRAMS * _TOKENS
+        for part, made in zip(rows.split(most), y.split(most), strict=True):
+            _kernels().gathered[(num_lines // index.size, -(-len(part) // _TOKENS))](
+                part,
+                own,
+                made,
+                *lines.tensors(),
+                len(part),
+                rows.shape[1],
+                num_lines,
+                TURNED=by_row,
+                SIZE=index.size,
+                TOKENS=_TOKENS,
+                **_launch(index.size),
+            )
+        return y
+
+    def values_grad(self, grad: Tensor, x: Tensor, index: BlocksIndex, values: Tensor) -> Tensor:
+        made = torch.empty_like(values)
+        by_row, by_column = (grad, x) if index.out_dim == 0 else (x, grad)
+        if len(index.row_of):
+            _kernels().sampled[(len(index.row_of),)](
+                by_row,
+                by_column,
+                made,
+                index.row_of,
+                index.rows.others,
+                index.rows.origins,
+                index.rows.strides,
+                len(grad),
+                by_row.shape[1],
+                by_column.shape[1],
+                SIZE=index.size,
+                TOKENS=_TOKENS_BACK,
+                **_launch(index.size),
+            )
+        return made
+
+
+def _launch(size: int) -> dict[str, int]:
+    warps, stages = _LAUNCH[size]
+    return {"num_warps": warps, "num_stages": stages}
+
+
+def _kernels() -> Any:
+    """Imported late: Triton comes with torch for GPUs only."""
+    from smupar.execute.sparse import block_kernels
+
+    return block_kernels

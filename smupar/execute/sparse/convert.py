@@ -1,0 +1,270 @@
+"""``sparsify_storage``: a model's masked linear layers, from one way of keeping them to another."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smupar.execute.sparse.auto import Measured, Work, timing_of
+from smupar.execute.sparse.backends import AUTO, BACKENDS, DENSE, layer_refusal
+from smupar.execute.sparse.kernels import kernel_of
+from smupar.execute.sparse.linear import SparseLinear, expand
+from smupar.model.csr import expand_state, is_compressed
+from smupar.model.parameterize import attach, check_plan, is_parameterized, unwrapped
+from smupar.model.storage import watch_optimizers
+from smupar.model.weights import MaskedWeight, weight_of
+from smupar.output.tables import aligned
+from smupar.plan.plan import Plan
+from smupar.plan.settings import layer_glob
+from smupar.plan.tensors import parent_path
+
+_ACTIVATIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class StoredLayer:
+    """How one masked parameter is kept now."""
+
+    name: str
+    shape: tuple[int, ...]
+    density: float
+    backend: str
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Of a training step, by backend, where they were measured."""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class StorageReport:
+    """What ``sparsify_storage`` chose, layer by layer; prints as a table."""
+
+    layers: tuple[StoredLayer, ...]
+    num_bytes: int
+    """Of these weights with their masks or indices."""
+    dense_bytes: int
+    """Of the weights alone, were they dense."""
+
+    def __str__(self) -> str:
+        alike: dict[tuple[str, ...], list[str]] = {}  # layers of all blocks in one line
+        for layer in self.layers:
+            times = ", ".join(f"{name} {1e3 * seconds:.3g}" for name, seconds in layer.seconds.items())
+            shape = "x".join(map(str, layer.shape))
+            key = layer_glob(layer.name), shape, f"{layer.density:.4g}", layer.backend, times or layer.note
+            alike.setdefault(key, []).append(layer.name)
+        lines: list[tuple[str, ...]] = [("parameter", "shape", "density", "kept as", "ms a step")]
+        for (glob, *cells), names in alike.items():
+            lines.append((f"{glob} ({len(names)}x)" if len(names) > 1 else names[0], *cells))
+        total = f"{self.num_bytes:,} bytes with masks and indices, {self.num_bytes / self.dense_bytes:.2%} of the dense weights"
+        return f"{aligned(lines)}\n{total}"
+
+
+def sparsify_storage(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    backend: str = AUTO,
+    tokens: int = 2048,
+    passes: int = 1,
+    dtype: torch.dtype | None = None,
+) -> StorageReport:
+    """Makes masked linear layers keep and multiply only their non-zeros, in place. Says what it chose.
+
+    backend   "csr": non-zeros anywhere, on a CPU or an NVIDIA GPU; "2:4", "block": masks of pattern "2:4-transposable" and
+              "block-N", on an NVIDIA GPU; "dense": back to matrices with masks; "auto": for each layer the fastest of those
+              that can hold it, dense among them, measured once for each kind of layer in this model
+    tokens    rows of the activations that "auto" measures with
+    passes    forward and backward passes before a step of the optimizer, as it measures them: micro-batches
+    dtype     of the activations: what autocast will make of them; None: autocast's if it is on here, else the weights'. GPUs
+              multiply bfloat16 only
+
+    Each such weight becomes a parameter of non-zero values under its old name. So call it after ``parameterize`` and before
+    ``param_groups``, a sparsifier, DDP and torch.compile. On bad input, and where a kernel turns out not to work, the model is
+    left untouched; to be able to, all weights are held both ways until the last is converted.
+    """
+    _refuse(model, plan)
+    if backend not in (AUTO, DENSE, *BACKENDS):
+        raise ValueError(f"backend must be one of {', '.join(map(repr, (AUTO, DENSE, *BACKENDS)))}, got {backend!r}")
+    if tokens < 1 or passes < 1:
+        raise ValueError(f"tokens and passes must be at least 1, got {tokens} and {passes}")
+    masked = _masked(model, plan)
+    device = masked[0].parameter.device
+    if backend in BACKENDS and (missing := BACKENDS[backend].missing(device)):
+        raise ValueError(missing)
+    _refuse_dtype(dtype, masked)
+    if dtype is None and torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    return _carry_out(model, plan, _decide(model, masked, backend, Work(tokens, passes, dtype)))
+
+
+def _masked(model: nn.Module, plan: Plan) -> list[MaskedWeight]:
+    every = [weight_of(model, name) for name, _ in model.named_parameters() if name in plan]
+    masked = [weight for weight in every if weight.is_masked]
+    if not masked:
+        raise ValueError("no weight of this model has a mask: pass a density below 1 to parameterize")
+    return masked
+
+
+def _decide(model: nn.Module, masked: list[MaskedWeight], backend: str, work: Work) -> list[StoredLayer]:
+    """What becomes of each weight; refuses if a named backend cannot hold one of them."""
+    users = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
+    refusals = {weight.name: _refusal(model, weight, backend, users, work.dtype) for weight in masked}
+    refused = {name: why for name, why in refusals.items() if why}
+    if refused and backend in BACKENDS:
+        name, why = next(iter(refused.items()))
+        raise ValueError(
+            f"{name!r} cannot be kept by backend {backend!r}, {len(refused)} of {len(masked)} masked weights: {why}; "
+            "parameterize it with density 1, or use backend='auto', which leaves it as it is"
+        )
+    known = Measured()
+    return [_choice(weight, backend, refusals[weight.name], work, known) for weight in masked]
+
+
+def _carry_out(model: nn.Module, plan: Plan, layers: list[StoredLayer]) -> StorageReport:
+    old = {layer.name: model.get_parameter(layer.name) for layer in layers}
+    tried = set[tuple[object, ...]]()
+    with _all_or_nothing([model.get_submodule(parent_path(name)) for name in old]):
+        for layer in layers:
+            _keep(model, layer, tried)
+        attach(model, plan)
+        num_bytes = sum(weight_of(model, name).num_bytes for name in old)
+        dense_bytes = sum(math.prod(layer.shape) * old[layer.name].element_size() for layer in layers)
+        report = StorageReport(tuple(layers), num_bytes, dense_bytes)
+    watch_optimizers(model, [weight for name, weight in old.items() if model.get_parameter(name) is not weight])
+    return report
+
+
+def dense_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The state dict that the model would have with all its weights dense: matrices and masks. Models of both kinds load it,
+    as they load that of a sparse one."""
+    model = unwrapped(model)
+    state = dict(model.state_dict())
+    for key in [key for key in state if is_compressed(state, key)]:
+        expand_state(state, key, weight_of(model, key).shape)
+    return state
+
+
+def _refuse(model: nn.Module, plan: Plan) -> None:
+    if unwrapped(model) is not model:
+        raise ValueError(
+            f"the model is wrapped in a {type(model).__name__} already, which knows its old weights: sparsify first, then "
+            "compile or wrap it"
+        )
+    for path, module in model.named_modules():
+        if module._compiled_call_impl is not None:
+            raise ValueError(f"{path or 'the model'!r} is compiled already, for its old weights: sparsify before it")
+    if not is_parameterized(model):
+        raise ValueError("this model is not parameterized: call smupar.parameterize first (smupar.attach on a loaded one)")
+    check_plan(model, plan)
+
+
+def _refuse_dtype(dtype: torch.dtype | None, masked: list[MaskedWeight]) -> None:
+    if dtype is None:
+        return
+    if dtype not in _ACTIVATIONS:
+        raise ValueError(f"dtype is that of activations, one of {', '.join(map(str, _ACTIVATIONS))}, got {dtype!r}")
+    other = next((weight for weight in masked if weight.parameter.dtype != torch.float64), None)
+    if dtype == torch.float64 and other is not None:
+        raise ValueError(
+            f"dtype is torch.float64, but {other.name!r} is {other.parameter.dtype}: convert the model (model.double()), or "
+            "leave dtype out"
+        )
+
+
+def _refusal(
+    model: nn.Module, weight: MaskedWeight, backend: str, users: Counter[int], dtype: torch.dtype | None
+) -> str | None:
+    """Why the layer cannot be kept as asked, or, for "auto", as anything but a matrix."""
+    if backend == DENSE:
+        return None
+    parent = model.get_submodule(parent_path(parent_path(weight.name)))
+    why = layer_refusal(weight.module, weight.leaf, parent, users[id(weight.parameter)]) if weight.stores_zeros else None
+    if why is None and backend in BACKENDS:
+        why = BACKENDS[backend].refusal(weight.module, weight.full_mask(), dtype or weight.parameter.dtype)
+    return why
+
+
+def _choice(weight: MaskedWeight, backend: str, refusal: str | None, work: Work, known: Measured) -> StoredLayer:
+    mask, chosen, seconds, note = weight.full_mask(), backend, dict[str, float](), refusal or ""
+    if backend == AUTO:
+        chosen = DENSE
+        if refusal is None:
+            chosen, seconds, note = _fastest(_with_matrix(weight.module), mask, work, known)
+    density = float(torch.count_nonzero(mask)) / mask.numel()
+    return StoredLayer(weight.name, tuple(mask.shape), density, chosen, seconds, note)
+
+
+def _with_matrix(layer: nn.Module) -> nn.Module:
+    """The layer, or one like it if it keeps non-zeros."""
+    if not isinstance(layer, SparseLinear):
+        return layer
+    twin = copy.copy(layer)
+    twin.__dict__.update(_insides(layer))  # torch's copy would share them
+    expand(twin)
+    return twin
+
+
+def _keep(model: nn.Module, chosen: StoredLayer, tried: set[tuple[object, ...]]) -> None:
+    layer, mask = model.get_submodule(parent_path(chosen.name)), weight_of(model, chosen.name).full_mask()
+    if isinstance(layer, SparseLinear):
+        expand(layer)
+    if chosen.backend == DENSE:
+        return
+    BACKENDS[chosen.backend].compress(layer, mask)
+    assert isinstance(layer, SparseLinear)
+    layer.index()
+    key = chosen.backend, chosen.shape, layer.out_dim, layer.weight.dtype, layer.weight.device
+    if layer.weight.is_cuda and key not in tried:
+        _try(layer)
+        tried.add(key)
+
+
+def _try(layer: SparseLinear) -> None:
+    """A product and its gradients: kernels for GPUs are compiled only then, and what fails should fail here."""
+    kernel = kernel_of(layer.backend, layer.weight.device)
+    sizes = layer.matrix_shape[1 - layer.out_dim], layer.matrix_shape[layer.out_dim]
+    x, grad = (torch.zeros(1, size, dtype=kernel.dtype, device=layer.weight.device) for size in sizes)
+    values, index = layer.weight.detach(), layer.index()
+    kernel.forward(x, index, values, None)
+    kernel.backward(grad, x, index, values, for_input=True, for_values=True)
+    torch.cuda.synchronize(layer.weight.device)  # a launch that fails says so later
+
+
+@contextlib.contextmanager
+def _all_or_nothing(layers: list[nn.Module]) -> Iterator[None]:
+    """Puts the layers back as they were if something fails: the same tensors, which takes no memory that might be missing."""
+    before = [(layer, type(layer), {**layer.__dict__, **_insides(layer)}) for layer in layers]
+    try:
+        yield
+    except BaseException:
+        for layer, kind, own in before:
+            layer.__class__ = kind
+            layer.__dict__.clear()
+            layer.__dict__.update(own)
+        raise
+
+
+def _insides(layer: nn.Module) -> dict[str, Any]:
+    """Copies of what torch keeps the tensors of a module in."""
+    return {name: copy.copy(layer.__dict__[name]) for name in ("_parameters", "_buffers", "_non_persistent_buffers_set")}
+
+
+def _fastest(layer: nn.Module, mask: Tensor, work: Work, known: Measured) -> tuple[str, dict[str, float], str]:
+    """A backend's name, what was measured, and why others were not among it."""
+    weight: Any = layer.weight
+    activations: torch.dtype = work.dtype or weight.dtype
+    here = [one for one, kind in BACKENDS.items() if not kind.missing(weight.device)]
+    unable = {one: why for one in here if (why := BACKENDS[one].refusal(layer, mask, activations))}
+    able = [one for one in here if one not in unable]
+    chosen, seconds = DENSE, dict[str, float]()
+    if able:
+        timing = timing_of(layer, mask, able, work, known)
+        chosen, seconds, unable = timing.fastest(weight.device), timing.seconds, unable | timing.failures
+    return chosen, seconds, "; ".join(f"{one}: {why}" for one, why in unable.items())

@@ -1,0 +1,145 @@
+"""cuSPARSELt's product with a 2:4 matrix, planned once for a size. torch's own call makes its plan anew each time, which takes
+the host about as long as a GPU multiplies at width 4096.
+
+Called through ctypes: torch brings the library along, but not its header.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from smupar.execute.sparse.gpu import current_stream
+
+_OLDEST = 500  # version 0.5.0: from then on the numbers below are these
+_BYTES = 16 * 1024  # of each of its structures: the largest of any version has 11024
+_ALIGNMENT = 16  # of matrices and of the structures, in bytes
+_CUDA_R_16BF = 14
+_CUSPARSE_ORDER_COL, _CUSPARSE_ORDER_ROW = 1, 2
+_CUSPARSE_OPERATION_NON_TRANSPOSE, _CUSPARSE_OPERATION_TRANSPOSE = 0, 1
+_CUSPARSELT_SPARSITY_50_PERCENT = 0
+_CUSPARSE_COMPUTE_32F = 2
+_CUSPARSELT_MATMUL_ALG_DEFAULT = 0
+
+
+def missing() -> str | None:
+    version = torch.backends.cusparselt.version() if torch.backends.cusparselt.is_available() else None
+    if version is None or not hasattr(torch, "_cslt_compress"):
+        return f"cuSPARSELt, which torch {torch.__version__} was built without"
+    if version < _OLDEST:
+        return f"cuSPARSELt of version {_OLDEST} or later, torch {torch.__version__} has {version}"
+    try:
+        _library()
+    except OSError as error:
+        return f"the library of cuSPARSELt ({error})"
+    return None
+
+
+@cache
+def _library() -> ctypes.PyDLL:
+    # PyDLL: a handle is not for two threads at once, and such calls keep the interpreter's lock.
+    return ctypes.PyDLL("libcusparseLt.so.0")
+
+
+def _call(name: str, *args: object) -> None:
+    code = getattr(_library(), f"cusparseLt{name}")(*args)
+    if code:
+        raise RuntimeError(f"cusparseLt{name} failed with code {code}")
+
+
+class Struct:
+    """One of the library's structures, which it lays out as it likes."""
+
+    def __init__(self) -> None:
+        self.room = ctypes.create_string_buffer(_BYTES + _ALIGNMENT)
+        start = ctypes.addressof(self.room)
+        self._as_parameter_ = ctypes.c_void_p(start + -start % _ALIGNMENT)
+
+
+@cache
+def _handle(device: torch.device) -> Struct:
+    handle = Struct()
+    with torch.cuda.device(device):
+        _call("Init", handle)
+    return handle
+
+
+class Plan:
+    """``plan(matrix, rows)`` is rows @ matrix.T, for one size of each, in bfloat16. ``matrix`` is packed."""
+
+    def __init__(self, shape: tuple[int, int], num_rows: int, device: torch.device) -> None:
+        self.shape, self.num_rows, self.handle = shape, num_rows, _handle(device)
+        num_outputs, num_inputs = shape
+        matrix, rows, result, product, self.choice, self.plan = parts = [Struct() for _ in range(6)]
+        kind = ctypes.c_uint32(_ALIGNMENT), _CUDA_R_16BF
+        sizes = _sizes(num_outputs, num_inputs, num_inputs)
+        _call(
+            "StructuredDescriptorInit",
+            *(self.handle, matrix, *sizes, *kind, _CUSPARSE_ORDER_ROW, _CUSPARSELT_SPARSITY_50_PERCENT),
+        )
+        sizes = _sizes(num_rows, num_inputs, num_inputs)
+        _call("DenseDescriptorInit", self.handle, rows, *sizes, *kind, _CUSPARSE_ORDER_ROW)
+        sizes = _sizes(num_outputs, num_rows, num_outputs)
+        _call("DenseDescriptorInit", self.handle, result, *sizes, *kind, _CUSPARSE_ORDER_COL)
+        operations = _CUSPARSE_OPERATION_NON_TRANSPOSE, _CUSPARSE_OPERATION_TRANSPOSE
+        matrices = matrix, rows, result, result
+        _call("MatmulDescriptorInit", self.handle, product, *operations, *matrices, _CUSPARSE_COMPUTE_32F)
+        _call("MatmulAlgSelectionInit", self.handle, self.choice, product, _CUSPARSELT_MATMUL_ALG_DEFAULT)
+        _call("MatmulPlanInit", self.handle, self.plan, product, self.choice)
+        # At the interpreter's end the library may be gone, and its memory goes with the process.
+        weakref.finalize(self, _destroy, *parts).atexit = False
+        self.one, self.zero = ctypes.c_float(1), ctypes.c_float(0)
+        self._measure_workspace()
+
+    def search(self, matrix: Tensor, rows: Tensor) -> None:
+        """Times the library's algorithms and keeps the one that it found the fastest."""
+        self._run("MatmulSearch", matrix, rows)
+        self._measure_workspace()
+
+    def __call__(self, matrix: Tensor, rows: Tensor) -> Tensor:
+        return self._run("Matmul", matrix, rows)
+
+    def _measure_workspace(self) -> None:
+        size = ctypes.c_size_t()
+        _call("MatmulGetWorkspace", self.handle, self.plan, ctypes.byref(size))
+        self.workspace = size.value
+
+    def _run(self, name: str, matrix: Tensor, rows: Tensor) -> Tensor:
+        made = rows.new_empty(self.num_rows, self.shape[0])
+        workspace = rows.new_empty(self.workspace, dtype=torch.uint8) if self.workspace else None
+        stream = current_stream(rows.device)
+        into = ctypes.c_void_p(made.data_ptr())
+        _call(
+            name,
+            self.handle,
+            self.plan,
+            ctypes.byref(self.one),
+            ctypes.c_void_p(matrix.data_ptr()),
+            ctypes.c_void_p(rows.data_ptr()),
+            ctypes.byref(self.zero),
+            into,
+            into,
+            None if workspace is None else ctypes.c_void_p(workspace.data_ptr()),
+            ctypes.byref(stream),
+            1,
+        )
+        return made
+
+
+def _sizes(num_rows: int, num_columns: int, leading: int) -> tuple[ctypes.c_int64, ...]:
+    return ctypes.c_int64(num_rows), ctypes.c_int64(num_columns), ctypes.c_int64(leading)
+
+
+def _destroy(matrix: Struct, rows: Struct, result: Struct, product: Struct, choice: Struct, plan: Struct) -> None:
+    """Gives back what the library keeps for a plan. A product's descriptor is all in its structure; of a choice the library
+    keeps something from 0.8 on."""
+    library = _library()
+    library.cusparseLtMatmulPlanDestroy(plan)
+    if hasattr(library, "cusparseLtMatmulAlgSelectionDestroy"):
+        library.cusparseLtMatmulAlgSelectionDestroy(choice)
+    for one in (matrix, rows, result):
+        library.cusparseLtMatDescriptorDestroy(one)

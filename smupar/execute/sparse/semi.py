@@ -1,0 +1,170 @@
+"""Two of every four weights, along rows and columns alike (pattern "2:4-transposable"): what tensor cores multiply in half the
+time, by cuSPARSELt.
+
+Its packed matrix is the values row by row and then metadata, which depends on the places alone. So metadata is made once, and
+each pass writes values in front of it: those of the matrix, or, for the other direction, of its transpose. The gradient of the
+weights is a dense product, of which the entries at the places are taken.
+
+cuSPARSELt has several algorithms for a product. Sizes that come back are timed once and keep the fastest from then on, so the
+choice may differ between two processes, and between the first products of one and the later ones: their last bits may too.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from smupar.execute.sparse.cslt import Plan
+from smupar.execute.sparse.gpu import DTYPE, GpuIndex, OnGpu, compiled, dense_grad
+from smupar.execute.timing import Call, gpu_seconds_of
+from smupar.model.csr import mask_of_index
+
+_SIZES = 64  # multiples of 32 that are none of 64 did not pass the tests (torch 2.11 on an H200)
+_TOKENS = 16  # and of the rows
+_SOURCE = "semi.cu"
+_REMEDY = 'parameterize with pattern="2:4-transposable"'
+SEARCH_AT = 3  # a search takes as long as many products: worth it for sizes that come back, not for every length of a batch
+_MOST_KNOWN = 64
+_choosing = threading.Lock()  # autograd has a thread for each device
+
+
+def tile_codes(mask: Tensor) -> Tensor:
+    """The places in each tile of 4 x 4 as 16 bits, the first row lowest: [tiles of rows, tiles of columns]."""
+    tiles = mask.reshape(mask.shape[0] // 4, 4, mask.shape[1] // 4, 4).transpose(1, 2).flatten(2).int()
+    codes = (tiles << torch.arange(16, dtype=torch.int32, device=mask.device)).sum(-1)
+    return codes.to(torch.int16)  # the kernel reads it without a sign
+
+
+@dataclass(frozen=True)
+class SemiIndex(GpuIndex):
+    metadata: Tensor  # of the matrix as it is kept
+    turned_metadata: Tensor  # of its transpose
+    codes: Tensor
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.metadata, self.turned_metadata, self.codes
+
+
+class SemiStructured(OnGpu):
+    name = "2:4"
+
+    def __init__(self) -> None:
+        self._plans: dict[tuple[object, ...], tuple[Plan, int]] = {}
+        """By sizes and device, the last used behind, and how often each was used until its algorithm was searched for."""
+        self._captured: set[Plan] = set()  # which CUDA graphs may replay, so they stay
+
+    def refusal(self, mask: Tensor) -> str | None:
+        if any(size % _SIZES for size in mask.shape):
+            return f"its sizes {tuple(mask.shape)} are no multiples of {_SIZES}: choose such a width, or leave it dense"
+        tiles = mask.reshape(mask.shape[0] // 4, 4, mask.shape[1] // 4, 4)
+        if not bool((tiles.sum(1) == 2).all() and (tiles.sum(3) == 2).all()):
+            return f"its mask does not keep two of every four weights along rows and columns: {_REMEDY}"
+        return None
+
+    def index(self, row_starts: Tensor, columns: Tensor, shape: tuple[int, int], out_dim: int) -> SemiIndex:
+        mask = mask_of_index(row_starts, columns, shape[1])
+        if why := self.refusal(mask):
+            raise ValueError(f"backend '2:4' cannot multiply a layer: {why}, or sparsify_storage with backend='dense'")
+        return SemiIndex(shape, out_dim, _metadata(mask), _metadata(mask.T.contiguous()), tile_codes(mask))
+
+    def product(self, rows: Tensor, index: SemiIndex, values: Tensor, *, back: bool) -> Tensor:
+        as_kept = index.out_dim == int(back)
+        return self._multiply(packed(values, index) if as_kept else packed_turned(values, index), rows)
+
+    def values_grad(self, grad: Tensor, x: Tensor, index: SemiIndex, values: Tensor) -> Tensor:
+        return picked(dense_grad(grad, x, index.out_dim), index, values)
+
+    def _multiply(self, matrix: Tensor, rows: Tensor) -> Tensor:
+        padding = -len(rows) % _TOKENS
+        whole = F.pad(rows, (0, 0, 0, padding)) if padding else rows
+        return self._plan(matrix, whole)(matrix, whole)[: len(rows)]
+
+    def _plan(self, matrix: Tensor, rows: Tensor) -> Plan:
+        shape = len(matrix), rows.shape[1]
+        key = shape, len(rows), rows.device
+        with _choosing:
+            plan, seen = self._plans.pop(key, (None, 0))
+            plan = plan or Plan(shape, len(rows), rows.device)
+            if torch.cuda.is_current_stream_capturing():  # there nothing can be timed
+                self._captured.add(plan)
+            elif seen < SEARCH_AT:
+                seen += 1
+                if seen == SEARCH_AT:
+                    plan = _faster(plan, matrix, rows)
+            self._plans[key] = plan, seen
+            if len(self._plans) > _MOST_KNOWN:
+                del self._plans[next(iter(self._plans))]
+        return plan
+
+
+def packed(values: Tensor, index: SemiIndex) -> Tensor:
+    """The matrix as cuSPARSELt reads it."""
+    made = _room(index.metadata, index.shape[0], len(values))
+    made.view(-1)[: len(values)].copy_(values)
+    return made
+
+
+def packed_turned(values: Tensor, index: SemiIndex) -> Tensor:
+    """Its transpose."""
+    made = _room(index.turned_metadata, index.shape[1], len(values))
+    row_tiles, column_tiles = index.codes.shape
+    kernel = compiled(_SOURCE, "turn", values.device, F32=int(values.dtype == torch.float32))
+    grid = -(-column_tiles // 32), -(-row_tiles // 32), 1
+    kernel(grid, (256, 1, 1), [values, index.codes, made, row_tiles, column_tiles])
+    return made
+
+
+def picked(matrix: Tensor, index: SemiIndex, values: Tensor) -> Tensor:
+    """The entries of a matrix at the places, in the dtype of ``values``."""
+    made = torch.empty_like(values)
+    row_tiles, column_tiles = index.codes.shape
+    kernel = compiled(_SOURCE, "pick", values.device, F32=int(values.dtype == torch.float32))
+    grid = -(-column_tiles // 256), min(row_tiles, 65535), 1
+    kernel(grid, (256, 1, 1), [matrix, index.codes, made, row_tiles, column_tiles])
+    return made
+
+
+def _room(metadata: Tensor, num_rows: int, num_values: int) -> Tensor:
+    made = metadata.new_empty(num_rows, (num_values + len(metadata)) // num_rows)
+    made.view(-1)[num_values:].copy_(metadata)
+    return made
+
+
+def _metadata(mask: Tensor) -> Tensor:
+    """What cuSPARSELt writes behind the values. That it does so is not documented, hence the checks."""
+    number = torch.arange(int(mask.sum()), device=mask.device)
+    found = []
+    for digits in (number % 251, number // 251 % 251):  # numbers that bfloat16 holds exactly
+        values = (digits + 1).to(DTYPE)
+        matrix = torch.zeros(mask.shape, dtype=DTYPE, device=mask.device).masked_scatter_(mask, values)
+        made = torch._cslt_compress(matrix)
+        flat = made.view(-1)
+        if made.dim() != 2 or len(made) != len(mask) or not torch.equal(flat[: len(values)], values):
+            raise RuntimeError(
+                f"this version of cuSPARSELt packs a matrix of shape {tuple(mask.shape)} in another way than expected, as "
+                f"{tuple(made.shape)}: use sparsify_storage with backend='dense', and tell us your version of torch"
+            )
+        found.append(flat[len(values) :].view(torch.int16).clone())
+    if not torch.equal(*found):
+        raise RuntimeError("this version of cuSPARSELt writes metadata that depend on the values: use backend='dense'")
+    return found[0].view(DTYPE)
+
+
+def _faster(plan: Plan, matrix: Tensor, rows: Tensor) -> Plan:
+    """The plan, or what cuSPARSELt's own search makes of it, if that is faster when timed."""
+    searched = Plan(plan.shape, plan.num_rows, rows.device)
+    try:
+        searched.search(matrix, rows)
+        gains = _seconds(lambda: searched(matrix, rows)) < _seconds(lambda: plan(matrix, rows))
+    except RuntimeError:  # an algorithm that this shape or version does not have
+        return plan
+    return searched if gains else plan
+
+
+def _seconds(call: Call) -> float:
+    call()
+    return min(gpu_seconds_of(call) for _ in range(5))

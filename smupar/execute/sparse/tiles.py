@@ -1,0 +1,175 @@
+"""Non-zeros anywhere in the matrix, on a GPU: a tile of the activations in shared memory, which every non-zero reads.
+
+The forward product and the gradient of the input are ours (``tiles.cu``), the gradient of the weights is a dense product of
+which the entries at the non-zeros are taken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smupar.execute.sparse.gpu import GpuIndex, OnGpu, compiled, dense_grad
+from smupar.execute.sparse.products import Side, Sides
+from smupar.model.csr import flat_places
+
+_BLOCK = 32  # lines that a warp takes at a time
+_RUN = 4  # entries of a line that a thread reads at once
+_STAGE = 72  # bytes of a token in a warp's stage; STRIDE in tiles.cu
+_SOURCE = "tiles.cu"
+_WARPS = 32
+_TILES = ((2048, 32), (4096, 16), (8192, 8))
+"""Up to how many features, and tokens that a tile then has: the fastest of those measured on an H200, with so many warps."""
+_TOKENS_OF_A_LANE = 8  # the fewest that a tile can have
+_HOPPER_SHARED = 227 * 1024
+
+
+def tile_tokens(num_features: int, device: torch.device) -> int | None:
+    """How many tokens a tile has on a device, or None where no tile fits."""
+    tokens = next((tokens for most, tokens in _TILES if num_features <= most), 0)
+    while tokens >= _TOKENS_OF_A_LANE:
+        if shared_bytes(num_features, tokens) <= shared_limit(device):
+            return tokens
+        tokens //= 2
+    return None
+
+
+@cache
+def shared_limit(device: torch.device) -> int:
+    """Bytes of shared memory that a block of threads can have; off a GPU those of a Hopper, for which an index can be made
+    anywhere."""
+    if device.type != "cuda":
+        return _HOPPER_SHARED
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
+
+
+def shared_bytes(num_features: int, tokens: int) -> int:
+    return num_features * tokens * 2 + _WARPS * tokens * _STAGE
+
+
+@dataclass(frozen=True)
+class SlicedEll:
+    """The non-zeros of one dimension of the matrix, line by line, in the sliced ELLPACK format.
+
+    Lines come in blocks of 32, in a block sorted by falling number of non-zeros, and are then cut into slices of as many lines
+    as a warp works on at once. The lines of a slice are padded to the same number of entries, a multiple of four (a run), and
+    their runs are interleaved, so that the warp reads one stretch of memory.
+
+    Two lines in one slice, with non-zeros at columns 1 3 4 6 7 and at 0 5, where . is padding:
+
+        entries    1 3 4 6 | 0 5 . . | 7 . . . | . . . .
+        run, line    0, 0      0, 1      1, 0      1, 1
+
+    After the last slice there is room for one more run of each line, since the kernel reads ahead.
+    """
+
+    source: Tensor  # [entries] int32: which value of the parameter; -1 where it is padding
+    columns: Tensor  # [entries] int16: the place in the line
+    starts: Tensor  # [slices + 1] int32, in runs
+    places: Tensor  # [lines] uint8: which line of its block
+    num_inputs: int
+    tokens: int  # of the tile that it is laid out for
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.places)
+
+
+def sliced_ell(side: Side, num_inputs: int, tokens: int) -> SlicedEll:
+    """The layout for tiles of ``tokens``, which decide how many lines a warp works on at once."""
+    height = 32 // (tokens // _TOKENS_OF_A_LANE)  # lines of a slice
+    counts, columns, device = side.starts.diff(), side.others.long(), side.starts.device
+    lines = torch.arange(len(counts), device=device)
+    most = int(counts.max())
+    sorted_lines = torch.argsort(lines // _BLOCK * (most + 1) + most - counts, stable=True)
+    num_runs = (counts[sorted_lines].view(-1, height).amax(1) + _RUN - 1) // _RUN  # of each line of a slice
+    slice_starts = torch.cat([num_runs.new_zeros(1), (num_runs * height).cumsum(0)])
+    position = torch.empty_like(sorted_lines)
+    position[sorted_lines] = lines
+    # From here on one number for each non-zero: its line, and where that lies in its slice.
+    line = lines.repeat_interleave(counts)
+    slice_of, in_slice = position[line] // height, position[line] % height
+    # Lines that are read at once should not all want the same banks: each begins with features of other banks.
+    banks = 64 // tokens
+    order = torch.argsort(line * banks + (columns - in_slice) % banks, stable=True)
+    rank = torch.arange(len(columns), device=device) - side.starts[line]  # within the line, which the order does not leave
+    run = slice_starts[slice_of] + rank // _RUN * height + in_slice
+    entry = run * _RUN + rank % _RUN
+    num_entries = _RUN * (int(slice_starts[-1]) + height)
+    source = torch.full((num_entries,), -1, dtype=torch.int32, device=device)
+    placed = torch.zeros(num_entries, dtype=torch.int16, device=device)
+    values = order if side.order is None else side.order.long()[order]
+    source[entry], placed[entry] = values.int(), columns[order].to(torch.int16)
+    return SlicedEll(source, placed, slice_starts.int(), (sorted_lines % _BLOCK).to(torch.uint8), num_inputs, tokens)
+
+
+@dataclass(frozen=True)
+class TilesIndex(GpuIndex):
+    forward: SlicedEll
+    back: SlicedEll
+    places: Tensor  # of the non-zeros in the flattened matrix
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        own = [(side.source, side.columns, side.starts, side.places) for side in (self.forward, self.back)]
+        return *own[0], *own[1], self.places
+
+
+class Tiles(OnGpu):
+    name = "tiles"
+
+    def refusal(self, mask: Tensor) -> str | None:
+        return _size_refusal(tuple(mask.shape), mask.device)
+
+    def index(self, row_starts: Tensor, columns: Tensor, shape: tuple[int, int], out_dim: int) -> TilesIndex:
+        if why := _size_refusal(shape, columns.device):
+            raise ValueError(f"backend 'csr' cannot multiply a layer on {columns.device}: {why}")
+        sides = Sides.of(row_starts, columns, shape, out_dim)
+        made = []
+        for side, num_inputs in ((sides.by_output, shape[1 - out_dim]), (sides.by_input, shape[out_dim])):
+            tokens = tile_tokens(num_inputs, columns.device)
+            assert tokens is not None
+            made.append(sliced_ell(side, num_inputs, tokens))
+        return TilesIndex(shape, out_dim, made[0], made[1], flat_places(row_starts, columns, shape[1]).int())
+
+    def product(self, rows: Tensor, index: TilesIndex, values: Tensor, *, back: bool) -> Tensor:
+        side = index.back if back else index.forward
+        return multiply(rows, side, pack(values, side))
+
+    def values_grad(self, grad: Tensor, x: Tensor, index: TilesIndex, values: Tensor) -> Tensor:
+        return dense_grad(grad, x, index.out_dim).view(-1).index_select(0, index.places).to(values.dtype)
+
+
+def _size_refusal(shape: tuple[int, ...], device: torch.device) -> str | None:
+    """All that there is to refuse: the places do not matter."""
+    if any(size % _BLOCK for size in shape):
+        return f"its sizes {shape} are no multiples of {_BLOCK}: choose such a width, or leave it dense"
+    most = _TILES[-1][0]
+    if max(shape) > most:
+        return f"its shape {shape} is beyond {most} features, of which a tile must fit into shared memory: leave it dense"
+    if any(tile_tokens(size, device) is None for size in shape):
+        need = shared_bytes(max(shape), _TOKENS_OF_A_LANE)
+        return f"a tile takes {need} bytes of shared memory, this GPU has {shared_limit(device)}: leave it dense"
+    return None
+
+
+def pack(values: Tensor, side: SlicedEll) -> Tensor:
+    """Entries of the matrix as ``multiply`` reads them: bfloat16 value and place in one word."""
+    num = len(side.source)
+    entries = torch.empty(num, dtype=torch.int32, device=values.device)
+    kernel = compiled(_SOURCE, "pack", values.device, F32=int(values.dtype == torch.float32))
+    kernel((-(-num // 256), 1, 1), (256, 1, 1), [values, side.source, side.columns, entries, num])
+    return entries
+
+
+def multiply(x: Tensor, side: SlicedEll, entries: Tensor) -> Tensor:
+    tokens, shared = side.tokens, shared_bytes(side.num_inputs, side.tokens)
+    kernel = compiled(_SOURCE, "multiply", x.device, shared=shared, TOK=tokens, WARPS=_WARPS)
+    y = x.new_empty(len(x), side.num_outputs)
+    arguments: list[Tensor | int] = [x, entries, side.starts, side.places, y, len(x), side.num_inputs, side.num_outputs]
+    kernel((-(-len(x) // tokens), 1, 1), (_WARPS * 32, 1, 1), arguments)
+    return y

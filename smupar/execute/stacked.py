@@ -1,0 +1,469 @@
+"""Many models of equal shapes trained as one batched model, each with its own rule, density, learning rate, seed and schedule.
+
+``torch.func`` does the stacking: parameters, masks and factors get a leading dimension of models, and one batched step
+replaces many small ones. torch's optimizers know no vector of learning rates, so the updates are written out here; they are
+those of torch.optim, number for number.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from smupar.execute.cuda_graphs import Graphed, Upload, compile_static
+from smupar.model.parameterize import add_missing_factors
+from smupar.model.weights import StackedWeight, weight_of
+from smupar.optim.groups import groups_by_optimizer
+from smupar.plan.optimizers import OPTIMIZERS, OptimizerFacts, facts_of, family_of, names_with
+from smupar.plan.plan import Plan
+from smupar.plan.tensors import parent_path
+
+LossFn = Callable[[nn.Module, Any], Tensor]
+
+# Models whose activations are held at once where a gradient is computed outside of the compiled step.
+_CHUNK = 4
+SUPPORTED = names_with("stackable")
+# torch.optim.Muon's defaults.
+_MUON_COEFFICIENTS, _MUON_STEPS, _MUON_EPS = (3.4445, -4.775, 2.0315), 5, 1e-7
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """Of one model's optimizer; the arguments of ``param_groups`` and of the optimizer, with torch's defaults."""
+
+    lr: float
+    rest_lr: float | None = None
+    """Of an AdamW on all that is not hidden; default none, for muon lr."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    eps_scaling: str = "constant"
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    decay: str = "independent"
+    decayed: str = "all"
+    clip: float | None = None
+
+
+class Stack:
+    """``step(batch, lr_share)`` trains all models by one step and returns their losses.
+
+    models      of one class and equal shapes, parameterized; the stack works on copies of their tensors, see ``write_back``
+    loss_fn     (model, batch) -> scalar, as for one model
+    optimizer   one of ``SUPPORTED``, the same for all
+    compile     torch.compile, and on a GPU a CUDA graph
+    own_batches whether a batch has a leading dimension of models
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        plans: Sequence[Plan],
+        loss_fn: LossFn,
+        hyperparameters: Sequence[Hyperparameters],
+        *,
+        optimizer: str = "adamw",
+        compile: bool = False,  # noqa: A002 (torch's word)
+        dtype: torch.dtype | None = None,
+        own_batches: bool = False,
+    ) -> None:
+        self.kind, self.facts = optimizer.lower(), facts_of(optimizer)
+        self.betas, self.momentum = hyperparameters[0].betas, hyperparameters[0].momentum
+        self.two_optimizers = self.facts.hidden_only or hyperparameters[0].rest_lr is not None
+        self.hidden = {row.name for row in plans[0] if row.role == "hidden"}
+        # A compiled or captured step knows where its tensors are: another set of models is copied into them.
+        self.tensors = self._gathered(models, plans, hyperparameters)
+        params, masks, states = (self.tensors[what] for what in ("params", "masks", "state"))
+        self.weights = {name: StackedWeight(name, param, masks.get(name), states[name]) for name, param in params.items()}
+        self.models, self.num_steps = list(models), 0
+        self.device = self.tensors["alive"].device
+        self.upload = Upload(self.device)
+        template = _Loss(copy.deepcopy(self.models[0]).to("meta"), loss_fn)
+        autocast = (self.device.type, dtype) if dtype is not None else None
+        self._losses = _Losses(
+            template, _aliases(self.models[0]), autocast, own_batches=own_batches, single=len(self.models) == 1
+        )
+        step = compile_static(self._step) if compile else self._step
+        self._call: Callable[..., Tensor] = Graphed(step) if compile and self.device.type == "cuda" else step
+
+    def __len__(self) -> int:
+        return len(self.models)
+
+    def refill(self, models: Sequence[nn.Module], plans: Sequence[Plan], hyperparameters: Sequence[Hyperparameters]) -> None:
+        """Starts anew with other models of the same shapes, as many; nothing is compiled again."""
+        fresh = self._gathered(models, plans, hyperparameters)
+        _pytree.tree_map(lambda mine, other: mine.copy_(other), self.tensors, fresh)
+        self.models, self.num_steps = list(models), 0
+
+    def step(self, batch: Sequence[Tensor], lr_share: float | Sequence[float] = 1.0) -> Tensor:
+        """Losses of all models before the update; a model whose loss is no number is left as it is from then on."""
+        self.num_steps += 1
+        share = self.upload(torch.as_tensor(lr_share, dtype=torch.float32).expand(len(self)))
+        return self._call(share, *batch).clone()
+
+    @torch.no_grad()
+    def evaluate(self, batch: Sequence[Tensor]) -> Tensor:
+        """Losses of all models, which stay as they are."""
+        # Seldom, so not worth compiling; a few at a time, because a captured step keeps most of the memory to itself.
+        return self._losses.values(self.tensors["params"], self.tensors["buffers"], *batch, chunk_size=_CHUNK)
+
+    @torch.no_grad()
+    def keep_gradients(self, batch: Sequence[Tensor]) -> None:
+        """Gives hidden weights their gradients without masks."""
+        grads, _ = self._losses.gradients(self.tensors["params"], self.tensors["buffers"], *batch, chunk_size=_CHUNK)
+        for name in self.hidden:
+            self.weights[name].gradient = grads[name]
+
+    def drop_gradients(self) -> None:
+        for weight in self.weights.values():
+            weight.gradient = None
+
+    @torch.no_grad()
+    def inputs(self, batch: Sequence[Tensor], take: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """What ``take`` makes of the inputs of each hidden weight's layer."""
+        return self._losses.inputs(self.tensors["params"], self.tensors["buffers"], *batch, names=self.hidden, take=take)
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Copies the trained weights into the models, and masks that moved."""
+        for index, model in enumerate(self.models):
+            for name, parameter in model.named_parameters():
+                parameter.copy_(self.tensors["params"][name][index])
+                mask = weight_of(model, name).mask
+                if mask is not None:
+                    mask.copy_(self.tensors["masks"][name][index])
+
+    # One step, as a function of tensors
+
+    @torch.no_grad()
+    def _step(self, share: Tensor, *batch: Tensor) -> Tensor:
+        t = self.tensors
+        number = t["number"].add_(1)
+        grads, losses = self._losses.gradients(t["params"], t["buffers"], *batch)
+        for name, mask in t["masks"].items():
+            grads[name] = grads[name].masked_fill(~mask, 0)
+        if "clip" in t:
+            norm = torch.stack([grad.square().flatten(1).sum(1) for grad in grads.values()]).sum(0).sqrt()
+            factor = (t["clip"] / (norm + 1e-6)).clamp(max=1.0)
+            grads = {name: grad * _wide(factor, grad) for name, grad in grads.items()}
+        t["alive"].logical_and_(losses.isfinite())
+        for name, param in t["params"].items():
+            lr, decay, eps = (_wide(values, param) for values in t["constants"][name])
+            lr = lr * _wide(share * t["rates"][name] if name in t["rates"] else share, param)
+            decay = decay * _wide(self.decay_change(name), param) if name in t["rates"] else decay
+            new = self._updated(name, param, grads[name], lr, decay, eps, _wide(number, param))
+            if name in t["masks"] and self._facts(name).mixes_entries:
+                new = new.masked_fill(~t["masks"][name], 0)
+            param.copy_(torch.where(_wide(t["alive"], param), new, param))
+        return losses
+
+    def decay_change(self, name: str) -> Tensor:
+        """What further factors on the learning rate leave of a weight decay that is independent of it."""
+        rates = self.tensors["rates"][name]
+        return torch.where(self.tensors["independent"], 1 / rates, torch.ones_like(rates))
+
+    def _updated(
+        self, name: str, param: Tensor, grad: Tensor, lr: Tensor, decay: Tensor, eps: Tensor, number: Tensor
+    ) -> Tensor:
+        facts = self._facts(name)
+        if facts.decoupled:
+            param = param * (1 - lr * decay)
+        else:
+            grad = grad + decay * param
+        return param - _CHANGES[facts.name](self.tensors["state"][name], grad, lr, eps, number, self.betas, self.momentum)
+
+    def _facts(self, name: str) -> OptimizerFacts:
+        """Those of the optimizer that a parameter gets."""
+        return OPTIMIZERS["adamw"] if self.two_optimizers and name not in self.hidden else self.facts
+
+    # Gathering
+
+    @torch.no_grad()
+    def _gathered(
+        self, models: Sequence[nn.Module], plans: Sequence[Plan], hyperparameters: Sequence[Hyperparameters]
+    ) -> dict[str, Any]:
+        """All that a step reads and writes, with a leading dimension of models."""
+        _refuse(models, plans, hyperparameters, self.kind)
+        add_missing_factors(models, plans)
+        masked = sorted(self.hidden | {row.name for plan in plans for row in plan if row.masked})
+        own = {f"{name}_mask" for name in masked}
+        params = _stacked([dict(model.named_parameters()) for model in models])
+        device = next(iter(params.values())).device
+        tensors: dict[str, Any] = {
+            "params": params,
+            "buffers": _stacked([{name: b for name, b in m.named_buffers() if name not in own} for m in models]),
+            "masks": {name: torch.stack([weight_of(model, name).full_mask() for model in models]) for name in masked},
+            "constants": _constants(models, plans, hyperparameters, self.kind),
+            "state": {name: self._new_state(name, param) for name, param in params.items()},
+            "rates": {name: torch.ones(len(models), device=device) for name in self.hidden},  # further factors on the LR
+            "independent": torch.tensor([h.decay == "independent" for h in hyperparameters], device=device),
+            "alive": torch.ones(len(models), dtype=torch.bool, device=device),
+            "number": torch.zeros(len(models), device=device),
+        }
+        if any(h.clip is not None for h in hyperparameters):
+            tensors["clip"] = torch.tensor([math.inf if h.clip is None else h.clip for h in hyperparameters], device=device)
+        return tensors
+
+    def _new_state(self, name: str, param: Tensor) -> list[Tensor]:
+        return [torch.zeros_like(param) for _ in range(self._facts(name).num_states_with(self.momentum))]
+
+
+def train_stacked(
+    models: Sequence[nn.Module],
+    plans: Sequence[Plan],
+    loss_fn: LossFn,
+    batches: Iterable[Sequence[Tensor]],
+    *,
+    lr: float | Sequence[float],
+    optimizer: str = "adamw",
+    schedule: Callable[[int], float] | None = None,
+    compile: bool = False,  # noqa: A002 (torch's word)
+    **shared: Any,
+) -> Tensor:
+    """Trains models of equal shapes at once, in place. Returns their losses, one row for each batch.
+
+    lr          of each model, or one for all: its base learning rate, as for ``param_groups``
+    schedule    step -> share of the learning rate
+    compile     torch.compile, and on a GPU a CUDA graph
+    shared      further fields of ``Hyperparameters``, the same for all: betas, eps, weight_decay, momentum, clip, ...
+    """
+    rates = [lr] * len(models) if isinstance(lr, (int, float)) else list(lr)
+    stack = Stack(
+        models, plans, loss_fn, [Hyperparameters(rate, **shared) for rate in rates], optimizer=optimizer, compile=compile
+    )
+    share = schedule or (lambda step: 1.0)
+    losses = [stack.step(batch, share(number)) for number, batch in enumerate(batches)]
+    stack.write_back()
+    return torch.stack(losses)
+
+
+# Making one of many
+
+
+def _refuse(
+    models: Sequence[nn.Module], plans: Sequence[Plan], hyperparameters: Sequence[Hyperparameters], optimizer: str
+) -> None:
+    family_of(optimizer)
+    if optimizer not in SUPPORTED:
+        raise ValueError(f"{optimizer} cannot be stacked: use one of {', '.join(SUPPORTED)}, or train one after the other")
+    if not models or not len(models) == len(plans) == len(hyperparameters):
+        raise ValueError(
+            f"{len(models)} models, {len(plans)} plans, {len(hyperparameters)} hyperparameters: one of each needed"
+        )
+    for what in filter(None, map(_unstackable, models)):
+        raise ValueError(f"{what}: train these models one after the other")
+    shapes = [{name: tuple(p.shape) for name, p in model.named_parameters()} for model in models]
+    for index, other in enumerate(shapes):
+        if other != shapes[0]:
+            name = next(name for name in {**shapes[0], **other} if shapes[0].get(name) != other.get(name))
+            raise ValueError(
+                f"model {index} has {name!r} as {other.get(name)}, the first one as {shapes[0].get(name)}: "
+                "only models of equal shapes can be stacked"
+            )
+    if len({(h.betas, h.momentum, h.rest_lr is None) for h in hyperparameters}) > 1:
+        raise ValueError(
+            "betas, momentum and whether there is a rest_lr must be the same for all models: make a stack for each"
+        )
+
+
+def _unstackable(model: nn.Module) -> str | None:
+    """What a step that is a function of weights and batch cannot do."""
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            return f"{name!r} is frozen, and a stack trains every weight"
+    for path, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.training and module.track_running_stats:
+            return f"{path!r} keeps running statistics, which a stack would lose"
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
+            return f"{path!r} draws random numbers in the forward pass, which a stack cannot"
+    return None
+
+
+def _stacked(many: list[dict[str, Any]]) -> dict[str, Tensor]:
+    return {name: torch.stack([one[name].detach() for one in many]) for name in many[0]}
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """Further names of tied parameters: a copy on the meta device has lost the tie."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
+
+
+def _constants(
+    models: Sequence[nn.Module], plans: Sequence[Plan], hyperparameters: Sequence[Hyperparameters], optimizer: str
+) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """By parameter name: learning rate, decay and epsilon of every model, as ``param_groups`` gives them."""
+    rows: dict[str, list[tuple[float, float, float]]] = {}
+    for model, plan, h in zip(models, plans, hyperparameters, strict=True):
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        named = groups_by_optimizer(
+            model,
+            plan,
+            optimizer,
+            lr=h.lr,
+            rest_lr=h.rest_lr,
+            eps=h.eps_scaling,
+            eps_value=h.eps,
+            weight_decay=h.weight_decay,
+            decay=h.decay,
+            decayed=h.decayed,
+        )
+        for group in (group for _, groups in named for group in groups):
+            for parameter in group["params"]:
+                values = (group["lr"], group["weight_decay"], group.get("eps", h.eps))
+                rows.setdefault(names[id(parameter)], []).append(values)
+    device = next(models[0].parameters()).device
+    return {name: _three(torch.tensor(values, dtype=torch.float64), device) for name, values in rows.items()}
+
+
+def _three(values: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    lr, decay, eps = values.float().to(device).unbind(1)
+    return lr, decay, eps
+
+
+class _Loss(nn.Module):
+    """A module whose parameters can be swapped for one call, and whose output is the loss."""
+
+    def __init__(self, model: nn.Module, loss_fn: LossFn) -> None:
+        super().__init__()
+        self.model, self.loss_fn = model, loss_fn
+
+    def forward(self, batch: tuple[Tensor, ...]) -> Tensor:
+        return self.loss_fn(self.model, batch)
+
+
+class _Losses:
+    """The loss and its gradient as functions of stacked tensors. A single model is not batched at all, which is faster."""
+
+    def __init__(
+        self,
+        template: _Loss,
+        aliases: dict[str, str],
+        autocast: tuple[str, torch.dtype] | None,
+        *,
+        own_batches: bool,
+        single: bool,
+    ) -> None:
+        self.template, self.aliases, self.autocast = template, aliases, autocast
+        self.own_batches, self.single = own_batches, single
+
+    def _one(self, params: dict[str, Tensor], buffers: dict[str, Tensor], batch: tuple[Tensor, ...]) -> Tensor:
+        tensors = {f"model.{name}": value for name, value in {**params, **buffers}.items()}
+        tensors |= {f"model.{alias}": params[name] for alias, name in self.aliases.items()}
+        if self.autocast is None:
+            return torch.func.functional_call(self.template, tensors, (batch,))
+        device, dtype = self.autocast
+        with torch.autocast(device, dtype):
+            return torch.func.functional_call(self.template, tensors, (batch,))
+
+    def gradients(
+        self, params: dict[str, Tensor], buffers: dict[str, Tensor], *batch: Tensor, chunk_size: int | None = None
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        return self._apply(torch.func.grad_and_value(self._one), params, buffers, batch, chunk_size)
+
+    def inputs(
+        self,
+        params: dict[str, Tensor],
+        buffers: dict[str, Tensor],
+        *batch: Tensor,
+        names: Iterable[str],
+        take: Callable[[Tensor], Tensor],
+    ) -> dict[str, Tensor]:
+        seen: dict[str, Tensor] = {}
+
+        def hook(name: str) -> Callable[[nn.Module, Any], None]:
+            return lambda module, args: seen.__setitem__(name, take(args[0]))
+
+        def run(params: dict[str, Tensor], buffers: dict[str, Tensor], batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
+            self._one(params, buffers, batch)
+            return dict(seen)
+
+        layers = {name: self.template.model.get_submodule(parent_path(name)) for name in names}
+        hooks = [layer.register_forward_pre_hook(hook(name)) for name, layer in layers.items()]
+        try:
+            return self._apply(run, params, buffers, batch)
+        finally:
+            for handle in hooks:
+                handle.remove()
+
+    def values(
+        self, params: dict[str, Tensor], buffers: dict[str, Tensor], *batch: Tensor, chunk_size: int | None = None
+    ) -> Tensor:
+        return self._apply(self._one, params, buffers, batch, chunk_size)
+
+    def _apply(
+        self,
+        fn: Callable[..., Any],
+        params: dict[str, Tensor],
+        buffers: dict[str, Tensor],
+        batch: Any,
+        chunk_size: int | None = None,
+    ) -> Any:
+        if not self.single:
+            in_dims = (0, 0, 0 if self.own_batches else None)
+            return torch.func.vmap(fn, in_dims=in_dims, chunk_size=chunk_size)(params, buffers, batch)
+        first: Callable[[Any], Any] = lambda tree: _pytree.tree_map(lambda t: t[0], tree)  # noqa: E731
+        result = fn(first(params), first(buffers), first(batch) if self.own_batches else batch)
+        return _pytree.tree_map(lambda t: t[None], result)
+
+
+def _wide(values: Tensor, like: Tensor) -> Tensor:
+    """A number for each model, to be multiplied with a stacked tensor."""
+    return values.view(-1, *[1] * (like.ndim - 1))
+
+
+# What an optimizer takes from a weight, and does to its own state: (state, gradient, LR, epsilon, step, betas, momentum)
+
+State = list[Tensor]
+Betas = tuple[float, float]
+
+
+def _adam(state: State, grad: Tensor, lr: Tensor, eps: Tensor, number: Tensor, betas: Betas, momentum: float) -> Tensor:
+    (mean, square), (beta1, beta2) = state, betas
+    mean.lerp_(grad, 1 - beta1)
+    square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    correction1, correction2 = 1 - beta1**number, 1 - beta2**number
+    return lr / correction1 * mean / (square.sqrt() / correction2.sqrt() + eps)
+
+
+def _sgd(state: State, grad: Tensor, lr: Tensor, eps: Tensor, number: Tensor, betas: Betas, momentum: float) -> Tensor:
+    for mean in state:  # none without momentum
+        grad = mean.mul_(momentum).add_(grad)
+    return lr * grad
+
+
+def _lion(state: State, grad: Tensor, lr: Tensor, eps: Tensor, number: Tensor, betas: Betas, momentum: float) -> Tensor:
+    (mean,), (beta1, beta2) = state, betas
+    update = (beta1 * mean + (1 - beta1) * grad).sign()
+    mean.mul_(beta2).add_(grad, alpha=1 - beta2)
+    return lr * update
+
+
+def _muon(state: State, grad: Tensor, lr: Tensor, eps: Tensor, number: Tensor, betas: Betas, momentum: float) -> Tensor:
+    (mean,) = state
+    mean.lerp_(grad, 1 - momentum)
+    update = _orthogonalised(grad.lerp(mean, momentum))
+    return math.sqrt(max(1.0, grad.shape[-2] / grad.shape[-1])) * lr * update
+
+
+_CHANGES = {"AdamW": _adam, "Adam": _adam, "SGD": _sgd, "Lion": _lion, "Muon": _muon}
+
+
+def _orthogonalised(update: Tensor) -> Tensor:
+    """The quintic Newton-Schulz iteration of torch.optim.Muon, on a stack of matrices."""
+    a, b, c = _MUON_COEFFICIENTS
+    x = update.bfloat16()
+    wide = x.shape[-2] <= x.shape[-1]
+    x = x if wide else x.mT
+    x = x / x.flatten(1).norm(dim=1).clamp(min=_MUON_EPS).view(-1, 1, 1)
+    for _ in range(_MUON_STEPS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x if wide else x.mT).to(update.dtype)

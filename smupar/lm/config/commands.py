@@ -1,0 +1,169 @@
+"""What the commands other than ``train`` take, as frozen dataclasses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from smupar.lm.config.run import RunConfig
+from smupar.lm.config.validation import (
+    check_choices,
+    check_not_negative,
+    check_positive,
+    check_sparsities,
+    refuse,
+)
+
+
+@dataclass(frozen=True)
+class PrepareConfig:
+    """Text into token shards. Interrupted, the same command goes on where it was."""
+
+    sources: tuple[str, ...]
+    """Files or folders of text, JSONL (.jsonl, .json, also .gz) or Parquet; hf:NAME[:CONFIG] for a Hugging Face dataset,
+    streamed; or slimpajama."""
+    out: str = "data/text"
+    """Folder for the shards and index.json."""
+    tokenizer: str = "bytes"
+    """bytes, gpt2, a `tokenizers` JSON file, or a folder with GPT-2 style vocabulary and merges."""
+    field: str = "text"
+    """Field or column that holds the text, in JSONL, Parquet and datasets."""
+    split: str = "train"
+    """Split of a Hugging Face dataset."""
+    encoding: str = "utf-8"
+    errors: Literal["strict", "replace", "ignore"] = "strict"
+    """What to do with bytes that are not text in that encoding."""
+    max_tokens: int | None = None
+    """Stop after so many tokens."""
+    shard_tokens: int = 100_000_000
+    """Tokens in a shard, about."""
+
+    def __post_init__(self) -> None:
+        check_positive(self, "shard_tokens", *(() if self.max_tokens is None else ("max_tokens",)))
+
+
+@dataclass(frozen=True)
+class CheckConfig:
+    """A coordinate check of the built-in GPT on the text of Python's standard library."""
+
+    rules: tuple[str, ...] = ("sp", "mup", "smupar")
+    """Side by side; sp and mup are baselines, the exit code is about the others."""
+    base_width: int = 64
+    widths: tuple[int, ...] = (256,)
+    sparsities: tuple[float, ...] = (0.0, 0.75, 0.9375)
+    """Share of hidden weights set to zero."""
+    pattern: str = "random"
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    lr: float = 2**-6
+    init_std: float = RunConfig.init_std
+    alpha_input: float = RunConfig.alpha_input
+    alpha_output: float = RunConfig.alpha_output
+    steps: int = 10
+    seeds: int = 3
+    depth: int = 2
+    head_dim: int = 32
+    batch_size: int = 8
+    seq_len: int = 64
+    device: str = "auto"
+    """auto: a GPU if there is one."""
+    out: str = "runs/check"
+    """Folder for check.png, check.html and check.json, which take the place of those of an earlier check."""
+
+    def __post_init__(self) -> None:
+        check_positive(self, "steps", "seeds", "depth", "batch_size", "seq_len", "base_width")
+        check_not_negative(self, "lr", "init_std", "alpha_input", "alpha_output")
+        check_sparsities(*self.sparsities)
+        refuse(not self.widths or min(self.widths) < 1, f"widths must be whole numbers from 1 on, got {self.widths}")
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """Sampling from a run or an export."""
+
+    folder: str
+    """Of a run, of one of its checkpoints, or of an export."""
+    prompt: str = "\n"
+    tokens: int = 300
+    """How many to generate; the text may end before."""
+    temperature: float = 0.8
+    """0: always the likeliest token."""
+    top_k: int = 50
+    """Choose among this many tokens; 0: among all."""
+    seed: int = 0
+    device: str = "auto"
+    """auto: a GPU if there is one."""
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """A folder to hand on."""
+
+    folder: str
+    """Of a run, of one of its checkpoints, or of a Hugging Face model that smupar parameterized."""
+    out: str
+    """Folder to write."""
+    format: Literal["dense", "sparse"] = "dense"
+    """dense: zeros stored; sparse: only the kept weights, as CSR."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    best: bool = False
+    """The checkpoint with the lowest validation loss instead of the last."""
+
+
+TASKS = ("arc_easy", "lambada_openai", "race", "piqa", "boolq")
+"""Of the paper's Table 2, in its order, as EleutherAI's harness calls them."""
+
+
+@dataclass(frozen=True)
+class TasksConfig:
+    """What models are asked."""
+
+    tasks: tuple[str, ...] = TASKS
+    """arc_easy, lambada_openai, race, piqa, boolq."""
+    data_dir: str | None = None
+    """Folder with TASK.jsonl for each of them; default the harness's own datasets, which it downloads."""
+    limit: int | None = None
+    """Only the first so many documents of each task."""
+
+    def __post_init__(self) -> None:
+        for task in self.tasks:
+            refuse(task not in TASKS, f"unknown task {task!r}: choose among {', '.join(TASKS)}")
+        refuse(
+            not self.tasks or len(set(self.tasks)) < len(self.tasks),
+            f"--tasks names each task once, at least one, got {' '.join(self.tasks) or 'none'}",
+        )
+        check_positive(self, *(() if self.limit is None else ("limit",)))
+
+
+@dataclass(frozen=True)
+class ScoringConfig:
+    """How loglikelihoods are computed. None of this changes them, apart from max_length and rounding."""
+
+    device: str = "auto"
+    """auto: a GPU if there is one."""
+    batch_size: int = 16
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """bf16: products and activations; weights and softmax stay fp32."""
+    max_length: int = 2048
+    """Longest input in tokens, older ones are cut off; a model with fewer positions takes fewer."""
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        check_positive(self, "batch_size", "max_length")
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Models on the downstream tasks of the paper's Table 2."""
+
+    folders: tuple[str, ...]
+    """Of runs, checkpoints, exports, or models that transformers reads."""
+    questions: TasksConfig = field(default_factory=TasksConfig)
+    scoring: ScoringConfig = field(default_factory=ScoringConfig)
+    out: str = "runs/eval"
+    """Folder for results.json, table.md, table.csv. Started again, only what is missing is computed."""
+
+    def __post_init__(self) -> None:
+        refuse(
+            not self.folders, "no model: give the folder of a run, a checkpoint, an export, or a model that transformers reads"
+        )
+        refuse(len(set(self.folders)) < len(self.folders), "a folder is given twice: name each model once")

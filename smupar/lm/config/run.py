@@ -1,0 +1,363 @@
+"""What a run is made of, as frozen dataclasses; the command line takes its flags from them. No torch in here, so that
+``smupar --help`` stays fast.
+
+``RunConfig`` is everything that decides the result, and its hash names the run. ``Execution`` is how it is carried out:
+where, on how many devices, how often it is saved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass, replace
+from fractions import Fraction
+from pathlib import PurePath
+from typing import Any, Literal, TypeVar
+
+from smupar.lm.config.validation import (
+    check_choices,
+    check_model,
+    check_not_negative,
+    check_positive,
+    check_run,
+    n_of_m,
+    refuse,
+)
+
+_Config = TypeVar("_Config")
+_FEW_MOVES = 5
+
+STANDARD_LIBRARY = "stdlib"
+"""The text that needs no download: the source of the running Python's standard library, as bytes."""
+
+
+def name_of_text(data: str) -> str:
+    """d and d/ are the same text; ./stdlib is a folder."""
+    path = str(PurePath(data))
+    return data if path == STANDARD_LIBRARY else path
+
+
+def padded_vocab(vocab_size: int) -> int:
+    """Rounded up to a multiple of 64, which matrix units like; 256 stays."""
+    return -(-vocab_size // 64) * 64
+
+
+def changed(config: _Config, values: Mapping[str, Any]) -> _Config:
+    """The configuration with other values of some fields, which go by their own names also where configurations are nested."""
+    assert is_dataclass(config)
+    assert not isinstance(config, type)
+    nested = {f.name: changed(old, values) for f in fields(config) if is_dataclass(old := getattr(config, f.name))}
+    own = {f.name: values[f.name] for f in fields(config) if f.name in values}
+    return replace(config, **nested, **own)
+
+
+def default_of(item: Field[Any]) -> Any:
+    """A field's default; ``MISSING`` if it has none."""
+    return item.default if item.default_factory is MISSING else item.default_factory()
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A GPT whose head size is fixed as width grows. The defaults are the paper's: ALiBi, SwiGLU, tied embedding."""
+
+    width: int = 256
+    depth: int = 2
+    head_dim: int = 32
+    vocab_size: int = 256
+    ff_ratio: float | None = None
+    """Inner width of the MLP over the model's; default 8/3 for SwiGLU, 4 for GELU."""
+    ff_multiple: int | None = None
+    """The inner width is rounded down to a multiple of this; default head_dim."""
+    positions: Literal["alibi", "rotary", "learned", "none"] = "alibi"
+    activation: Literal["swiglu", "gelu"] = "swiglu"
+    biases: bool = False
+    """In linear layers and norms; the unembedding never has one."""
+    tied: bool = True
+    """One matrix for embedding and unembedding."""
+    residual_factor: bool = False
+    """Multiply both residual outputs of a block by 1 / sqrt(2 depth)."""
+    context: int = 2048
+    """Longest sequence, for learned positions only."""
+
+    def __post_init__(self) -> None:
+        check_model(self)
+
+    @property
+    def num_heads(self) -> int:
+        return self.width // self.head_dim
+
+    @property
+    def inner_width(self) -> int:
+        ratio = Fraction(8, 3) if self.activation == "swiglu" else Fraction(4)
+        if self.ff_ratio is not None:
+            ratio = Fraction(self.ff_ratio).limit_denominator(1000)  # 2.3 means 23/10, not the float just below
+        multiple = self.ff_multiple or self.head_dim
+        return max(1, int(ratio * self.width) // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One run: all that decides its result. The defaults are the demo, a sparse GPT that trains in a minute on a laptop."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    rule: str = "smupar"
+    """sp, mup, smupar, smupar-init-only or smupar-lr-only."""
+    base_width: int = 64
+    """Width at which lr, init_std and the alphas were tuned."""
+    sparsity: float | None = None
+    """Share of hidden weights set to zero, in [0, 1); of neurons with pattern neuron. Default 0.9375, or what N:M says."""
+    pattern: str = "random"
+    """random, bernoulli, fan_in, N:M, N:M-transposable, block-N or neuron."""
+    allocation: Literal["uniform", "er", "erk"] = "uniform"
+    """How the sparsity is shared among layers."""
+    dynamic: Literal["none", "rigl", "set", "gmp", "imp"] = "none"
+    """Masks that move: rigl grows by gradients, set at random, gmp prunes from dense to the sparsity, imp prunes in rounds and
+    goes back to the first weights after each."""
+    rounds: int = 4
+    """imp: how often it prunes. The run has one round more, all of the same length, each with the whole schedule."""
+    mask_every: int = 100
+    """Steps between moves."""
+    mask_stop: float = 0.75
+    """Share of the run after which masks stay."""
+    drop_fraction: float = 0.3
+    """Share of the active weights that rigl and set drop at first; goes to 0 along a cosine."""
+    correction: Literal["moment", "fixed"] = "moment"
+    """gmp, imp: learning rate by the density of the moment, or init and learning rate by the last one, as in the paper."""
+    follow: str | None = None
+    """Trace of a proxy that the learning rates of hidden layers follow: measured updates."""
+    record: bool = False
+    """Measure what each update does to every hidden layer and write trace.json, for others to follow."""
+    init_std: float = 0.087
+    alpha_input: float = 9.17
+    alpha_output: float = 1.095
+
+    optimizer: str = "adamw"
+    """adamw, adam, sgd, muon (AdamW on what is not hidden), lion, nadam, radam, adamax, rmsprop or adagrad."""
+    lr: float = 2**-6
+    rest_lr: float | None = None
+    """Learning rate of an AdamW that takes all but the hidden weights; default none, for muon lr."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    momentum: float = 0.9
+    """Of sgd and muon."""
+    eps: float = 1e-8
+    eps_scaling: Literal["constant", "width"] = "constant"
+    """width: epsilon shrinks with the width, like the gradients."""
+    weight_decay: float = 0.0
+    decay: Literal["independent", "coupled"] = "independent"
+    """independent: LR times decay stays what was tuned; coupled: as in the paper's reference code."""
+    decayed: Literal["all", "matrices", "hidden"] = "all"
+    """Which parameters weight decay shrinks: all, all but norms and biases, or hidden weights alone."""
+    clip: float | None = None
+    """Largest norm of the gradient."""
+    schedule: Literal["linear", "linear-to-zero", "constant", "cosine"] = "linear"
+    """linear: to a tenth of the peak, as in most of the paper's runs; cosine: likewise to a tenth."""
+    warmup: int | None = None
+    """Steps of linear warm-up; default a tenth of all steps."""
+    steps: int = 400
+    batch_size: int = 8
+    """Sequences per step, over all ranks and micro-batches."""
+    seq_len: int = 64
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """bf16: products and activations; weights and optimizer state stay fp32."""
+    data: str = STANDARD_LIBRARY
+    """Folder made by `smupar data prepare`, or stdlib: the source of Python's standard library as bytes."""
+    valid_data: str | None = None
+    """Folder with text to validate on; default the last 5 % of data, which are then not trained on."""
+    valid_batches: int = 20
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_run(self)
+
+    @property
+    def exact_sparsity(self) -> float | None:
+        """2/3 where somebody says 0.667 of the pattern 1:3, which fixes it."""
+        fixed = n_of_m(self.pattern)
+        return 1 - fixed[0] / fixed[1] if fixed and self.sparsity else self.sparsity
+
+    @property
+    def normalised(self) -> RunConfig:
+        """The same run as it is hashed and stored, whichever way it was spelled."""
+        return replace(
+            self,
+            data=self.data and name_of_text(self.data),
+            valid_data=self.valid_data and name_of_text(self.valid_data),
+            sparsity=self.exact_sparsity,
+        )
+
+    @property
+    def anywhere(self) -> RunConfig:
+        """The normalised run with its trace reduced to a file name: its id must not depend on where the trace lies."""
+        return replace(self.normalised, follow=PurePath(self.follow).name) if self.follow else self.normalised
+
+    @property
+    def density(self) -> float | None:
+        """What the run ends with; None leaves it to an N:M pattern."""
+        if self.exact_sparsity is None:
+            return None if ":" in self.pattern else 0.0625
+        return 1 - self.exact_sparsity
+
+    @property
+    def start_density(self) -> float | None:
+        """What ``parameterize`` takes."""
+        return 1.0 if self.prunes else self.density
+
+    @property
+    def prunes(self) -> bool:
+        """Whether it starts dense."""
+        return self.dynamic in ("gmp", "imp")
+
+    @property
+    def round_steps(self) -> int:
+        """Steps after which the run starts anew, with the learning rate's schedule."""
+        return self.steps // (self.rounds + 1) if self.dynamic == "imp" else self.steps
+
+    @property
+    def warmup_steps(self) -> int:
+        return self.round_steps // 10 if self.warmup is None else self.warmup
+
+    @property
+    def num_tokens(self) -> int:
+        return self.steps * self.batch_size * self.seq_len
+
+    @property
+    def id(self) -> str:
+        """Equal for equal runs: the hash of everything above."""
+        return hashlib.sha256(json.dumps(_hashed(self.anywhere), indent=1).encode()).hexdigest()[:10]
+
+    @property
+    def last_move(self) -> int:
+        """The last step at which masks move."""
+        return int(self.mask_stop * self.steps)
+
+    @property
+    def few_moves(self) -> str | None:
+        """What to say of masks that hardly move, as they do in short runs: one would not learn much about them."""
+        if self.dynamic not in ("rigl", "set", "gmp") or self.density == 1:
+            return None
+        num = -(-self.last_move // self.mask_every) if self.prunes else self.last_move // self.mask_every
+        if num >= _FEW_MOVES:
+            return None
+        times = "once" if num == 1 else f"{num} times"
+        return f"masks move {times} in {self.steps} steps: a smaller --mask-every than {self.mask_every} moves them more often"
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self.normalised), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> RunConfig:
+        try:
+            values: dict[str, Any] = json.loads(text)
+            values["model"] = ModelConfig(**values["model"])
+            values["betas"] = tuple(values["betas"])
+            return cls(**values).normalised
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise ValueError(f"not the configuration of a run, or one of another version ({error})") from error
+
+
+FIRST_FIELDS = frozenset(
+    (
+        *("width", "depth", "head_dim", "vocab_size", "ff_ratio", "ff_multiple", "positions", "activation", "biases", "tied"),
+        *(
+            "residual_factor",
+            "context",
+            "model",
+            "rule",
+            "base_width",
+            "sparsity",
+            "pattern",
+            "allocation",
+            "dynamic",
+            "rounds",
+        ),
+        *("mask_every", "mask_stop", "drop_fraction", "correction", "follow", "record", "init_std", "alpha_input"),
+        *("alpha_output", "optimizer", "lr", "rest_lr", "betas", "momentum", "eps", "eps_scaling", "weight_decay", "decay"),
+        *(
+            "clip",
+            "schedule",
+            "warmup",
+            "steps",
+            "batch_size",
+            "seq_len",
+            "dtype",
+            "data",
+            "valid_data",
+            "valid_batches",
+            "seed",
+        ),
+    )
+)
+"""The fields of a run and its model that the first published runs had: they are always hashed. Never change this list. A field
+that came later is hashed only where it differs from its default, so that the ids of earlier runs stay what they were."""
+
+LATER_FIELDS = {
+    item.name: default_of(item) for kind in (RunConfig, ModelConfig) for item in fields(kind) if item.name not in FIRST_FIELDS
+}
+"""All other fields, with the values that earlier runs had without knowing them."""
+
+
+def _hashed(config: Any) -> dict[str, Any]:
+    found = {item.name: (getattr(config, item.name), item) for item in fields(config)}
+    return {
+        name: _hashed(value) if is_dataclass(value) else value
+        for name, (value, item) in found.items()
+        if name in FIRST_FIELDS or value != default_of(item)
+    }
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a run is carried out. None of this changes its result, apart from rounding."""
+
+    out: str | None = None
+    """Folder of the run; default runs/<name made from the configuration>. Started again, a run goes on where it was."""
+    device: str = "auto"
+    """auto: a GPU if there is one."""
+    compile: bool | None = None
+    """torch.compile; default on GPUs only."""
+    graph: bool = False
+    """Capture the whole step as a CUDA graph: for small models on one GPU, AdamW or Adam, one micro-batch per step."""
+    storage: Literal["dense", "csr", "2:4", "block", "auto"] = "dense"
+    """csr: masked weights keep and multiply only their non-zeros; 2:4, block: likewise on an NVIDIA GPU, for the patterns
+    2:4-transposable and block-N; auto: where that is faster, by measuring. GPUs want --dtype bf16 for it."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """Under torchrun: a whole model on every rank, or its shards (FSDP2)."""
+    micro_batch: int = 0
+    """Sequences per rank in one forward pass; gradients of the others are added to it. 0: as many as should fit on the GPU."""
+    save_every: int = 0
+    """Steps between checkpoints. 0: one every five minutes; one is written at the end in any case."""
+    keep: int = 2
+    """Checkpoints to keep, beside the best one."""
+    valid_every: int = 0
+    """Steps between validations. 0: five times in a run."""
+    log_every: int = 10
+    """Steps between lines of metrics.jsonl; the GPU waits for the host only then."""
+    tensorboard: bool = False
+    """Write the metrics for TensorBoard too, into the run's folder."""
+    wandb: bool = False
+    """Write the metrics to Weights & Biases too; WANDB_MODE=offline keeps them in the run's folder."""
+    peak_tflops: float | None = None
+    """Peak of one device for the share that is shown; default the datasheet's, else the speed of a large product here."""
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        check_positive(self, "keep", "log_every")
+        check_not_negative(self, "micro_batch", "save_every", "valid_every")
+        refuse(
+            self.peak_tflops is not None and not 0 < self.peak_tflops < math.inf,
+            f"peak_tflops must be a number above 0, got {self.peak_tflops}",
+        )
+
+
+@dataclass(frozen=True)
+class MachineConfig:
+    """What a dry run computes the cost of a run for."""
+
+    gpus: int = 1
+    """Number of GPUs, for --dry-run."""
+    gpu_gib: float = 139.0
+    """Memory of one, for --dry-run; default an H200's."""
+    peak_share: float = 0.45
+    """Share of peak FLOP/s, for --dry-run; the peak is --peak-tflops, default an H200's 990."""

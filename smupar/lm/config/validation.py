@@ -1,0 +1,158 @@
+"""What a configuration refuses, by topic. Each function raises with the remedy and changes nothing; the constructors in
+``config`` call them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+
+if TYPE_CHECKING:
+    from smupar.lm.config.run import ModelConfig, RunConfig
+
+_LARGEST = 1e30  # beyond it fp32 overflows
+_ROUNDING = 1e-3  # of a sparsity that a pattern fixes
+
+
+def refuse(is_wrong: object, message: str) -> None:
+    if is_wrong:
+        raise ValueError(message)
+
+
+@lru_cache
+def _choices(kind: Any) -> dict[str, tuple[Any, ...]]:
+    return {name: get_args(hint) for name, hint in get_type_hints(kind).items() if get_origin(hint) is Literal}
+
+
+def check_choices(config: Any) -> None:
+    """Every choice is one of those that its annotation lists."""
+    for name, known in _choices(config.__class__).items():
+        value = getattr(config, name)
+        refuse(value not in known, f"{name} must be one of {', '.join(map(str, known))}, got {value!r}")
+
+
+def check_sparsities(*values: float) -> None:
+    for value in values:
+        refuse(not 0 <= value < 1, f"sparsity must lie in [0, 1), got {value}: 0.75 keeps a quarter of the hidden weights")
+
+
+def check_positive(config: object, *names: str) -> None:
+    for name in names:
+        refuse(getattr(config, name) < 1, f"{name} must be a positive whole number, got {getattr(config, name)}")
+
+
+def check_not_negative(config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        refuse(not 0 <= value < math.inf, f"{name} must be a number from 0 on, got {value}")
+
+
+def check_model(model: ModelConfig) -> None:
+    """A GPT of these sizes can be built."""
+    check_choices(model)
+    check_positive(model, "width", "depth", "head_dim", "vocab_size", "context")
+    width, head_dim, ratio, multiple = model.width, model.head_dim, model.ff_ratio, model.ff_multiple
+    refuse(
+        width % head_dim,
+        f"width {width} is not a multiple of head_dim {head_dim}: --width {max(1, round(width / head_dim)) * head_dim} "
+        "would be, or choose another --head-dim",
+    )
+    refuse(
+        (ratio is not None and not 0 < ratio < 1000) or (multiple is not None and multiple < 1),
+        f"ff_ratio must lie in (0, 1000), ff_multiple from 1 on, got {ratio}, {multiple}",
+    )
+    refuse(
+        model.positions == "rotary" and head_dim % 2,
+        f"rotary positions turn pairs, and head_dim {head_dim} is odd: choose an even --head-dim",
+    )
+
+
+def check_run(run: RunConfig) -> None:
+    """All that can be said about a run before its text and its device are known."""
+    check_sparsities(run.sparsity or 0.0)
+    check_choices(run)
+    _check_sizes(run)
+    _check_optimizer(run)
+    _check_moving_masks(run)
+    _check_pattern(run)
+
+
+def _check_sizes(run: RunConfig) -> None:
+    """Steps, batches, and the proxy beside the model."""
+    check_positive(run, "steps", "batch_size", "seq_len", "base_width", "valid_batches")
+    refuse(
+        run.dynamic == "imp" and (run.rounds < 1 or run.steps % (run.rounds + 1)),
+        f"{run.steps} steps are not {run.rounds + 1} equal rounds: choose --steps as a multiple of --rounds plus one",
+    )
+    refuse(not 0 <= run.warmup_steps <= run.round_steps, f"warmup must lie in [0, steps = {run.round_steps}], got {run.warmup}")
+    refuse(
+        run.base_width % run.model.head_dim,
+        f"base width {run.base_width} is not a multiple of head_dim {run.model.head_dim}: the head size is the same "
+        "in both models, choose another --base-width or --head-dim",
+    )
+    base = replace(run.model, width=run.base_width)
+    refuse(
+        base.width != run.model.width and base.inner_width == run.model.inner_width,
+        f"the MLP is {base.inner_width} wide at width {base.width} and at {run.model.width}: choose a smaller --ff-multiple",
+    )
+    refuse(
+        run.model.positions == "learned" and run.seq_len > run.model.context,
+        f"seq_len {run.seq_len} is longer than the model's context: pass --context {run.seq_len}",
+    )
+
+
+def _check_optimizer(run: RunConfig) -> None:
+    check_not_negative(run, "lr", "weight_decay", "eps", "momentum", "init_std", "alpha_input", "alpha_output")
+    check_not_negative(run, *(() if run.rest_lr is None else ("rest_lr",)))
+    refuse(
+        run.lr > _LARGEST or run.momentum >= 1,
+        f"lr {run.lr:g} or momentum {run.momentum:g} is too large: momentum lies below 1",
+    )
+    refuse(
+        run.clip is not None and not 0 < run.clip < math.inf,
+        f"clip must be a number above 0, got {run.clip}: leave it out for no clipping",
+    )
+
+
+def _check_moving_masks(run: RunConfig) -> None:
+    refuse(
+        run.dynamic != "none" and run.pattern not in ("random", "bernoulli"),
+        f"masks that move are unstructured: --dynamic {run.dynamic} needs --pattern random",
+    )
+    refuse(not 0 < run.drop_fraction < 1, f"drop_fraction must lie in (0, 1), got {run.drop_fraction}")
+    refuse(
+        not 0 < run.mask_stop <= 1 or run.mask_every < 1,
+        f"mask_stop must lie in (0, 1] and mask_every from 1 on, got {run.mask_stop} and {run.mask_every}: "
+        "masks must not move after the run",
+    )
+    refuse(
+        run.dynamic != "none" and run.mask_stop * run.steps < 1,
+        f"the masks of a run of {run.steps} steps would stop moving before its first: raise --mask-stop",
+    )
+    refuse(
+        run.dynamic in ("rigl", "set") and run.density != 1 and run.mask_every > run.last_move,
+        f"masks would never move: every {run.mask_every} steps, not after step {run.last_move}: choose a smaller --mask-every",
+    )
+
+
+def n_of_m(pattern: str) -> tuple[int, int] | None:
+    """(2, 4) for the patterns 2:4 and 2:4-transposable; None for patterns of another kind."""
+    kept, _, of = pattern.partition("-")[0].partition(":")
+    return (int(kept), int(of)) if kept.isdigit() and of.isdigit() else None
+
+
+def _check_pattern(run: RunConfig) -> None:
+    if fixed := n_of_m(run.pattern):
+        kept, of = fixed
+        refuse(not 0 < kept < of, f"pattern {run.pattern!r}: N:M needs 0 < N < M")
+        exact, said = 1 - kept / of, run.sparsity or 0.0
+        refuse(
+            said and abs(said - exact) > _ROUNDING,
+            f"the pattern {run.pattern} keeps {kept} of {of} weights: leave --sparsity out, or say {exact:g} "
+            f"(or 0 for a dense model), not {said:g}",
+        )
+    refuse(
+        run.allocation != "uniform" and ":" in run.pattern,
+        f"the pattern {run.pattern} fixes the density of every layer: leave --allocation uniform",
+    )

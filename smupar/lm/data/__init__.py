@@ -1,0 +1,1 @@
+"""Text into tokens on disk, and tokens into batches."""

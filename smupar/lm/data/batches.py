@@ -1,0 +1,195 @@
+"""Batches: a pure function of (seed, step), whatever the number of ranks.
+
+An epoch cuts the text into sequences and takes each of them once, in an order that is computed, not stored. The embedded
+default text is the source of the running Python's standard library: real text on every machine, no download. It differs
+between Python versions, so losses on it are not comparable across them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from smupar.lm.config.run import STANDARD_LIBRARY, RunConfig, padded_vocab
+from smupar.lm.data.shards import Index, Tokens, open_tokens, read_index, verify
+from smupar.lm.data.tokenizer import TOKENIZER_FILE, Tokenizer
+
+# Share of the text, at its end, that is never trained on where no text for validation is given.
+_VALID_SHARE = 0.05
+_NOT_TEXT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class TextFacts:
+    """What a run remembers of its text."""
+
+    name: str
+    num_tokens: int
+    sha256: str
+    """Of all of it, validation too."""
+    largest_token: int
+    tokenizer: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Text:
+    """What a run reads."""
+
+    train: Tokens
+    valid: Tokens
+    facts: TextFacts
+    tokenizer_file: Path | None
+    """None: bytes."""
+
+
+def open_text(config: RunConfig, *, check: bool = True) -> Text:
+    """The text of a run, split, and compared with the model: ``check`` also compares shards with their checksums."""
+    tokens, facts = _open(config.data, check)
+    if config.valid_data is None:
+        train, valid = split(tokens)
+    else:
+        valid, valid_facts = _open(config.valid_data, check)
+        if valid_facts.tokenizer["sha256"] != facts.tokenizer["sha256"]:
+            raise ValueError(
+                f"{config.data} and {config.valid_data} have different tokenizers ({facts.tokenizer['name']} and "
+                f"{valid_facts.tokenizer['name']}): prepare both with the same one"
+            )
+        train = tokens
+        facts = TextFacts(
+            f"{facts.name}, validated on {valid_facts.name}",
+            facts.num_tokens + valid_facts.num_tokens,
+            _sha256(facts.sha256.encode() + valid_facts.sha256.encode()),
+            max(facts.largest_token, valid_facts.largest_token),
+            facts.tokenizer,
+        )
+    if facts.largest_token >= config.model.vocab_size:
+        raise ValueError(
+            f"the text has token {facts.largest_token}, beyond the model's vocabulary of {config.model.vocab_size}: "
+            f"pass --vocab-size {padded_vocab(facts.tokenizer['vocab_size'])}"
+        )
+    for part, what in ((train, "training"), (valid, "validation")):
+        num_sequences(part, config.seq_len, what)  # raises if there is none
+    file = Path(config.data) / TOKENIZER_FILE
+    return Text(train, valid, facts, file if config.data != STANDARD_LIBRARY and file.exists() else None)
+
+
+def standard_library() -> Tokens:
+    """All ``.py`` files of the standard library, in order of their paths, as bytes (about 12 MB)."""
+    return Tokens([np.frombuffer(_python_source(), dtype=np.uint8)])
+
+
+def _python_source() -> bytes:
+    root = Path(sysconfig.get_path("stdlib"))
+    files = sorted(path for path in root.rglob("*.py") if not _NOT_TEXT.intersection(path.relative_to(root).parts))
+    text = b"".join(path.read_bytes() for path in files)
+    if not text:
+        raise FileNotFoundError(f"no Python source found under {root}: this Python ships without its library's source")
+    return text
+
+
+def split(tokens: Tokens) -> tuple[Tokens, Tokens]:
+    """Training and validation text."""
+    cut = int(len(tokens) * (1 - _VALID_SHARE))
+    return tokens.slice(0, cut), tokens.slice(cut, len(tokens))
+
+
+def _open(name: str, check: bool) -> tuple[Tokens, TextFacts]:
+    if name == STANDARD_LIBRARY:
+        source = _python_source()
+        info, largest = asdict(Tokenizer("bytes").info), max(source)
+        return Tokens([np.frombuffer(source, dtype=np.uint8)]), TextFacts(name, len(source), _sha256(source), largest, info)
+    index = verify(name) if check else read_index(name)
+    facts = TextFacts(name, index.num_tokens, _fingerprint(index), index.largest_token, asdict(index.tokenizer))
+    return open_tokens(name), facts
+
+
+def _fingerprint(index: Index) -> str:
+    return _sha256("".join([index.tokenizer.sha256, *(shard.sha256 for shard in index.shards)]).encode())
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+# Batches
+
+
+def batch(
+    tokens: Tokens,
+    *,
+    seed: int,
+    step: int,
+    batch_size: int,
+    seq_len: int,
+    rows: tuple[int, int] | None = None,
+    to: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of one step; of the rows from, to alone where a rank needs no others. ``to`` carries them to a
+    device."""
+    first, last = (0, batch_size) if rows is None else rows
+    count = num_sequences(tokens, seq_len)
+    positions = step * batch_size + np.arange(first, last)
+    epochs = range(int(positions[0]) // count, int(positions[-1]) // count + 1)
+    starts = np.empty(len(positions), dtype=np.int64)
+    for epoch in epochs:
+        here = slice(None) if len(epochs) == 1 else positions // count == epoch
+        offset, keys = _epoch(seed, epoch, len(tokens) - count * seq_len)
+        starts[here] = offset + seq_len * shuffled(positions[here] % count, count, keys)
+    windows = torch.from_numpy(tokens.windows(starts, seq_len + 1))
+    if to is not None:
+        windows = to(windows)
+    return windows[:, :-1], windows[:, 1:]
+
+
+@lru_cache(maxsize=64)
+def _epoch(seed: int, epoch: int, room: int) -> tuple[int, np.ndarray]:
+    """Where an epoch cuts the text, each at another place, and the keys of its order."""
+    digest = hashlib.sha256(f"{seed}/epoch/{epoch}".encode()).digest()
+    rng = np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "little")))
+    return int(rng.integers(room)), rng.integers(2**63, size=_ROUNDS).astype(np.uint64)
+
+
+def num_sequences(tokens: Tokens, seq_len: int, what: str = "given") -> int:
+    """Sequences in an epoch; one fewer than would fit, so that there is room to cut at other places."""
+    if len(tokens) <= seq_len:
+        raise ValueError(
+            f"the {what} text has {len(tokens)} tokens, fewer than one sequence of {seq_len} and its target: "
+            "pass a smaller --seq-len, or more text"
+        )
+    return max(1, (len(tokens) - 1) // seq_len - 1)
+
+
+_ROUNDS = 4
+
+
+def shuffled(positions: np.ndarray, count: int, keys: np.ndarray) -> np.ndarray:
+    """Where each position of 0 .. count - 1 goes under a permutation that the keys choose, one at a time and in no memory:
+    a Feistel network over the next even number of bits, walked on until it is back in range."""
+    half = max(1, (int(count - 1).bit_length() + 1) // 2)
+    low = np.uint64((1 << half) - 1)
+    bits = np.uint64(half)
+    values = positions.astype(np.uint64)
+    outside = np.ones(len(values), dtype=bool)
+    while outside.any():
+        left, right = values[outside] >> bits, values[outside] & low
+        for key in keys.astype(np.uint64):
+            left, right = right, left ^ (_mix(right ^ key) & low)
+        values[outside] = left << bits | right
+        outside = values >= count
+    return values.astype(np.int64)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """Every bit of the result depends on every bit of x (the finaliser of splitmix64)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,302 @@
+"""Text into token shards: ``smupar data prepare``.
+
+Resumable by counting: a shard's content depends only on the pieces of text before and in it, so progress is the shards that
+are complete and the number of pieces in them. A preparation that was killed skips those pieces and goes on, and the result
+is the same to the byte.
+"""
+
+from __future__ import annotations
+
+import codecs
+import errno
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from smupar.lm.config.commands import PrepareConfig
+from smupar.lm.data.shard_writer import ShardWriter
+from smupar.lm.data.shards import INDEX, PROGRESS, VERIFIED, Index, Shard, TokenizerInfo, check_sizes, read_index, token_dtype
+from smupar.lm.data.sources import BrokenOffError, Piece, Unit, describe, find_units
+from smupar.lm.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from smupar.output.files import locked, write_atomic
+
+_PROGRESS_FORMAT = "smupar-progress/1"
+_OUR_FILES = re.compile(rf"tokens-\d{{5,}}\.bin|{INDEX}|{PROGRESS}|{VERIFIED}|{TOKENIZER_FILE}")
+_OUR_TEMPORARY = re.compile(rf"({_OUR_FILES.pattern})(\.\d+)?\.tmp")
+_OPTIONS = ("field", "split", "encoding", "errors", "max_tokens", "shard_tokens")
+_FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+
+# One call of the tokenizer: enough text to keep its threads busy, little enough to hold in memory.
+_BATCH_CHARS = 1 << 22
+_BATCH_PIECES = 1 << 13
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The content of progress.json: what is done, and what it was done for."""
+
+    tokenizer: TokenizerInfo
+    source: dict[str, Any]
+    shards: tuple[Shard, ...] = ()
+    largest_token: int = -1
+    num_units: int = 0
+    """Files (or datasets) that are done."""
+    num_pieces: int = 0
+    """Pieces of the next one that are done."""
+    failed: bool = False
+    """It stopped at input that it cannot read. Another command may then start over in the same folder."""
+
+    def write(self, folder: Path) -> None:
+        write_atomic(folder / PROGRESS, json.dumps({"format": _PROGRESS_FORMAT, **asdict(self)}, indent=1) + "\n")
+
+
+def prepare(config: PrepareConfig) -> Index:
+    """Tokenise the sources into ``config.out``; goes on where an earlier call with the same configuration was stopped."""
+    folder = Path(config.out)
+    if not config.sources:
+        raise ValueError("nothing to prepare: name at least one file, folder or dataset")
+    _check_encoding(config)
+    tokenizer = load_tokenizer(config.tokenizer)
+    found = {source: find_units(source, out=folder) for source in config.sources}
+    units = [unit for source in config.sources for unit in found[source]]
+    source = {
+        "sources": [describe(source, found[source]) for source in config.sources],
+        "options": {name: getattr(config, name) for name in _OPTIONS},
+    }
+    wanted = Progress(tokenizer.info, source)
+
+    if (folder / INDEX).is_file():
+        index = read_index(folder)
+        _refuse_if_different(folder, Progress(index.tokenizer, index.source), wanted)
+        check_sizes(folder, index)
+        (folder / PROGRESS).unlink(missing_ok=True)
+        print(f"{folder} is already prepared: nothing to do", file=sys.stderr)
+        _say_if_newer(units, folder / INDEX)
+        return index
+    is_new = not folder.exists()
+    if folder.is_file():
+        raise ValueError(f"{folder} is a file: choose another --out")
+    with locked(folder):
+        return _prepare(folder, tokenizer, units, config, wanted, is_new=is_new)
+
+
+def _prepare(
+    folder: Path, tokenizer: Tokenizer, units: list[Unit], config: PrepareConfig, wanted: Progress, *, is_new: bool
+) -> Index:
+    earlier = _earlier_progress(folder, wanted)
+    if earlier is not None:
+        _say_if_newer(units, folder / PROGRESS)
+    progress = earlier or wanted
+    writer = ShardWriter(
+        folder,
+        vocab_size=tokenizer.vocab_size,
+        shard_tokens=config.shard_tokens,
+        shards=progress.shards,
+        largest_token=progress.largest_token,
+    )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        progress.write(folder)
+        tokenizer.save(folder)
+        _fill(writer, tokenizer, units, config, progress)
+        index = Index(tokenizer.info, writer.largest_token, tuple(writer.shards), wanted.source)
+        write_atomic(folder / INDEX, index.to_json())
+    except OSError as error:
+        # Reading has its own errors: this one is about the folder.
+        writer.abandon()
+        done = f"{writer.num_tokens} tokens in {len(writer.shards)} shards are done"
+        remedy = "make space" if error.errno in _FULL else "see to it that the folder can be written"
+        raise ValueError(
+            f"cannot write {folder} ({error.strerror or error}), {done}: {remedy} and run the same command again, it goes on"
+        ) from error
+    except ValueError as error:
+        writer.abandon()
+        # The remedy for bad input is another command, and what this one leaves must not be in its way.
+        if not isinstance(error, BrokenOffError):
+            _leave_after_bad_input(folder, remove_folder=is_new)
+        raise
+    (folder / PROGRESS).unlink(missing_ok=True)
+    return index
+
+
+def _fill(writer: ShardWriter, tokenizer: Tokenizer, units: list[Unit], config: PrepareConfig, progress: Progress) -> None:
+    eot = np.array([] if tokenizer.eot is None else [tokenizer.eot], dtype=token_dtype(tokenizer.vocab_size))
+    with _Bar(units, progress) as bar:
+        for batch in _batches(_read(units, config, progress)):
+            encoded = tokenizer.encode_batch([piece.text for _, _, piece in batch])
+            for (unit, number, piece), tokens in zip(batch, encoded, strict=True):
+                ids = np.concatenate([tokens, eot]) if piece.ends_document else tokens
+                room = len(ids) if config.max_tokens is None else config.max_tokens - writer.num_tokens
+                if room <= 0:
+                    break
+                if writer.append(ids[:room], ends_document=piece.ends_document and len(ids) <= room):
+                    replace(
+                        progress,
+                        shards=tuple(writer.shards),
+                        largest_token=writer.largest_token,
+                        num_units=unit,
+                        num_pieces=number,
+                    ).write(writer.folder)
+            bar.show(batch, writer.num_tokens)
+            if config.max_tokens is not None and writer.num_tokens >= config.max_tokens:
+                break
+    writer.close()
+    if not writer.shards:
+        raise ValueError(f"no text in {', '.join(config.sources)}: every file or row is empty")
+
+
+Numbered = tuple[int, int, Piece]
+"""The unit it comes from, the number of pieces of that unit up to and with it, the piece."""
+
+
+def _read(units: list[Unit], config: PrepareConfig, progress: Progress) -> Iterator[Numbered]:
+    for unit in range(progress.num_units, len(units)):
+        skip = progress.num_pieces if unit == progress.num_units else 0
+        for number, piece in enumerate(units[unit].read(config, skip=skip), skip + 1):
+            if piece.text:
+                yield unit, number, piece
+
+
+def _batches(pieces: Iterator[Numbered]) -> Iterator[list[Numbered]]:
+    batch: list[Numbered] = []
+    num_chars = 0
+    for numbered in pieces:
+        batch.append(numbered)
+        num_chars += len(numbered[2].text)
+        if num_chars >= _BATCH_CHARS or len(batch) >= _BATCH_PIECES:
+            yield batch
+            batch, num_chars = [], 0
+    if batch:
+        yield batch
+
+
+class _Bar:
+    """Bytes of the files; documents where a dataset does not say how large it is."""
+
+    def __init__(self, units: list[Unit], progress: Progress):
+        sizes = [unit.size for unit in units]
+        self._before = None if None in sizes else np.cumsum([0, *(size or 0 for size in sizes)])
+        total = None if self._before is None else int(self._before[-1])
+        initial = sum(shard.num_documents for shard in progress.shards)
+        if self._before is not None:
+            initial = int(self._before[progress.num_units])
+        unit = " documents" if self._before is None else "B"
+        self._bar = tqdm(total=total, initial=initial, desc="prepare", unit=unit, unit_scale=True, leave=False, file=sys.stderr)
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def show(self, batch: list[Numbered], num_tokens: int) -> None:
+        self._bar.set_postfix_str(f"{num_tokens / 1e6:.1f}M tokens", refresh=False)
+        if self._before is None:
+            self._bar.update(sum(piece.ends_document for _, _, piece in batch))
+        else:
+            unit, _, piece = batch[-1]
+            self._bar.update(int(self._before[unit]) + piece.position - self._bar.n)
+
+
+def _check_encoding(config: PrepareConfig) -> None:
+    try:
+        b"".decode(config.encoding)
+        codecs.getincrementaldecoder(config.encoding)
+        codecs.lookup_error(config.errors)
+    except LookupError as error:
+        raise ValueError(f"{error}: pass --encoding utf-8, latin-1, ... and --errors strict, replace or ignore") from error
+
+
+def _earlier_progress(folder: Path, wanted: Progress) -> Progress | None:
+    """What an earlier call with the same configuration left, if anything. Anything else in the folder raises."""
+    if not folder.exists():
+        return None
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is a file: choose another --out")
+    for path in folder.iterdir():
+        if _OUR_TEMPORARY.fullmatch(path.name):
+            path.unlink()
+    path = folder / PROGRESS
+    if not path.is_file():
+        if any(folder.iterdir()):
+            raise ValueError(f"{folder} holds other files and would not be overwritten: choose another --out")
+        return None
+    progress = _read_progress(path)
+    if progress.failed and _differences(progress, wanted):
+        _remove_ours(folder)
+        return None
+    _refuse_if_different(folder, progress, wanted)
+    check_sizes(folder, Index(progress.tokenizer, progress.largest_token, progress.shards, progress.source))
+    # With other --errors the shards are the same, as no error was met in them.
+    return replace(progress, source=wanted.source, failed=False)
+
+
+def _say_if_newer(units: Sequence[Unit], made: Path) -> None:
+    """A file of the same size may hold another text. Its time is no proof of that, so this is no error."""
+    newer = [unit.name for unit in units if unit.size is not None and Path(unit.name).stat().st_mtime > made.stat().st_mtime]
+    if newer:
+        more = f" and {len(newer) - 1} more were" if len(newer) > 1 else " was"
+        print(
+            f"{newer[0]}{more} written after {made.parent} was made: if the text changed, delete {made.parent} and prepare it "
+            "again",
+            file=sys.stderr,
+        )
+
+
+def _read_progress(path: Path) -> Progress:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if values.pop("format") != _PROGRESS_FORMAT:
+            raise KeyError("format")
+        values["tokenizer"] = TokenizerInfo(**values["tokenizer"])
+        values["shards"] = tuple(Shard(**shard) for shard in values["shards"])
+        return Progress(**values)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged or of another version ({error}): choose another --out, or delete it") from error
+
+
+def _differences(there: Progress, wanted: Progress) -> list[str]:
+    differences = []
+    if there.tokenizer.sha256 != wanted.tokenizer.sha256:
+        differences.append(f"tokenizer {there.tokenizer.name}, not {wanted.tokenizer.name}")
+    if there.source.get("sources") != wanted.source["sources"]:
+        old, new = ([_brief(one) for one in state.source.get("sources", [])] for state in (there, wanted))
+        differences.append(f"sources {', '.join(old)}, not {', '.join(new)}")
+    options = there.source.get("options", {})
+    for name, value in wanted.source["options"].items():
+        if options.get(name) != value and not (name == "errors" and there.failed and options.get(name) == "strict"):
+            differences.append(f"{name} {options.get(name)}, not {value}")
+    return differences
+
+
+def _brief(source: dict[str, Any]) -> str:
+    return f"{source['source']} ({source['num_bytes']} bytes)" if "num_bytes" in source else str(source["source"])
+
+
+def _refuse_if_different(folder: Path, there: Progress, wanted: Progress) -> None:
+    if differences := _differences(there, wanted):
+        raise ValueError(f"{folder} holds another preparation ({'; '.join(differences)}): choose another --out")
+
+
+def _leave_after_bad_input(folder: Path, *, remove_folder: bool) -> None:
+    progress = _read_progress(folder / PROGRESS)
+    if progress.shards:
+        replace(progress, failed=True).write(folder)
+        return
+    _remove_ours(folder)
+    if remove_folder:
+        folder.rmdir()
+
+
+def _remove_ours(folder: Path) -> None:
+    """Progress goes last: killed before, the next call knows whose files these are."""
+    for path in sorted(folder.iterdir(), key=lambda path: path.name == PROGRESS):
+        if _OUR_FILES.fullmatch(path.name) or _OUR_TEMPORARY.fullmatch(path.name):
+            path.unlink()

@@ -1,0 +1,247 @@
+"""Prepared text on disk: a folder of raw token arrays and an index that describes them.
+
+``tokens-00000.bin``, ``tokens-00001.bin``, ... hold little-endian unsigned integers of 1, 2 or 4 bytes, whatever the
+vocabulary needs. ``index.json`` is written last: a folder that has one is complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from smupar.output.files import write_atomic
+
+FORMAT = "smupar-tokens/1"
+INDEX, PROGRESS, VERIFIED = "index.json", "progress.json", "verified.json"
+
+_CHUNK = 1 << 22
+# Below this hashing takes about a second, not worth a bar.
+_BAR_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class TokenizerInfo:
+    """Which tokenizer made the tokens. Equal ``sha256``, equal tokens."""
+
+    name: str
+    vocab_size: int
+    eot: int | None
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Shard:
+    file: str
+    num_tokens: int
+    num_documents: int
+    """Documents that end in it."""
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Index:
+    """The content of index.json."""
+
+    tokenizer: TokenizerInfo
+    largest_token: int
+    shards: tuple[Shard, ...]
+    source: dict[str, Any]
+    """What it was made from: the sources with their sizes, and the options."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(shard.num_tokens for shard in self.shards)
+
+    @property
+    def num_documents(self) -> int:
+        return sum(shard.num_documents for shard in self.shards)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return token_dtype(self.tokenizer.vocab_size)
+
+    @property
+    def dtype_name(self) -> str:
+        return f"u{self.dtype.itemsize}"
+
+    def to_json(self) -> str:
+        values = {
+            "format": FORMAT,
+            "tokenizer": asdict(self.tokenizer),
+            "dtype": self.dtype_name,
+            "num_tokens": self.num_tokens,
+            "num_documents": self.num_documents,
+            "largest_token": self.largest_token,
+            "shards": [asdict(shard) for shard in self.shards],
+            "source": self.source,
+        }
+        return json.dumps(values, indent=1, ensure_ascii=False) + "\n"
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The smallest type that holds every id."""
+    return np.dtype("u1" if vocab_size <= 1 << 8 else "<u2" if vocab_size <= 1 << 16 else "<u4")
+
+
+def read_index(folder: str | Path) -> Index:
+    folder = Path(folder)
+    if folder.is_file():
+        raise ValueError(f"{folder} is a file: make a folder of it with smupar data prepare {folder} --out FOLDER")
+    if not folder.is_dir():
+        raise ValueError(f"no folder {folder}: make it with smupar data prepare FILE --out {folder}")
+    path = folder / INDEX
+    if not path.is_file():
+        if (folder / PROGRESS).is_file():
+            raise ValueError(f"the preparation of {folder} was interrupted: run the same prepare command again, it goes on")
+        raise ValueError(f"{folder} is not a prepared folder (no {INDEX}): make one with smupar data prepare FILE --out FOLDER")
+    again = "delete the folder and prepare it again"
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if values["format"] != FORMAT:
+            raise ValueError(f"{path} has format {values['format']!r} and this version reads {FORMAT!r}: {again}")
+        index = Index(
+            tokenizer=TokenizerInfo(**values["tokenizer"]),
+            largest_token=int(values["largest_token"]),
+            shards=tuple(Shard(**shard) for shard in values["shards"]),
+            source=values["source"],
+        )
+        consistent = values["num_tokens"] == index.num_tokens > 0 and values["dtype"] == index.dtype_name
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}): {again}") from error
+    if not consistent:
+        raise ValueError(f"{path} is damaged (num_tokens or dtype do not fit its shards and vocabulary): {again}")
+    return index
+
+
+def check_sizes(folder: str | Path, index: Index) -> None:
+    """Every shard is there and as long as it was. Cheap: nothing is read."""
+    for shard in index.shards:
+        path = Path(folder) / shard.file
+        expected = shard.num_tokens * index.dtype.itemsize
+        found = path.stat().st_size if path.is_file() else None
+        if found != expected:
+            what = "is missing" if found is None else "is truncated" if found < expected else "is too long"
+            raise ValueError(
+                f"shard {path} {what}: {expected} bytes expected, {found or 0} found; delete the folder and prepare it again"
+            )
+
+
+def verify(folder: str | Path, *, progress: bool = True) -> Index:
+    """Check the size and hash of every shard. Hashes that were right are remembered, so that the next start is quick."""
+    folder = Path(folder)
+    index = read_index(folder)
+    check_sizes(folder, index)
+    known = _read_verified(folder)
+    now = {shard.file: _state(folder, shard) for shard in index.shards}
+    todo = [shard for shard in index.shards if known.get(shard.file) != now[shard.file]]
+    if not todo:
+        return index
+    size = sum(now[shard.file]["size"] for shard in todo)
+    hidden = not progress or size < _BAR_BYTES
+    with (
+        tqdm(total=size, desc="verify", unit="B", unit_scale=True, disable=hidden, leave=False) as bar,
+        ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool,
+    ):
+        for shard, found in zip(todo, pool.map(lambda shard: _file_hash(folder / shard.file, bar), todo), strict=True):
+            if found != shard.sha256:
+                pool.shutdown(cancel_futures=True)
+                raise ValueError(
+                    f"shard {folder / shard.file} has changed since it was prepared (sha256 {found[:12]}..., expected "
+                    f"{shard.sha256[:12]}...): delete the folder and prepare it again"
+                )
+    # A folder that cannot be written is hashed again next time.
+    with suppress(OSError):
+        write_atomic(folder / VERIFIED, json.dumps(now, indent=1) + "\n")
+    return index
+
+
+def _state(folder: Path, shard: Shard) -> dict[str, Any]:
+    stat = (folder / shard.file).stat()
+    return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": shard.sha256}
+
+
+def _read_verified(folder: Path) -> dict[str, Any]:
+    try:
+        values = json.loads((folder / VERIFIED).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _file_hash(path: Path, bar: tqdm[Any]) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+            bar.update(len(chunk))
+    return digest.hexdigest()
+
+
+class Tokens:
+    """A read-only sequence over several arrays, memory-mapped or not, as if they were one. Nothing is read before its turn."""
+
+    def __init__(self, arrays: Sequence[np.ndarray]):
+        # Plain views: every slice of a np.memmap costs microseconds of Python.
+        self._arrays = [np.asarray(array).view(np.ndarray) for array in arrays if len(array)]
+        self._starts = np.cumsum([0, *(len(array) for array in self._arrays)])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def slice(self, start: int, stop: int) -> Tokens:
+        """The tokens from ``start`` to before ``stop``: a view."""
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(f"slice [{start}, {stop}) is outside the {len(self)} tokens")
+        pairs = zip(self._arrays, self._starts.tolist(), strict=False)
+        return Tokens([array[max(0, start - first) : max(0, stop - first)] for array, first in pairs])
+
+    def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """The ``length`` tokens from each start on, int64, of shape (len(starts), length)."""
+        starts = np.asarray(starts)
+        if length < 1:
+            raise ValueError(f"windows have at least one token, got length {length}")
+        if starts.ndim != 1 or starts.dtype.kind not in "iu":
+            raise ValueError(f"starts must be a vector of whole numbers, got {starts.dtype} of shape {starts.shape}")
+        windows = np.empty((len(starts), length), dtype=np.int64)
+        if not len(starts):
+            return windows
+        if starts.min() < 0 or starts.max() + length > len(self):
+            raise IndexError(
+                f"windows of {length} from {starts.min()} to {starts.max()} leave the {len(self)} tokens: "
+                f"the last start is {len(self) - length}"
+            )
+        shards = np.searchsorted(self._starts, starts, side="right") - 1
+        offsets = starts - self._starts[shards]
+        for window, shard, offset in zip(windows, shards.tolist(), offsets.tolist(), strict=True):
+            part = self._arrays[shard][offset : offset + length]
+            if len(part) == length:
+                window[:] = part
+            else:
+                self._fill_across(window, shard, part)
+        return windows
+
+    def _fill_across(self, window: np.ndarray, shard: int, part: np.ndarray) -> None:
+        filled = len(part)
+        window[:filled] = part
+        while filled < len(window):
+            shard += 1
+            part = self._arrays[shard][: len(window) - filled]
+            window[filled : filled + len(part)] = part
+            filled += len(part)
+
+
+def open_tokens(folder: str | Path) -> Tokens:
+    """Map the shards into memory. Sizes are checked, hashes are not: that is ``verify``."""
+    index = read_index(folder)
+    check_sizes(folder, index)
+    return Tokens([np.memmap(Path(folder) / shard.file, dtype=index.dtype, mode="r") for shard in index.shards])

@@ -1,0 +1,292 @@
+"""Where text comes from: files, folders and Hugging Face datasets, as a stream of pieces.
+
+A document is a text file, a line of JSONL, a row of Parquet or of a dataset. Text files come in pieces, so that a huge one
+needs little memory and all cores.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import hashlib
+import io
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from smupar.lm.config.commands import PrepareConfig
+from smupar.output.optional import first_line, optional
+
+SLIMPAJAMA = "cerebras/SlimPajama-627B"
+
+# Bytes read and characters handed on at a time. Tokenizers run one thread per piece.
+_PIECE = 1 << 18
+_UTF8_BOM = b"\xef\xbb\xbf"
+_UNREADABLE = (".zst", ".xz", ".bz2", ".lz4", ".zip", ".tar", ".7z")
+
+
+class Piece(NamedTuple):
+    text: str
+    """Empty for a row without text; such rows count as pieces, so that a resumed preparation can count them off."""
+    ends_document: bool
+    position: int
+    """Bytes of the file read so far, for the progress bar."""
+
+
+class BrokenOffError(ValueError):
+    """Nothing is wrong with the input: the same command can go on."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One file, or one dataset."""
+
+    name: str
+    size: int | None = None
+    """Bytes; None for a dataset."""
+    config_name: str | None = None
+    """Of a dataset."""
+
+    def read(self, config: PrepareConfig, *, skip: int = 0) -> Iterator[Piece]:
+        """The pieces from number ``skip`` on."""
+        if self.size is None:
+            return _read_dataset(self, config, skip)
+        path = Path(self.name)
+        kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+        if path.suffix == ".parquet":
+            return _read_parquet(path, config, skip)
+        return _read_jsonl(path, config, skip) if kind in (".jsonl", ".json") else _read_text(path, config, skip)
+
+
+def find_units(source: str, *, out: Path) -> list[Unit]:
+    """What a source stands for. ``out`` is left out of the folders that are walked."""
+    if source == "slimpajama":
+        return [Unit(SLIMPAJAMA)]
+    if source.startswith("hf:"):
+        name, _, config_name = source.removeprefix("hf:").partition(":")
+        if not name:
+            raise ValueError(f"the source {source!r} names no dataset: write hf:NAME or hf:NAME:CONFIG")
+        return [Unit(name, config_name=config_name or None)]
+    path = Path(source)
+    if path.is_dir():
+        files = [path for path in _walk(path, out.resolve()) if path.stat().st_size]
+        if not files:
+            raise ValueError(f"the folder {source} holds no file with anything in it: name one that holds text")
+    elif path.is_file():
+        files = [path]
+        if not path.stat().st_size:
+            raise ValueError(f"{source} is empty: leave it out, or name a file with text")
+    else:
+        raise FileNotFoundError(f"no file or folder {source}: check the path, or write hf:NAME for a Hugging Face dataset")
+    for file in files:
+        if file.name.lower().endswith(_UNREADABLE):
+            raise ValueError(f"{file} is compressed in a way that is not read here: decompress it, or compress it with gzip")
+    return [Unit(str(file), file.stat().st_size) for file in files]
+
+
+def describe(source: str, units: list[Unit]) -> dict[str, Any]:
+    """What tells one source from another without reading it: names and sizes."""
+    if units[0].size is None:
+        return {"source": source}
+    root = Path(source)
+    listing = "".join(f"{Path(unit.name).relative_to(root).as_posix()}\t{unit.size}\n" for unit in units)
+    return {
+        "source": source,
+        "num_files": len(units),
+        "num_bytes": sum(unit.size or 0 for unit in units),
+        "listing_sha256": hashlib.sha256(listing.encode(errors="surrogateescape")).hexdigest(),
+    }
+
+
+def _walk(root: Path, out: Path) -> list[Path]:
+    found: list[Path] = []
+    seen = {out, root.resolve()}  # links may lead in circles
+    for folder, folders, files in os.walk(root, followlinks=True):
+        here = Path(folder)
+        new = {name: (here / name).resolve() for name in sorted(folders) if not name.startswith(".")}
+        folders[:] = [name for name, real in new.items() if real not in seen]
+        seen.update(new.values())
+        found += [here / name for name in files if not name.startswith(".") and (here / name).is_file()]
+    return sorted(found, key=lambda path: path.as_posix())
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[tuple[io.BufferedReader, io.FileIO]]:
+    """The content, decompressed, and the file itself, which knows how much of it was read."""
+    try:
+        with io.FileIO(path) as raw:
+            # GzipFile is no RawIOBase to the type checker, and is one in all that counts.
+            content: Any = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
+            with io.BufferedReader(content, _PIECE) as stream:
+                yield stream, raw
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(
+            f"{path} is not gzip, or damaged ({error}): get it again, or rename it if it is not compressed"
+        ) from error
+    except OSError as error:
+        raise ValueError(f"cannot read {path} ({error.strerror or error}): check that it is there and may be read") from error
+
+
+def _undecodable(path: Path, error: UnicodeDecodeError, offset: int) -> ValueError:
+    remedy = "--errors replace" if error.encoding.startswith("latin") else "--encoding latin-1 or --errors replace"
+    return ValueError(
+        f"{path} is not text in {error.encoding} ({error.reason} at byte {offset}): if it is text at all, pass {remedy}"
+    )
+
+
+def _read_text(path: Path, config: PrepareConfig, skip: int) -> Iterator[Piece]:
+    decoder = codecs.getincrementaldecoder(config.encoding)(config.errors)
+    is_utf8 = codecs.lookup(config.encoding).name == "utf-8"
+    number = num_bytes = 0
+    text = ""
+    with _open(path) as (stream, raw):
+        while True:
+            chunk = stream.read(_PIECE)
+            before = num_bytes - len(decoder.getstate()[0])  # half a character may wait in the decoder
+            num_bytes += len(chunk)
+            if before == 0 and is_utf8 and chunk.startswith(_UTF8_BOM):
+                before, chunk = len(_UTF8_BOM), chunk[len(_UTF8_BOM) :]
+            try:
+                text += decoder.decode(chunk, final=not chunk)
+            except UnicodeDecodeError as error:
+                raise _undecodable(path, error, before + error.start) from error
+            if not chunk:
+                break
+            if len(text) >= _PIECE:
+                cut = cut_at(text)
+                number += 1
+                if number > skip:
+                    yield Piece(text[:cut], False, raw.tell())
+                text = text[cut:]
+        if text and number >= skip:
+            yield Piece(text, True, raw.tell())
+
+
+def cut_at(text: str) -> int:
+    """Where to cut a long text: behind a line end between two words if there is one in its second half. A byte-level BPE
+    splits there in any case, so that cutting does not change the tokens. Something is always left behind the cut, so that
+    the end of a document is never an empty piece."""
+    half, end = len(text) // 2, len(text) - 1
+    at = end
+    while (at := text.rfind("\n", half, at)) > 0:
+        if not text[at - 1].isspace() and not text[at + 1].isspace():
+            return at + 1
+    if (at := text.rfind("\n", half, end)) > 0:
+        return at + 1
+    if (at := text.rfind(" ", half, end)) > 0:
+        return at
+    return end
+
+
+def _read_jsonl(path: Path, config: PrepareConfig, skip: int) -> Iterator[Piece]:
+    if "\n".encode(config.encoding) != b"\n":
+        raise ValueError(f"{path}: lines of JSON in {config.encoding} are not read here, convert the file to UTF-8")
+    offset = 0
+    with _open(path) as (stream, raw):
+        for number, line in enumerate(stream, 1):
+            if number > skip:
+                content = line.removeprefix(_UTF8_BOM) if number == 1 else line
+                try:
+                    decoded = content.decode(config.encoding, config.errors)
+                except UnicodeDecodeError as error:
+                    raise _undecodable(path, error, offset + len(line) - len(content) + error.start) from error
+                text = _field_of_line(decoded, config, f"{path}, line {number}") if decoded.strip() else ""
+                yield Piece(text, True, raw.tell())
+            offset += len(line)
+
+
+def _field_of_line(line: str, config: PrepareConfig, where: str) -> str:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON ({error.msg} at column {error.colno}); one object per line is expected") from error
+    if not isinstance(row, dict):
+        raise ValueError(
+            f"{where}: a JSON object is expected, found {type(row).__name__}; give each line a field that holds text"
+        )
+    text = _field(row, config.field, where)
+    # JSON may escape half a surrogate pair, which no encoding can write.
+    if "\\u" in line:
+        try:
+            text = text.encode(errors=config.errors).decode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{where}: half a surrogate pair at character {error.start}: pass --errors replace") from error
+    return text
+
+
+def _field(row: dict[str, Any], field: str, where: str) -> str:
+    if field not in row:
+        raise ValueError(f"{where}: no field {field!r}, it has {_names(row)}: choose one with --field")
+    text = row[field]
+    if text is None:
+        return ""
+    if not isinstance(text, str):
+        raise ValueError(f"{where}: field {field!r} holds {type(text).__name__}, not text: choose another with --field")
+    return text
+
+
+def _names(names: Any) -> str:
+    return ", ".join(map(repr, names)) or "none"
+
+
+def _read_parquet(path: Path, config: PrepareConfig, skip: int) -> Iterator[Piece]:
+    parquet = optional("pyarrow.parquet", f"reading Parquet ({path})")
+    arrow_error = optional("pyarrow", f"reading Parquet ({path})").ArrowException
+    try:
+        with parquet.ParquetFile(path) as file:
+            yield from _rows(file, path, config, skip)
+    except (OSError, arrow_error) as error:
+        raise ValueError(f"{path} is not Parquet, or damaged ({first_line(error)}): get it again, or rename it") from error
+
+
+def _rows(file: Any, path: Path, config: PrepareConfig, skip: int) -> Iterator[Piece]:
+    schema = file.schema_arrow
+    if config.field not in schema.names:
+        raise ValueError(f"{path}: no column {config.field!r}, it has {_names(schema.names)}: choose one with --field")
+    kind = str(schema.field(config.field).type)
+    if "string" not in kind or "list" in kind or "struct" in kind:
+        raise ValueError(f"{path}: column {config.field!r} holds {kind}, not text: choose another with --field")
+    size, num_rows = path.stat().st_size, file.metadata.num_rows
+    row = 0
+    for group in range(file.num_row_groups):
+        rows_of_group = file.metadata.row_group(group).num_rows
+        if row + rows_of_group <= skip:
+            row += rows_of_group
+            continue
+        for batch in file.iter_batches(1024, row_groups=[group], columns=[config.field]):
+            for text in batch.column(0).to_pylist():
+                row += 1
+                if row > skip:
+                    yield Piece(text or "", True, size * row // num_rows)
+
+
+def _read_dataset(unit: Unit, config: PrepareConfig, skip: int) -> Iterator[Piece]:
+    datasets = optional("datasets", f"streaming the dataset {unit.name}")
+    try:
+        rows = datasets.load_dataset(unit.name, unit.config_name, split=config.split, streaming=True)
+    except Exception as error:  # every kind of missing dataset, configuration, split and network has its own type
+        raise ValueError(
+            f"cannot open the dataset {unit.name} ({first_line(error)}): "
+            "check its name and configuration, --split and the network"
+        ) from error
+    if config.field in (rows.column_names or ()):
+        rows = rows.select_columns([config.field])  # the others need not be read
+    stream = iter(rows.skip(skip) if skip else rows)
+    number = skip
+    while True:
+        try:
+            row = next(stream, None)
+        except Exception as error:
+            raise BrokenOffError(
+                f"the dataset {unit.name} broke off behind row {number} ({first_line(error)}): run the same command again, "
+                "it goes on from the last finished shard"
+            ) from error
+        if row is None:
+            return
+        number += 1
+        yield Piece(_field(row, config.field, f"{unit.name}, row {number}"), True, 0)

@@ -1,0 +1,183 @@
+"""Text to token ids and back: plain bytes, or anything the ``tokenizers`` library reads."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from smupar.lm.data.shards import TokenizerInfo, read_index, token_dtype
+from smupar.output.files import write_atomic
+from smupar.output.optional import first_line, optional
+
+TOKENIZER_FILE = "tokenizer.json"
+
+# What vocabularies call the token behind a document, in the order in which they are looked for.
+_END_OF_TEXT = ("<|endoftext|>", "</s>", "<eos>", "[EOS]")
+_KINDS = "bytes, gpt2, a tokenizers JSON file, or a folder with GPT-2 style vocabulary and merges"
+
+
+class Tokenizer:
+    """Bytes if ``definition`` is None, else the ``tokenizers`` JSON that ``definition`` holds."""
+
+    def __init__(self, name: str, definition: str | None = None):
+        self.name = name
+        self._definition = definition
+        self._library: Any = None
+        if definition is None:
+            self.vocab_size = 256
+            self.eot: int | None = 0  # NUL, which never occurs in text
+        else:
+            self._library = _from_json(name, definition)
+            vocabulary: dict[str, int] = self._library.get_vocab(with_added_tokens=True)
+            # Not their number: a vocabulary may have holes.
+            self.vocab_size = max(vocabulary.values(), default=-1) + 1
+            self.eot = next((vocabulary[token] for token in _END_OF_TEXT if token in vocabulary), None)
+            if not self.vocab_size:
+                raise ValueError(f"the tokenizer {name} has no vocabulary: get its file again")
+        self.sha256 = hashlib.sha256((definition or "bytes").encode()).hexdigest()
+
+    @property
+    def info(self) -> TokenizerInfo:
+        return TokenizerInfo(self.name, self.vocab_size, self.eot, self.sha256)
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """One array of ids per text, in the smallest type that holds them; no token is added at either end."""
+        if self._library is None:
+            return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
+        encoded = self._library.encode_batch_fast(texts, add_special_tokens=False)
+        # Through int64, so that an id beyond the type is not wrapped around before anybody sees it.
+        ids = [np.array(one.ids, dtype=np.int64) for one in encoded]
+        return [one.astype(token_dtype(self.vocab_size)) if one.max(initial=0) < self.vocab_size else one for one in ids]
+
+    def encode(self, text: str) -> np.ndarray:
+        return self.encode_batch([text])[0]
+
+    def decode(self, ids: Iterable[int] | np.ndarray) -> str:
+        numbers = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), dtype=np.int64)
+        outside = numbers[(numbers < 0) | (numbers >= self.vocab_size)]
+        if len(outside):
+            raise ValueError(f"token {outside[0]} is outside the vocabulary of {self.name}, which has {self.vocab_size}")
+        if self._library is None:
+            return numbers.astype(np.uint8).tobytes().decode(errors="replace")
+        text: str = self._library.decode(numbers.tolist(), skip_special_tokens=False)
+        return text
+
+    def save(self, folder: str | Path) -> None:
+        """Write tokenizer.json; bytes need none."""
+        if self._definition is not None:
+            write_atomic(Path(folder) / TOKENIZER_FILE, self._definition)
+
+
+def load_tokenizer(spec: str) -> Tokenizer:
+    """``bytes``, ``gpt2``, a ``tokenizers`` JSON file, or a folder that holds one or a GPT-2 style vocabulary and merges."""
+    if spec == "bytes":
+        return Tokenizer("bytes")
+    if spec == "gpt2":
+        return _gpt2_from_hub()
+    path = Path(spec)
+    if path.is_dir():
+        # A tokenizer.json is the whole story; vocabulary and merges leave the splitting into words to be guessed.
+        return _from_file(path / TOKENIZER_FILE) if (path / TOKENIZER_FILE).is_file() else _from_vocabulary(path)
+    if path.is_file():
+        return _from_file(path)
+    raise ValueError(f"unknown tokenizer {spec!r}, and no such file or folder: pass {_KINDS}")
+
+
+def read_tokenizer(folder: str | Path) -> Tokenizer:
+    """The tokenizer that a prepared folder was made with."""
+    info = read_index(folder).tokenizer
+    if info == Tokenizer("bytes").info:
+        return Tokenizer("bytes")
+    path = Path(folder) / TOKENIZER_FILE
+    if not path.is_file():
+        raise ValueError(f"{path} is missing: copy the JSON of the tokenizer {info.name} there, or prepare the folder again")
+    tokenizer = Tokenizer(info.name, _read(path))
+    if tokenizer.info != info:
+        raise ValueError(f"{path} is not the tokenizer {info.name} that made the tokens: prepare the folder again")
+    return tokenizer
+
+
+def _from_json(name: str, definition: str) -> Any:
+    library = optional("tokenizers", f"the tokenizer {name}")
+    try:
+        tokenizer = library.Tokenizer.from_str(definition)
+    except Exception as error:  # the library raises nothing more specific
+        raise ValueError(f"{name} is not a tokenizers JSON ({first_line(error)}): pass {_KINDS}") from error
+    # Files made for inference carry both, and they would cut or fill documents.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    # "<|endoftext|>" written out in a text is text: only we end documents.
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def _from_file(path: Path) -> Tokenizer:
+    name = path.resolve().parent.name if path.name == TOKENIZER_FILE else path.stem
+    return Tokenizer(name, _read(path))
+
+
+def _gpt2_from_hub() -> Tokenizer:
+    library = optional("tokenizers", "the tokenizer gpt2")
+    try:
+        model = json.loads(library.Tokenizer.from_pretrained("gpt2").to_str())["model"]
+    except Exception as error:  # no network, a proxy, a hub that is down: each its own type
+        raise ValueError(
+            f"cannot download the tokenizer gpt2 ({first_line(error)}): "
+            "pass a folder with its encoder.json and vocab.bpe (or vocab.json and merges.txt) instead"
+        ) from error
+    return Tokenizer("gpt2", _byte_level_bpe(model["vocab"], [tuple(pair) for pair in model["merges"]]))
+
+
+def _from_vocabulary(folder: Path) -> Tokenizer:
+    vocabulary = _only(folder, "encoder.json", "vocab.json")
+    merges = _only(folder, "vocab.bpe", "merges.txt")
+    try:
+        ids = {str(token): int(number) for token, number in json.loads(_read(vocabulary)).items()}
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ValueError(f"{vocabulary} is not a vocabulary, an object of token and id ({error}): get it again") from error
+    lines = _read(merges).split("\n")
+    pairs = [tuple(line.rstrip("\r").split(" ")) for line in lines if line.strip() and not line.startswith("#version")]
+    for number, pair in enumerate(pairs, 1):
+        if len(pair) != 2 or pair[0] not in ids or pair[1] not in ids or "".join(pair) not in ids:
+            raise ValueError(f"merge {number} of {merges} ({' '.join(pair)!r}) does not fit the vocabulary {vocabulary}")
+    prefix = vocabulary.name.removesuffix("encoder.json").removesuffix("vocab.json").rstrip("-_.")
+    return Tokenizer(prefix or folder.resolve().name, _byte_level_bpe(ids, pairs))
+
+
+def _only(folder: Path, *endings: str) -> Path:
+    found = [path for path in sorted(folder.iterdir()) if path.name.endswith(endings) and not path.name.startswith(".")]
+    if len(found) != 1:
+        what = "several: " + ", ".join(path.name for path in found) if found else "none"
+        raise ValueError(
+            f"a tokenizer's folder has one file whose name ends in {' or '.join(endings)}, {folder} has {what}: pass {_KINDS}"
+        )
+    return found[0]
+
+
+def _byte_level_bpe(vocabulary: dict[str, int], merges: list[tuple[str, ...]]) -> str:
+    """GPT-2's way of splitting text, as ``tokenizers`` JSON. Written out here and not by the library, so that the hash does
+    not change with the library's version."""
+    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    end = _END_OF_TEXT[0]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    definition = {
+        "version": "1.0",
+        "added_tokens": [{"id": vocabulary[end], "content": end, **special}] if end in vocabulary else [],
+        "pre_tokenizer": byte_level,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": dict(sorted(vocabulary.items(), key=lambda item: item[1])), "merges": merges},
+    }
+    return json.dumps(definition, ensure_ascii=False)
+
+
+def _read(path: Path) -> str:
+    try:
+        # Bytes first: universal newlines would change the text and with it the hash.
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text in UTF-8 ({error.reason} at byte {error.start}): pass {_KINDS}") from error

@@ -1,0 +1,163 @@
+"""What a run will cost, before it starts: parameters, FLOPs, memory, hours. Planned on the meta device, in no memory.
+
+Conventions: a multiplication and an addition are two FLOPs; backward is twice forward; attention counts all T keys of a
+query, masked or not, as the paper's figures do. Hours follow the usual share of peak, which counts 6 FLOPs per parameter and
+token and nothing else. Zeros are multiplied like other numbers today; "sparse" is what remains without them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from smupar.execute.timing import seconds_of
+from smupar.lm.config.run import Execution, RunConfig
+from smupar.lm.model.gpt import plan_on_meta
+from smupar.plan.optimizers import facts_of, family_of
+from smupar.plan.plan import Plan, PlanRow
+
+# Dense bf16 TFLOP/s of the datasheets, by what the device's name contains.
+_PEAK_TFLOPS = {"H200": 990, "H100": 990, "B200": 2250, "A100": 312, "L40S": 362, "4090": 165, "V100": 125}
+_GIB = 2**30
+# Of a GPU's memory: estimates are rough, and torch keeps some back.
+_USABLE = 0.8
+
+
+@dataclass(frozen=True)
+class Cost:
+    num_parameters: int
+    num_nonzeros: int
+    num_tokens: int
+    dense_flops: float
+    """Of the whole run."""
+    sparse_flops: float
+    usual_flops: float
+    """6 FLOPs per parameter and token."""
+    state_bytes: float
+    """Weights, gradients, optimizer state and masks, on each GPU."""
+    activation_bytes: float
+    """On each GPU, about, for one micro-batch."""
+
+    def hours(self, *, num_gpus: int = 1, peak_tflops: float = 990, share: float = 0.45) -> float:
+        return self.usual_flops / (num_gpus * peak_tflops * 1e12 * share) / 3600
+
+
+def estimate(config: RunConfig, *, num_ranks: int = 1, micro_batch: int = 0, sharded: bool = False) -> Cost:
+    """``micro_batch`` 0: all sequences of a rank at once."""
+    plan = plan_on_meta(config)
+    model, tokens = config.model, config.num_tokens
+    rows = [row for row in plan for _ in range(_uses(row, config))]
+    attention = 12 * model.depth * config.seq_len * model.width
+    num_parameters = sum(math.prod(row.shape) for row in plan)
+    num_sequences = micro_batch or -(-config.batch_size // num_ranks)
+    return Cost(
+        num_parameters=num_parameters,
+        num_nonzeros=round(sum(_kept(row) for row in plan)),
+        num_tokens=tokens,
+        dense_flops=tokens * (6 * sum(math.prod(row.shape) for row in rows) + attention),
+        sparse_flops=tokens * (6 * sum(_kept(row) for row in rows) + attention),
+        usual_flops=6.0 * num_parameters * tokens,
+        state_bytes=_state_bytes(plan, config) / (num_ranks if sharded else 1),
+        activation_bytes=num_sequences * config.seq_len * _activation_bytes(config),
+    )
+
+
+def fitting_micro_batch(config: RunConfig, *, num_ranks: int, sharded: bool, memory: float) -> int:
+    """The largest part of a rank's sequences, in equal parts, that should fit into so many bytes; at least one."""
+    each = config.batch_size // num_ranks
+    one = estimate(config, num_ranks=num_ranks, micro_batch=1, sharded=sharded)
+    room = int((_USABLE * memory - one.state_bytes) / one.activation_bytes)
+    small = [size for size in range(1, math.isqrt(each) + 1) if each % size == 0]
+    return max((size for size in (*small, *(each // size for size in small)) if size <= room), default=1)
+
+
+def report(config: RunConfig, how: Execution, *, gpus: int, gpu_gib: float, peak_share: float) -> str:
+    """What ``smupar train --dry-run`` prints."""
+    if gpus < 1 or not gpu_gib > 0 or not 0 < peak_share <= 1:
+        raise ValueError(
+            f"--gpus {gpus}, --gpu-gib {gpu_gib:g} and --peak-share {peak_share:g} must be above 0, a share at most 1"
+        )
+    if config.batch_size % gpus or config.batch_size // gpus % (how.micro_batch or 1):
+        raise ValueError(
+            f"batch_size {config.batch_size} does not divide among {gpus} GPUs in parts of {how.micro_batch or 1}: "
+            "choose another --batch-size or --micro-batch"
+        )
+    sharded, peak_tflops = how.parallel == "fsdp" and gpus > 1, how.peak_tflops or _PEAK_TFLOPS["H200"]
+    micro_batch = how.micro_batch or fitting_micro_batch(config, num_ranks=gpus, sharded=sharded, memory=gpu_gib * _GIB)
+    cost = estimate(config, num_ranks=gpus, micro_batch=micro_batch, sharded=sharded)
+    plan, model = plan_on_meta(config), config.model
+    hours = cost.hours(num_gpus=gpus, peak_tflops=peak_tflops, share=peak_share)
+    total = (cost.state_bytes + cost.activation_bytes) / _GIB
+    lines = {
+        "model": f"GPT, width {model.width}, depth {model.depth}, {model.num_heads} heads of {model.head_dim}, MLP of "
+        f"{model.inner_width}, vocabulary {model.vocab_size:,}",
+        "rule": f"{config.rule}, base width {config.base_width}; {plan.hidden_sparsity:.4g} of the hidden weights are zero "
+        f"({config.pattern})",
+        "parameters": f"{cost.num_parameters:,}",
+        "non-zeros": f"{cost.num_nonzeros:,} ({cost.num_nonzeros / cost.num_parameters:.1%})",
+        "tokens": f"{cost.num_tokens:,} = {config.steps:,} steps of {config.batch_size} x {config.seq_len}; "
+        f"{cost.num_tokens / cost.num_parameters:.3g} for each parameter",
+        "FLOPs": f"{cost.dense_flops:.3g} as run, {cost.sparse_flops:.3g} without multiplying zeros "
+        f"({cost.sparse_flops / cost.dense_flops:.1%}); 6 N tokens = {cost.usual_flops:.3g}",
+        "memory": f"{total:.1f} GiB of {gpu_gib:g} on each GPU, about: {cost.state_bytes / _GIB:.1f} for weights, gradients, "
+        f"optimizer and masks{' (a shard of them)' if sharded else ''}, {cost.activation_bytes / _GIB:.1f} for the "
+        f"activations of {micro_batch} sequences (--micro-batch)" + ("" if total <= gpu_gib else ": TOO MUCH"),
+        "time": f"{_hours(hours)} on {gpus} GPU{'s' if gpus > 1 else ''} at {peak_share:.0%} of {peak_tflops:g} TFLOP/s",
+    }
+    return "\n".join(f"{name:<12}{text}" for name, text in lines.items())
+
+
+def _uses(row: PlanRow, config: RunConfig) -> int:
+    """In how many products a parameter takes part: a lookup is none, a tied table is the unembedding's."""
+    if row.role == "hidden" or row.name == "unembedding.weight":
+        return 1
+    return int(row.name == "embedding.weight" and config.model.tied)
+
+
+def _kept(row: PlanRow) -> float:
+    return float(math.prod(row.shape) * row.density)
+
+
+def _state_bytes(plan: Plan, config: RunConfig) -> float:
+    family_of(config.optimizer)
+    total, facts = 0.0, facts_of(config.optimizer)
+    for row in plan:
+        beside = facts.hidden_only and row.role != "hidden"
+        moments = (facts_of("adamw") if beside else facts).num_states_with(config.momentum)
+        copy = 2 if config.dtype == "bf16" and len(row.shape) == 2 else 0  # what the products read
+        total += math.prod(row.shape) * (4 + 4 + 4 * moments + copy + row.masked)
+    return total
+
+
+def _activation_bytes(config: RunConfig) -> float:
+    """Per token: what is kept for the backward pass, with fused attention. Within 15 % of what an H200 was seen to use."""
+    model, size = config.model, 2 if config.dtype == "bf16" else 4
+    inner = (3 if model.activation == "swiglu" else 2) * model.inner_width
+    block = 2 * 4 * model.width + size * (6 * model.width + inner)  # both norms' inputs are fp32
+    return model.depth * block + 2 * size * model.vocab_size  # logits and their gradient
+
+
+def _hours(hours: float) -> str:
+    if hours < 1 / 60:
+        return f"{hours * 3600:.1f} s"
+    return f"{hours * 60:.1f} minutes" if hours < 1 else f"{hours:.1f} hours"
+
+
+def peak_flops(device: torch.device, dtype: str, given_tflops: float | None = None) -> float:
+    """FLOP/s that one device could reach: as given, by its datasheet, or by a large product here and now."""
+    if given_tflops:
+        return given_tflops * 1e12
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        known = next((tflops for part, tflops in _PEAK_TFLOPS.items() if part in name), None)
+        if known and dtype == "bf16":
+            return known * 1e12
+    return _measured_flops(device, torch.bfloat16 if dtype == "bf16" else torch.float32)
+
+
+def _measured_flops(device: torch.device, dtype: torch.dtype, size: int = 1024, repeats: int = 5) -> float:
+    a = torch.full((size, size), 0.5, dtype=dtype, device=device)
+    rounds = range(repeats + 1)  # the first warms up
+    return 2 * size**3 / min(seconds_of(lambda: (a @ a).sum().item(), device=device) for _ in rounds)

@@ -1,0 +1,247 @@
+"""A plain GPT as in the paper: ALiBi positions, SwiGLU, pre-norm, tied embedding, and the usual other choices.
+Read it top to bottom."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from smupar.lm.config.run import ModelConfig, RunConfig
+from smupar.model.parameterize import add_masks, parameterize
+from smupar.plan.allocations import Allocation, er, erk
+from smupar.plan.plan import Plan
+from smupar.plan.planner import Settings, make_plan
+
+
+class Cache:
+    """Keys and values of one layer for the tokens seen so far, for generation."""
+
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def __len__(self) -> int:
+        return 0 if self.keys is None else self.keys.shape[2]
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        if self.keys is not None and self.values is not None:
+            keys, values = torch.cat([self.keys, keys], 2), torch.cat([self.values, values], 2)
+        self.keys, self.values = keys, values
+        return keys, values
+
+
+class Attention(nn.Module):
+    scale: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim, self.num_heads, self.positions = config.head_dim, config.num_heads, config.positions
+        self.qkv = nn.Linear(config.width, 3 * config.width, bias=config.biases)
+        self.out = nn.Linear(config.width, config.width, bias=config.biases)
+        # A tensor, so that models that differ in their rule can be trained as one batch.
+        self.register_buffer("scale", torch.tensor(config.head_dim**-0.5), persistent=False)
+        self.block_mask: BlockMask | None = None  # set by use_flex_attention
+        self.plain = False  # set by use_plain_attention
+
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+        batch, length, width = x.shape
+        start = 0 if cache is None else len(cache)
+        q, k, v = self.qkv(x).view(batch, length, 3, -1, self.head_dim).permute(2, 0, 3, 1, 4)
+        if self.positions == "rotary":
+            q, k = rotate(q, start), rotate(k, start)
+        if cache is not None:
+            k, v = cache.extend(k, v)
+        q = (q * self.scale).to(v.dtype)  # batched over models, the scale is no scalar and would make fp32 of bf16
+        if self.plain and cache is None:
+            scores = (q @ k.mT).float() + self.bias(q, length)
+            y = torch.softmax(scores, -1).to(v.dtype) @ v
+        elif self.positions == "alibi" and self.block_mask is not None and cache is None:
+            y = flex_alibi(q, k, v, self.block_mask)
+        elif self.positions == "alibi" or start:
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias(q, k.shape[2]), scale=1.0)
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
+        return self.out(y.transpose(1, 2).reshape(batch, length, width))
+
+    def bias(self, q: Tensor, num_keys: int) -> Tensor:
+        """What is added to the logits: -inf for the future, ALiBi's slope times distance. The last key is the last query."""
+        position = torch.arange(num_keys, device=q.device)
+        distance = (position[None, :] - position[num_keys - q.shape[2] :, None]).to(q.dtype)
+        slopes = alibi_slopes(self.num_heads, q.device) if self.positions == "alibi" else q.new_zeros(1)
+        return (slopes.to(q.dtype)[:, None, None] * distance).masked_fill(distance > 0, float("-inf"))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gated = config.activation == "swiglu"
+        if self.gated:
+            self.gate = nn.Linear(config.width, config.inner_width, bias=config.biases)
+        self.up = nn.Linear(config.width, config.inner_width, bias=config.biases)
+        self.down = nn.Linear(config.inner_width, config.width, bias=config.biases)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x) if self.gated else F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm_attention = nn.LayerNorm(config.width, bias=config.biases)
+        self.attention = Attention(config)
+        self.norm_mlp = nn.LayerNorm(config.width, bias=config.biases)
+        self.mlp = MLP(config)
+        self.factor = 1 / math.sqrt(2 * config.depth) if config.residual_factor else 1.0
+
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+        x = x + self.factor * self.attention(self.norm_attention(x), cache)
+        return x + self.factor * self.mlp(self.norm_mlp(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.width)
+        if config.positions == "learned":
+            self.position = nn.Embedding(config.context, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
+        self.norm = nn.LayerNorm(config.width, bias=config.biases)
+        self.unembedding = nn.Linear(config.width, config.vocab_size, bias=False)
+        self.tie()
+
+    def tie(self) -> None:
+        """Makes embedding and unembedding one tensor; again after ``to_empty``, which makes two of it."""
+        if self.config.tied:
+            self.unembedding.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, caches: list[Cache] | None = None) -> Tensor:
+        return self.unembedding(self.features(tokens, caches))
+
+    def features(self, tokens: Tensor, caches: list[Cache] | None = None) -> Tensor:
+        """What the unembedding reads."""
+        x = self.embedding(tokens)
+        if self.config.positions == "learned":
+            start = 0 if caches is None else len(caches[0])
+            x = x + self.position(torch.arange(start, start + tokens.shape[1], device=tokens.device))
+        for layer, block in enumerate(self.blocks):
+            x = block(x) if caches is None else block(x, caches[layer])
+        return self.norm(x)
+
+
+# Positions
+
+
+def alibi_slopes(num_heads: int, device: torch.device | None = None) -> Tensor:
+    """2^(-8 i / n) for head i = 1 .. n."""
+    return 2.0 ** (-8.0 * torch.arange(1, num_heads + 1, device=device) / num_heads)
+
+
+def rotate(x: Tensor, start: int = 0) -> Tensor:
+    """Turns entry pairs (i, i + half) of each head by position * 10000^(-i / half)."""
+    half = x.shape[-1] // 2
+    position = torch.arange(start, start + x.shape[-2], device=x.device, dtype=torch.float32)
+    angle = position[:, None] * 10000.0 ** (-torch.arange(half, device=x.device) / half)
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+def flex_alibi(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask) -> Tensor:
+    slopes = alibi_slopes(q.shape[1], q.device)
+
+    def add_bias(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return score + slopes[head] * (key - query)
+
+    y = flex_attention(q, k, v, score_mod=add_bias, block_mask=block_mask, scale=1.0)
+    assert isinstance(y, Tensor)
+    return y
+
+
+def use_flex_attention(model: GPT, length: int) -> None:
+    """ALiBi by FlexAttention for sequences of one length: never a bias in memory. For compiled models on a GPU."""
+
+    def causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return query >= key
+
+    mask = create_block_mask(causal, None, None, length, length, device=str(model.embedding.weight.device))
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        block.attention.block_mask = mask
+
+
+def use_plain_attention(model: GPT) -> None:
+    """Attention by products and a softmax: torch's fused kernels cannot be batched over models everywhere."""
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        block.attention.plain = True
+
+
+# Parameterized
+
+
+def build(config: RunConfig) -> tuple[GPT, Plan]:
+    """A parameterized GPT on the CPU and its plan, with the attention scale set."""
+    model = GPT(config.model)
+    return model, parameterized(model, config)
+
+
+def parameterized(model: GPT, config: RunConfig, *, reset: bool | None = None) -> Plan:
+    """Parameterizes a GPT in place as the run says; ``reset`` is that of ``parameterize``."""
+    plan = parameterize(model, base=_base(config), reset=reset, **_settings(config))
+    set_attention_scale(model, plan)
+    if config.prunes:
+        add_masks(model, plan)
+    return plan
+
+
+def set_attention_scale(model: nn.Module, plan: Plan) -> None:
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.scale.fill_(plan.attention_scale(module.head_dim))
+    plan.settle("attention_scale")
+
+
+def plan_on_meta(config: RunConfig) -> Plan:
+    """The plan ``build`` would carry out, for a model of any size, in no memory."""
+    plan = make_plan(on_meta(config.model), base=_base(config), **_settings(config))
+    plan.settle("attention_scale")  # build sets it
+    return plan
+
+
+def on_meta(config: ModelConfig) -> GPT:
+    with torch.device("meta"):
+        return GPT(config)
+
+
+def _base(config: RunConfig) -> GPT:
+    return on_meta(replace(config.model, width=config.base_width))
+
+
+def allocated(config: RunConfig, density: float | None) -> float | Allocation | None:
+    """A density as the run shares it among layers."""
+    if config.allocation == "uniform" or density is None:
+        return density
+    return {"er": er, "erk": erk}[config.allocation](density)
+
+
+def _settings(config: RunConfig) -> Settings:
+    density = allocated(config, config.start_density)
+    return {
+        "rule": config.rule,
+        "density": density,
+        "pattern": config.pattern,
+        "seed": config.seed,
+        "init_std": config.init_std,
+        "alpha_input": config.alpha_input,
+        "alpha_output": config.alpha_output,
+        # As wide as its base, a model does not show which of its dimensions scale: a third one does.
+        "delta": on_meta(replace(config.model, width=2 * config.base_width))
+        if config.model.width == config.base_width
+        else None,
+    }

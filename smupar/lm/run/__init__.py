@@ -1,0 +1,1 @@
+"""Training one run, or a stack of runs: step, loop, folder, checkpoints."""

@@ -1,0 +1,155 @@
+"""One process or many: who this process is, and how a model is spread over them. torchrun starts them, this reads its
+environment variables; without them everything here does nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from smupar.lm.config.run import Execution, RunConfig
+from smupar.lm.model.gpt import GPT, on_meta, parameterized
+from smupar.model.parameterize import no_broadcast
+from smupar.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class World:
+    """All ranks of a run, seen from one of them."""
+
+    rank: int
+    size: int
+    device: torch.device
+    parallel: Literal["ddp", "fsdp"]
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def sharded(self) -> bool:
+        return self.size > 1 and self.parallel == "fsdp"
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Over ranks."""
+        if self.size > 1:
+            dist.all_reduce(values)
+            values = values / self.size
+        return values
+
+    def any(self, *flags: bool) -> list[bool]:
+        """Each flag, if it is raised on any rank: all ranks must leave a loop at the same step."""
+        if self.size == 1:
+            return list(flags)
+        raised = torch.tensor(flags, dtype=torch.int32, device=self.device)
+        dist.all_reduce(raised, op=dist.ReduceOp.MAX)
+        return [bool(flag) for flag in raised.tolist()]
+
+    def wait(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+    def share_of(self, batch_size: int) -> tuple[int, int]:
+        """The rows of a batch that are this rank's: from, to."""
+        if batch_size % self.size:
+            raise ValueError(
+                f"batch_size {batch_size} does not divide among {self.size} ranks: choose a multiple of {self.size}"
+            )
+        each = batch_size // self.size
+        return self.rank * each, (self.rank + 1) * each
+
+
+@contextlib.contextmanager
+def join(how: Execution) -> Iterator[World]:
+    """Joins the processes that torchrun started, if it did."""
+    size, rank, local = (
+        int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0))
+    )
+    device = pick_device(how.device, local)
+    if size > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        try:
+            yield World(rank, size, device, how.parallel)
+            dist.barrier()  # a rank that leaves early would cut the others off
+        finally:
+            dist.destroy_process_group()
+    else:
+        yield World(rank, size, device, how.parallel)
+
+
+def pick_device(name: str, local_rank: int = 0) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise RuntimeError("torch sees no GPU")
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", local_rank)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {name} cannot be used here ({str(error).splitlines()[0]}): try --device auto") from error
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    """For the record of a run."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def place(config: RunConfig, world: World) -> tuple[GPT, Plan]:
+    """The parameterized model of a run on this rank's device, sharded if the world says so: the same weights and masks
+    however many ranks there are. Built on meta, so that no rank ever holds more than its part."""
+    model = on_meta(config.model)
+    if world.sharded:
+        bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        policy = bf16 if config.dtype == "bf16" else MixedPrecisionPolicy()
+        for block in model.blocks:
+            fully_shard(block, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+    try:
+        model.to_empty(device=world.device)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # torch has no class of its own for a CPU without room
+        raise MemoryError(f"the model does not fit into memory ({str(error).splitlines()[0]}): choose a smaller one") from error
+    model.tie()
+    return model, parameterized(model, config, reset=True)
+
+
+def wrap(model: GPT, world: World) -> nn.Module:
+    """What to call in training: DDP around the model, where there are several whole ones."""
+    if world.size == 1 or world.sharded:
+        return model
+    # Buffers are equal on all ranks by construction and need not be sent at each forward.
+    no_broadcast(model, (name for name, _ in model.named_buffers()))
+    on_gpu = [world.device] if world.device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=on_gpu, gradient_as_bucket_view=True)
+
+
+@contextlib.contextmanager
+def accumulate(forward: nn.Module, *, last: bool) -> Iterator[None]:
+    """Around one micro-batch: gradients are exchanged behind the last one only."""
+    if isinstance(forward, DistributedDataParallel) and not last:
+        with forward.no_sync():
+            yield
+        return
+    if isinstance(forward, FSDPModule):
+        forward.set_requires_gradient_sync(last)
+    yield
+
+
+def reshard(model: nn.Module) -> None:
+    """After a forward without backward FSDP2 leaves whole parameters in place of the shards, to be freed at any time."""
+    if isinstance(model, FSDPModule):
+        model.reshard()

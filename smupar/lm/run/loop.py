@@ -1,0 +1,262 @@
+"""The training loop: of one run, or of many that are trained as one stack. Both end with a ``Summary`` of each run.
+
+What is trained, a ``Runs``, is a ``Stepper`` or a ``GPTStack``. Where rows and checkpoints go, a ``Keeper``, is the folder of a
+run, or memory until a stack has ended. The coordinate check of any model (check/coordinates/check.py) has a loop of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from smupar.lm.config.run import RunConfig
+from smupar.lm.run.distributed import World, device_name
+from smupar.lm.run.folder import Row, Status, Summary, versions
+from smupar.lm.run.schedule import lr_share
+from smupar.lm.run.signals import Stop
+
+_SAVE_SECONDS = 300.0
+_SLOW_SECONDS = 0.5
+
+
+class Runs(Protocol):
+    """Runs that make the same step together; alike in steps, batch size and sequence length."""
+
+    configs: list[RunConfig]
+    world: World
+    num_parameters: int
+
+    @property
+    def sparsities(self) -> list[float]:
+        """Share of each run's hidden weights that is zero at the moment."""
+
+    def step(self, step: int) -> Tensor:
+        """Losses of all runs, or of the only one as a scalar. They stay on the device, which need not be waited for."""
+
+    def validate(self, *, until: Callable[[], bool]) -> list[float] | None:
+        """Loss of each run; None if ``until`` told it to stop before its end."""
+
+
+class Keeper(Protocol):
+    """What becomes of a loop's numbers."""
+
+    def show(self, done: int, loss: float, seconds: float) -> None:
+        """Progress: steps done, the first run's last loss, and seconds of a step."""
+
+    def log(self, index: int, row: Row) -> None:
+        """A row of metrics of the run with this number."""
+
+    def save(self, progress: Sequence[Progress]) -> None:
+        """A checkpoint."""
+
+
+@dataclass
+class Progress:
+    """How far a run is: what a checkpoint holds beside tensors."""
+
+    step: int = 0
+    """Steps done; of a run that diverged, those whose loss was a number."""
+    seconds: float = 0.0
+    losses: list[float] = field(default_factory=list)
+    """Of the last 5 % of the steps. The last one is no number if the run diverged; nothing is added then."""
+    valid_loss: float | None = None
+    valid_step: int | None = None
+    best_valid_loss: float | None = None
+    best_step: int | None = None
+
+    @property
+    def diverged(self) -> bool:
+        return bool(self.losses) and not math.isfinite(self.losses[-1])
+
+    def add(self, loss: float, num_kept: int) -> None:
+        """Takes the loss of a further step, and keeps so many in all."""
+        if not self.diverged:
+            self.losses.append(loss)
+            del self.losses[:-num_kept]
+            self.step += math.isfinite(loss)
+
+    def validated(self, loss: float, step: int) -> None:
+        self.valid_loss, self.valid_step = loss, step
+        best = self.best_valid_loss
+        if math.isfinite(loss) and (best is None or loss < best):
+            self.best_valid_loss, self.best_step = loss, step
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """What is due after which step."""
+
+    steps: int
+    log_every: int
+    valid_every: int
+    save_every: int = 0  # every few minutes; in any case at the end
+    look_every: int = 0
+    """Steps between looks at the losses, for which the host waits for the GPU. 0: at each row, and after each step where steps
+    take long, since ranks have to agree, and torchrun kills those that do not end soon."""
+
+    def validates(self, done: int) -> bool:
+        return done == self.steps or done % self.valid_every == 0
+
+    def saves(self, done: int) -> bool:
+        return done == self.steps or (self.save_every > 0 and done % self.save_every == 0)
+
+    def logs(self, done: int) -> bool:
+        return done % self.log_every == 0 or self.validates(done) or self.saves(done)
+
+    def looks(self, done: int) -> bool:
+        return done % self.look_every == 0 or done == self.steps if self.look_every else self.logs(done)
+
+
+class Loop:
+    """``run()`` trains to the last step, or until no run is left that has not diverged, or a signal asks to stop."""
+
+    def __init__(self, runs: Runs, cadence: Cadence, keeper: Keeper, stop: Stop, progress: Sequence[Progress]) -> None:
+        """``progress``: where each run starts. A stack may hold more runs than that, which only fill it up."""
+        self.runs, self.cadence, self.keeper, self.stop, self.progress = runs, cadence, keeper, stop, progress
+        self.config = runs.configs[0]
+        self.done = progress[0].step
+        self.pending: list[Tensor] = []  # losses that the host has not asked for yet
+        self.row_losses: list[list[float]] = [[] for _ in progress]
+        self.slow = not cadence.look_every  # until a step has been timed
+        self.since = self.saved_at = 0.0
+
+    def run(self) -> Status:
+        if not self._catch_up():
+            return self.stop.status
+        self.since = self.saved_at = time.perf_counter()
+        alone = self.runs.world.size == 1
+        for step in range(self.done, self.cadence.steps):
+            self.pending.append(self.runs.step(step))
+            if self.cadence.looks(step + 1) or self.slow or (alone and self.stop.asked):
+                status = self._look(step + 1)
+                if status is not None:
+                    return status
+                self.since = time.perf_counter()
+        return "finished"
+
+    def _catch_up(self) -> bool:
+        """Does the validation that was stopped in its middle last time; False if it is stopped again."""
+        if self.done == 0 or self._has_validated() or not self.cadence.validates(self.done):
+            return True
+        if not self._validate():
+            return False
+        for index, progress in enumerate(self.progress):
+            self.keeper.log(index, {"step": self.done, "valid_loss": progress.valid_loss})
+        self.keeper.save(self.progress)
+        return True
+
+    def _look(self, done: int) -> Status | None:
+        """All that may be due after a step; how the loop ends, if it does."""
+        losses = self._fetch()
+        self.done, now = done, time.perf_counter()
+        seconds = (now - self.since) / len(losses)
+        late = now - self.saved_at > _SAVE_SECONDS and not self.cadence.save_every
+        slow = seconds > _SLOW_SECONDS and not self.cadence.look_every
+        stop, late, self.slow = self.runs.world.any(self.stop.asked, late, slow)
+        self.keeper.show(done, losses[-1][0], seconds)
+        self._record(losses, now - self.since)
+        lost = all(progress.diverged for progress in self.progress)
+        best = [progress.best_step for progress in self.progress]
+        if self.cadence.validates(done) and not lost and not stop:
+            stop = not self._validate()  # asked to stop in the middle of it: done again when the run goes on
+        self._log(losses, seconds)
+        if lost:
+            return "diverged"
+        improved = best != [progress.best_step for progress in self.progress]
+        if self.cadence.saves(done) or improved or stop or late:
+            self.keeper.save(self.progress)
+            self.saved_at = time.perf_counter()
+        ended = done == self.cadence.steps and self._has_validated()
+        return self.stop.status if stop and not ended else None
+
+    def _fetch(self) -> list[list[float]]:
+        """The losses that are waiting, of each step and run, averaged over ranks. Here the host waits for the GPU."""
+        waiting = torch.stack(self.pending)
+        self.pending.clear()
+        losses: list[list[float]] = self.runs.world.mean(waiting).view(len(waiting), -1).tolist()
+        return losses
+
+    def _record(self, losses: list[list[float]], seconds: float) -> None:
+        num_kept = max(1, self.config.steps // 20)
+        for index, progress in enumerate(self.progress):
+            progress.seconds += seconds / len(self.progress)
+            for of_runs in losses:
+                progress.add(of_runs[index], num_kept)
+
+    def _validate(self) -> bool:
+        """Whether it came to its end before the loop was asked to stop."""
+        losses = self.runs.validate(until=lambda: self.stop.asked)
+        if losses is None:
+            return False
+        for progress, loss in zip(self.progress, losses, strict=False):
+            if not progress.diverged:
+                progress.validated(loss, self.done)
+        return True
+
+    def _has_validated(self) -> bool:
+        return any(progress.valid_step == self.done for progress in self.progress)
+
+    def _log(self, losses: list[list[float]], seconds: float) -> None:
+        """Turns losses into rows, each with the mean since the row before. The row in which a run diverges is its last."""
+        speed = self._tokens(1) / (seconds / len(self.progress))
+        for number, of_runs in enumerate(losses, start=self.done + 1 - len(losses)):
+            for index, (progress, since_row) in enumerate(zip(self.progress, self.row_losses, strict=True)):
+                if number > progress.step + 1 and not since_row:  # it diverged before
+                    continue
+                since_row.append(of_runs[index])
+                if self.cadence.logs(number):
+                    config = self.runs.configs[index]
+                    row: Row = {
+                        "step": number,
+                        "loss": _mean(since_row),
+                        "lr": config.lr * lr_share(number - 1, config),
+                        "tokens": self._tokens(number),
+                        "tokens_per_second": speed,
+                        "valid_loss": progress.valid_loss if progress.valid_step == number else None,
+                    }
+                    self.keeper.log(index, row)
+                    since_row.clear()
+
+    def summaries(self, status: Status, folders: Sequence[str]) -> list[Summary]:
+        """How each run ended, in these folders, given what ``run`` returned."""
+        sparsities = self.runs.sparsities
+        return [self._summary(index, status, folder, sparsities[index]) for index, folder in enumerate(folders)]
+
+    def _summary(self, index: int, status: Status, folder: str, sparsity: float) -> Summary:
+        progress, world = self.progress[index], self.runs.world
+        if progress.diverged or (status == "finished" and not math.isfinite(progress.valid_loss or math.nan)):
+            status = "diverged"
+        tokens = self._tokens(progress.step)
+        return Summary(
+            id=self.runs.configs[index].id,
+            status=status,
+            folder=folder,
+            steps=progress.step,
+            num_tokens=tokens,
+            num_parameters=self.runs.num_parameters,
+            sparsity=sparsity,
+            train_loss=_mean(progress.losses) if progress.losses and status != "diverged" else None,
+            valid_loss=None if status == "diverged" else progress.valid_loss,
+            best_valid_loss=progress.best_valid_loss,
+            best_step=progress.best_step,
+            seconds=progress.seconds,
+            tokens_per_second=tokens / progress.seconds if progress.seconds else 0.0,
+            device=device_name(world.device),
+            num_ranks=world.size,
+            num_threads=torch.get_num_threads(),
+            versions=versions(),
+        )
+
+    def _tokens(self, steps: int) -> int:
+        """Of one run."""
+        return steps * self.config.batch_size * self.config.seq_len
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

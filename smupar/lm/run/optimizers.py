@@ -1,0 +1,64 @@
+"""The optimizers that a run can name, made from its plan. Muon takes hidden matrices only, so it comes with an AdamW."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smupar.lm.config.run import RunConfig
+from smupar.lm.model.gpt import GPT
+from smupar.optim.groups import groups_by_optimizer
+from smupar.plan.optimizers import facts_of
+from smupar.plan.plan import Plan
+
+
+def make_optimizers(model: GPT, plan: Plan, config: RunConfig, *, capturable: bool = False) -> list[torch.optim.Optimizer]:
+    """One optimizer, or Muon and the AdamW beside it. A capturable one has its learning rates on the GPU."""
+    name, device = config.optimizer.lower(), next(model.parameters()).device
+    named = groups_by_optimizer(
+        model,
+        plan,
+        name,
+        lr=torch.tensor(config.lr, device=device) if capturable else config.lr,
+        rest_lr=config.rest_lr,
+        eps=config.eps_scaling,
+        eps_value=config.eps,
+        weight_decay=config.weight_decay,
+        decay=config.decay,
+        decayed=config.decayed,
+    )
+    made: list[torch.optim.Optimizer] = []
+    for kind, groups in named:
+        options: dict[str, Any] = {"capturable": True} if capturable else {}
+        facts = facts_of(kind)
+        if facts.betas:
+            options["betas"] = config.betas
+        if facts.momentum:
+            options["momentum"] = config.momentum
+        if facts.fused and device.type == "cuda":
+            options["fused"] = True
+        made.append(_class(facts.name)(groups, **options))
+    return made
+
+
+def set_lr(optimizers: list[torch.optim.Optimizer], share: float) -> None:
+    """Every group's learning rate as a share of its own peak, so that ratios stay."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            peak = group.setdefault("peak_lr", float(group["lr"]))
+            if isinstance(group["lr"], Tensor):  # the one that a captured step reads
+                group["lr"].fill_(peak * share)
+            else:
+                group["lr"] = peak * share
+
+
+def _class(name: str) -> Any:
+    if hasattr(torch.optim, name):
+        return getattr(torch.optim, name)
+    try:
+        from lion_pytorch import Lion  # type: ignore[import-untyped]
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("torch has no Lion: pip install lion-pytorch") from error
+    return Lion

@@ -1,0 +1,183 @@
+"""Runs that share shapes, trained as one stack."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from smupar.execute.stacked import SUPPORTED, Hyperparameters, Stack
+from smupar.lm.config.run import RunConfig
+from smupar.lm.data import batches as data
+from smupar.lm.data.batches import Text
+from smupar.lm.data.shards import Tokens
+from smupar.lm.model.gpt import GPT, build, use_plain_attention
+from smupar.lm.run import checkpoint
+from smupar.lm.run.distributed import World
+from smupar.lm.run.dynamics import make_stacked_sparsifier, read_trace
+from smupar.lm.run.folder import Summary, write_facts
+from smupar.lm.run.schedule import lr_share
+from smupar.lm.run.step import next_token_loss
+from smupar.output.files import write_atomic
+from smupar.plan.plan import Plan, PlanWarning
+from smupar.updates.measuring import NUM_TOKENS, StackedUpdates
+from smupar.updates.trace import Trace
+
+# What runs of a stack may differ in.
+_FREE: tuple[str, ...] = (
+    *("rule", "base_width", "sparsity", "pattern", "allocation", "init_std", "alpha_input", "alpha_output"),
+    *("dynamic", "mask_every", "mask_stop", "drop_fraction", "correction", "follow"),
+    *("lr", "rest_lr", "eps", "eps_scaling", "weight_decay", "decay", "decayed", "clip", "schedule", "warmup", "seed"),
+)
+
+
+def stack_key(config: RunConfig) -> str | None:
+    """Equal for runs that can be stacked; None for one that cannot."""
+    if config.optimizer not in SUPPORTED:
+        return None
+    fixed = {name: value for name, value in asdict(config).items() if name not in _FREE}
+    parts = {"clips": config.clip is not None, "two optimizers": config.rest_lr is not None, "round": config.round_steps}
+    return json.dumps({**fixed, **parts})
+
+
+class GPTStack:
+    """``step(n)`` does step n of every run and returns their losses. ``refill`` starts with other runs of the same key."""
+
+    def __init__(
+        self,
+        configs: Sequence[RunConfig],
+        text: Text,
+        device: torch.device,
+        *,
+        compile: bool | None = None,  # noqa: A002 (torch's word)
+        own_batches: bool | None = None,
+    ) -> None:
+        """``own_batches``: a batch for each run; default if they differ in seed. A stack that is refilled keeps to it."""
+        self.text, self.device, self.world = text, device, World(0, 1, device, "ddp")
+        first, on_gpu = configs[0], device.type == "cuda"
+        compiled = on_gpu if compile is None else compile
+        models, plans = self._built(configs)
+        if on_gpu or first.dtype == "bf16":  # torch.func knows torch's fused kernels on the CPU in fp32 only
+            for model in models:
+                use_plain_attention(model)
+        self.own_batches = len(self.seeds) > 1 if own_batches is None else own_batches
+        self.num_parameters = sum(parameter.numel() for parameter in models[0].parameters())
+        self.stack = Stack(
+            models,
+            plans,
+            _loss,
+            [hyperparameters(config) for config in configs],
+            optimizer=first.optimizer,
+            compile=compiled,
+            dtype=torch.bfloat16 if first.dtype == "bf16" else None,
+            own_batches=self.own_batches,
+        )
+        self._set_moving(plans)
+
+    def refill(self, configs: Sequence[RunConfig]) -> None:
+        models, plans = self._built(configs)
+        assert self.own_batches or len(self.seeds) == 1, "a stack with one batch for all runs has one seed"
+        self.stack.refill(models, plans, [hyperparameters(config) for config in configs])
+        self._set_moving(plans)
+
+    def _set_moving(self, plans: list[Plan]) -> None:
+        self.plans = plans
+        traces = [read_trace(config) for config in self.configs]
+        measured = self.configs[0].record or any(trace is not None for trace in traces)
+        first = self.configs[0]
+        self.updates = StackedUpdates(self.stack, plans, traces, first.steps, first.round_steps) if measured else None
+        self.sparsifier = make_stacked_sparsifier(self.stack, plans, self.configs)
+
+    @property
+    def sparsities(self) -> list[float]:
+        """Share of each run's hidden weights that is zero at the moment."""
+        if self.sparsifier is None:
+            return [plan.hidden_sparsity for plan in self.plans]
+        masks = [self.stack.tensors["masks"][name].flatten(1) for name in self.stack.hidden]
+        kept, total = sum(mask.sum(1) for mask in masks), sum(mask.shape[1] for mask in masks)
+        return (1 - torch.as_tensor(kept).double() / total).tolist()
+
+    def traces(self) -> list[Trace | None]:
+        """What was measured in each run, where it was."""
+        return [None] * len(self.configs) if self.updates is None else list(self.updates.traces())
+
+    def _built(self, configs: Sequence[RunConfig]) -> tuple[list[GPT], list[Plan]]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PlanWarning)  # a study says once what it is about
+            # Random numbers come from one thread each, most of the time that it takes.
+            with ThreadPoolExecutor(min(len(configs), os.cpu_count() or 1)) as pool:
+                made = list(pool.map(build, configs))
+        self.configs = list(configs)
+        self.seeds = sorted({config.seed for config in configs})
+        return [model.to(self.device) for model, _ in made], [plan for _, plan in made]
+
+    def save(self, folder: Path, summaries: Sequence[Summary]) -> None:
+        """Leaves what ``load_run`` reads of the first runs, which ended so, in folders named by their ids."""
+        self.stack.write_back()
+        for summary, config, model in zip(summaries, self.configs, self.stack.models, strict=False):
+            path = folder / config.id
+            write_facts(path, self.text)
+            write_atomic(path / "config.json", config.to_json())
+            state = {"best_step": None, "valid_loss": summary.valid_loss, "seconds": summary.seconds}
+            checkpoint.save(path / "checkpoints", config.steps, model, [], state, self.world)
+
+    def step(self, step: int) -> Tensor:
+        batch, shares = self._batch(self.text.train, step), [lr_share(step, config) for config in self.configs]
+        if self.updates is not None:
+            self.updates.before(step, self._start_of(batch))
+        if self.sparsifier is not None:
+            self.sparsifier.before(step + 1, batch)
+        losses = self.stack.step(batch, shares)
+        if self.updates is not None:
+            self.updates.after(step, shares)
+        if self.sparsifier is not None:
+            self.sparsifier.after(step + 1)
+        return losses
+
+    def _start_of(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """As many sequences as are looked at."""
+        num = -(-NUM_TOKENS // self.configs[0].seq_len)
+        inputs, targets = (part[:, :num] if self.own_batches else part[:num] for part in batch)
+        return inputs, targets
+
+    def validate(self, *, until: Callable[[], bool] = lambda: False) -> list[float] | None:
+        """Mean loss of every run over the same validation batches; None if it was told to stop before."""
+        first = self.configs[0]
+        total = torch.zeros(len(self.configs), dtype=torch.float64, device=self.device)
+        for step in range(first.valid_batches):
+            if until():
+                return None
+            batch = self._of_seed(self.text.valid, 0, step)
+            if self.own_batches:
+                batch = (batch[0].expand(len(self.configs), -1, -1), batch[1].expand(len(self.configs), -1, -1))
+            total += self.stack.evaluate(batch)
+        losses: list[float] = (total / first.valid_batches).tolist()
+        return losses
+
+    def _batch(self, tokens: Tokens, step: int) -> tuple[Tensor, Tensor]:
+        if not self.own_batches:
+            return self._of_seed(tokens, self.seeds[0], step)
+        by_seed = {seed: self._of_seed(tokens, seed, step) for seed in self.seeds}
+        inputs, targets = (torch.stack([by_seed[config.seed][part] for config in self.configs]) for part in (0, 1))
+        return inputs, targets
+
+    def _of_seed(self, tokens: Tokens, seed: int, step: int) -> tuple[Tensor, Tensor]:
+        first = self.configs[0]
+        size, length = first.batch_size, first.seq_len
+        return data.batch(tokens, seed=seed, step=step, batch_size=size, seq_len=length, to=self.stack.upload)
+
+
+def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return next_token_loss(model, *batch)
+
+
+def hyperparameters(config: RunConfig) -> Hyperparameters:
+    names = ("lr", "rest_lr", "betas", "eps", "eps_scaling", "momentum", "weight_decay", "decay", "decayed", "clip")
+    return Hyperparameters(**{name: getattr(config, name) for name in names})

@@ -1,0 +1,190 @@
+"""One step of a run: the model on its device, its optimizers, and the function from a step's number to its loss."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from smupar.check.audit import audit
+from smupar.execute.cuda_graphs import Graphed, Upload, compile_static
+from smupar.execute.sparse.convert import StorageReport, sparsify_storage
+from smupar.lm.config.run import Execution, RunConfig
+from smupar.lm.data import batches as data
+from smupar.lm.data.batches import Text
+from smupar.lm.data.shards import Tokens
+from smupar.lm.model.cost import fitting_micro_batch
+from smupar.lm.model.gpt import use_flex_attention
+from smupar.lm.run.distributed import World, accumulate, place, reshard, wrap
+from smupar.lm.run.dynamics import make_sparsifier, read_trace
+from smupar.lm.run.optimizers import make_optimizers, set_lr
+from smupar.lm.run.schedule import lr_share
+from smupar.plan.optimizers import facts_of
+from smupar.updates.meter import Follower, Recorder, follow_updates, record_updates
+from smupar.updates.trace import Trace
+
+
+def next_token_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
+
+
+class Stepper:
+    """``step(n)`` does step n of the run and returns its loss, a tensor, so that a GPU need not wait to be asked for it."""
+
+    def __init__(self, config: RunConfig, how: Execution, world: World, text: Text, trace: Trace | None = None) -> None:
+        """``trace``: the one that the run follows, where it is not to be read from the file that the configuration names."""
+        self.config, self.configs, self.world, self.text = config, [config], world, text
+        self.upload = Upload(world.device)
+        self.rows = world.share_of(config.batch_size)
+        self.num_micro = _num_micro_batches(self.rows[1] - self.rows[0], how.micro_batch or _fitting(config, world))
+        self.model, self.plan = place(config, world)
+        self.num_parameters = sum(math.prod(row.shape) for row in self.plan)
+        self.storage = self._stored(how)
+        on_gpu = world.device.type == "cuda"
+        compiled = on_gpu if how.compile is None else how.compile
+        captured = how.graph
+        moving = config.dynamic != "none" or config.follow or config.record
+        one_graph = on_gpu and world.size == 1 and self.num_micro == 1 and facts_of(config.optimizer).capturable and not moving
+        if captured and not one_graph:
+            raise ValueError(
+                "--graph is for one GPU, one micro-batch per step, AdamW or Adam, masks that stay and nothing measured: leave "
+                "it out"
+            )
+        self.optimizers = make_optimizers(self.model, self.plan, config, capturable=captured)
+        audit(self.model, self.plan, self.optimizers)
+        self.updates = self._updates(trace or read_trace(config))
+        self.sparsifier = make_sparsifier(self.model, self.plan, self.optimizers, config)
+        self.forward = wrap(self.model, world)
+        self.loss_fn = next_token_loss
+        if compiled:
+            self._compile(flex=on_gpu and config.model.positions == "alibi")
+        self._update: Callable[..., Tensor] = Graphed(self._passes) if captured else self._passes
+
+    def _stored(self, how: Execution) -> StorageReport | None:
+        if how.storage == "dense":
+            return None
+        if self.config.prunes or facts_of(self.config.optimizer).mixes_entries:
+            what = (
+                "a run that is pruned starts dense"
+                if self.config.prunes
+                else f"{facts_of(self.config.optimizer).name} needs whole matrices"
+            )
+            raise ValueError(f"{what}: leave out --storage {how.storage}")
+        tokens = (self.rows[1] - self.rows[0]) // self.num_micro * self.config.seq_len
+        dtype = torch.bfloat16 if self.config.dtype == "bf16" else torch.float32
+        return sparsify_storage(self.model, self.plan, backend=how.storage, tokens=tokens, passes=self.num_micro, dtype=dtype)
+
+    def _updates(self, trace: Trace | None) -> Recorder | Follower | None:
+        period = self.config.round_steps if self.config.dynamic == "imp" else None
+        on = (self.model, self.plan, self.optimizers)
+        if trace is not None:
+            return follow_updates(*on, trace=trace, steps=self.config.steps, period=period)
+        return record_updates(*on, period=period) if self.config.record else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What moves, beside masks: JSON. The weights that IMP goes back to are those that a new model starts with."""
+        parts = {"updates": self.updates, "sparsifier": self.sparsifier}
+        states = {name: part.state_dict() for name, part in parts.items() if part is not None}
+        return {name: {k: v for k, v in state.items() if k != "weights"} for name, state in states.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.updates is not None:
+            self.updates.load_state_dict(state["updates"])
+        if self.sparsifier is not None:
+            self.sparsifier.load_state_dict(state["sparsifier"])
+
+    @property
+    def sparsities(self) -> list[float]:
+        """Share of all hidden weights that is zero at the moment."""
+        if self.sparsifier is None:
+            return [self.plan.hidden_sparsity]
+        sizes = {name: math.prod(self.plan[name].shape) for name in self.sparsifier.densities}
+        kept = sum(density * sizes[name] for name, density in self.sparsifier.densities.items())
+        return [1 - kept / sum(sizes.values())]
+
+    def traces(self) -> list[Trace | None]:
+        """What was measured in the run, where it was."""
+        return [None if self.updates is None else self.updates.trace]
+
+    def _compile(self, *, flex: bool) -> None:
+        if flex:
+            use_flex_attention(self.model, self.config.seq_len)
+        if self.world.sharded:  # a block at a time, so that its weights are gathered and freed around it
+            for block in self.model.blocks:
+                block.compile(dynamic=False)
+        else:
+            self.loss_fn = compile_static(next_token_loss)
+
+    def step(self, step: int) -> Tensor:
+        set_lr(self.optimizers, lr_share(step, self.config))
+        return self._update(*self._batch(self.text.train, self.config.seed, step)).clone()
+
+    def _passes(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """All micro-batches, then the optimizers."""
+        total = torch.zeros((), device=self.world.device)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        micro_batches = zip(inputs.chunk(self.num_micro), targets.chunk(self.num_micro), strict=True)
+        for number, (some_inputs, some_targets) in enumerate(micro_batches, start=1):
+            with accumulate(self.forward, last=number == self.num_micro), self._precision():
+                loss = self.loss_fn(self.forward, some_inputs, some_targets) / self.num_micro
+                loss.backward()
+            total += loss.detach()
+        if self.config.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        if self.sparsifier is not None:
+            self.sparsifier.step()
+        return total
+
+    @torch.no_grad()
+    def validate(self, *, until: Callable[[], bool] = lambda: False) -> list[float] | None:
+        """Mean loss over the run's validation batches, the same ones each time; None if it was told to stop before."""
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        for step in range(self.config.valid_batches):
+            if self.world.any(until())[0]:
+                reshard(self.model)
+                return None
+            inputs, targets = (part.chunk(self.num_micro) for part in self._batch(self.text.valid, 0, step))
+            for some_inputs, some_targets in zip(inputs, targets, strict=True):
+                with self._precision():
+                    total += self.loss_fn(self.forward, some_inputs, some_targets)
+        reshard(self.model)
+        return [self.world.mean(total / (self.config.valid_batches * self.num_micro)).item()]
+
+    def _batch(self, tokens: Tokens, seed: int, step: int) -> tuple[Tensor, Tensor]:
+        """This rank's rows, on its device."""
+        c = self.config
+        return data.batch(
+            tokens,
+            seed=seed,
+            step=step,
+            batch_size=c.batch_size,
+            seq_len=c.seq_len,
+            rows=self.rows,
+            to=self.upload,
+        )
+
+    def _precision(self) -> contextlib.AbstractContextManager[object]:
+        if self.config.dtype == "bf16" and not self.world.sharded:  # shards are gathered in bf16 already
+            return torch.autocast(self.world.device.type, torch.bfloat16)
+        return contextlib.nullcontext()
+
+
+def _fitting(config: RunConfig, world: World) -> int:
+    if world.device.type != "cuda":  # the same everywhere, so that resumed runs have the same bits
+        return config.batch_size // world.size
+    memory = torch.cuda.get_device_properties(world.device).total_memory
+    return fitting_micro_batch(config, num_ranks=world.size, sharded=world.sharded, memory=memory)
+
+
+def _num_micro_batches(num_rows: int, micro_batch: int) -> int:
+    if num_rows % micro_batch:
+        raise ValueError(f"a rank's {num_rows} sequences are no multiple of micro_batch {micro_batch}: choose a divisor")
+    return num_rows // micro_batch

@@ -1,0 +1,147 @@
+"""``train(config, how)`` builds, trains and reports one run, on one process or many; the loop itself is in loop.py.
+
+Started again with the same configuration and folder, a run goes on from its last checkpoint, on a CPU with the same bits.
+Everything a step needs is a pure function of (config, step), so a checkpoint is weights, masks, optimizer state and a number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+
+from tqdm import tqdm
+
+from smupar.lm.config.run import Execution, RunConfig
+from smupar.lm.data import batches as data
+from smupar.lm.model.cost import peak_flops
+from smupar.lm.run import checkpoint
+from smupar.lm.run.distributed import World, join
+from smupar.lm.run.folder import Row, RunFolder, Summary, default_folder, read_followed, read_summary
+from smupar.lm.run.loop import Cadence, Loop, Progress
+from smupar.lm.run.signals import Stop
+from smupar.lm.run.step import Stepper
+from smupar.lm.run.tracking import Tracker
+from smupar.plan.plan import PlanWarning
+
+_NUM_VALIDATIONS = 5
+_LINE_SECONDS = 10.0
+
+
+def train(config: RunConfig, how: Execution | None = None) -> Summary:
+    """Trains one GPT as configured: prints its plan, shows progress, leaves metrics and checkpoints in the run's folder."""
+    config, how = config.normalised, how or Execution()
+    path = Path(how.out) if how.out else default_folder(config)
+    with join(how) as world, Stop.on_signals() as stop:
+        if not world.is_main:
+            world.wait()  # while the main rank looks at text and folder
+            return read_summary(path) or _train(config, how, world, data.open_text(config, check=False), path, None, stop)
+        text = data.open_text(config)
+        with contextlib.closing(RunFolder(path, config, text)) as folder:
+            world.wait()
+            summary = read_summary(path)
+            if summary:
+                print(f"{path} has ended already; for another run of the same configuration choose another --out")
+            return summary or _train(folder.config, how, world, text, path, folder, stop)
+
+
+def _train(
+    config: RunConfig, how: Execution, world: World, text: data.Text, path: Path, folder: RunFolder | None, stop: Stop
+) -> Summary:
+    """``folder``: of the main rank, which writes."""
+    stepper = Stepper(config, how, world, text, read_followed(path))
+    if folder:
+        folder.begin(config, text)  # only now: a configuration that cannot be built must not keep the folder
+    _say(world, str(stepper.plan) if stepper.storage is None else f"{stepper.plan}\n{stepper.storage}")
+    if world.is_main and config.few_moves:
+        warnings.warn(config.few_moves, PlanWarning, stacklevel=3)
+    progress = _resumed(stepper, path, folder)
+    cadence = Cadence(
+        config.steps, how.log_every, how.valid_every or max(1, config.steps // _NUM_VALIDATIONS), save_every=how.save_every
+    )
+    with Tracker(path, config, how, progress.step, writes=world.is_main) as tracker:
+        keeper = _Keeper(stepper, how, path, folder, tracker, progress.step)
+        loop = Loop(stepper, cadence, keeper, stop, [progress])
+        with keeper.bar:
+            status = loop.run()
+    [summary] = loop.summaries(status, [str(path)])
+    if folder and summary.status in ("finished", "diverged"):
+        [trace] = stepper.traces()
+        if trace is not None:
+            folder.write_trace(trace)
+        folder.write_summary(summary)
+    world.wait()
+    return summary
+
+
+def _resumed(stepper: Stepper, path: Path, folder: RunFolder | None) -> Progress:
+    """The run as its last checkpoint has it, or at its start."""
+    last, progress = checkpoint.latest(path / "checkpoints"), Progress()
+    if last is not None:
+        state = checkpoint.load(last, stepper.model, stepper.optimizers)
+        stepper.load_state_dict(state.pop("moving", {}))
+        progress = Progress(**state)
+    where = f"going on from step {progress.step} of {stepper.config.steps}, in" if last else "training in"
+    _say(stepper.world, f"{where} {path}")
+    if folder:
+        folder.resume_metrics(progress.step)
+    return progress
+
+
+def _say(world: World, text: str) -> None:
+    if world.is_main:
+        print(text, flush=True)
+
+
+class _Keeper:
+    """Rows and checkpoints of one run go into its folder, rows also to the trackers. Progress is a bar on a terminal, elsewhere
+    a line now and then, so that logs can be read."""
+
+    def __init__(
+        self, stepper: Stepper, how: Execution, path: Path, folder: RunFolder | None, tracker: Tracker, first: int
+    ) -> None:
+        self.stepper, self.checkpoints, self.num_kept = stepper, path / "checkpoints", how.keep
+        self.folder, self.tracker = folder, tracker
+        self.steps, world = stepper.config.steps, stepper.world
+        # As is usual, 6 FLOPs count for each parameter and token.
+        peak = peak_flops(world.device, stepper.config.dtype, how.peak_tflops) * world.size
+        self.peak_speed = peak / (6 * stepper.num_parameters)
+        self.on_terminal = sys.stderr.isatty()
+        shown = world.is_main and self.on_terminal
+        self.bar = tqdm(total=self.steps, initial=first, desc="training", unit="step", disable=not shown)
+        self.spoken = -math.inf
+
+    def show(self, done: int, loss: float, seconds: float) -> None:
+        speed = self.stepper.config.batch_size * self.stepper.config.seq_len / seconds
+        text = f"loss {loss:.3f}, {_short(speed)} tokens/s, {speed / self.peak_speed:.0%} of peak"
+        self.bar.set_postfix_str(text, refresh=False)
+        self.bar.update(done - self.bar.n)
+        now = time.perf_counter()
+        spoken_lately = now - self.spoken <= _LINE_SECONDS and done < self.steps
+        if self.stepper.world.is_main and not self.on_terminal and not spoken_lately:
+            left = timedelta(seconds=round(seconds * (self.steps - done)))
+            print(f"step {done} of {self.steps}: {text}, {left} left", file=sys.stderr, flush=True)
+            self.spoken = now
+
+    def log(self, index: int, row: Row) -> None:
+        if self.folder:
+            self.folder.log(row)
+        self.tracker.write(row)
+
+    def save(self, progress: Sequence[Progress]) -> None:
+        [run], stepper = progress, self.stepper
+        state = {name: value for name, value in asdict(run).items() if name != "step"}
+        state["moving"] = stepper.state_dict()
+        checkpoint.save(self.checkpoints, run.step, stepper.model, stepper.optimizers, state, stepper.world)
+        if stepper.world.is_main:
+            checkpoint.prune(self.checkpoints, keep=self.num_kept, best=run.best_step)
+
+
+def _short(value: float) -> str:
+    return f"{value / 1e6:.2f}M" if value >= 1e6 else f"{value / 1e3:.1f}k" if value >= 1e3 else f"{value:.0f}"

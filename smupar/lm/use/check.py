@@ -1,0 +1,70 @@
+"""The coordinate check of the built-in GPT."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from smupar.check.coordinates.check import coord_check
+from smupar.check.coordinates.report import Report
+from smupar.lm.config.commands import CheckConfig
+from smupar.lm.config.run import ModelConfig
+from smupar.lm.data import batches as data
+from smupar.lm.model.gpt import GPT, set_attention_scale
+from smupar.lm.run.distributed import pick_device
+from smupar.lm.run.step import next_token_loss
+from smupar.output.files import locked
+
+
+def check_gpt(config: CheckConfig, *, lr: Mapping[str, float] | None = None) -> Report:
+    """Runs ``coord_check`` on GPTs; writes check.png, .html and .json. ``lr``: of each rule, in place of the one for all."""
+
+    device, folder = pick_device(config.device), Path(config.out)
+    with locked(folder):  # which says before the work if it cannot be written to
+        if any(folder.iterdir()) and not (folder / "check.json").exists():
+            raise ValueError(f"{folder} holds other files and no check: choose another --out")
+
+    def make_model(width: int) -> GPT:
+        model = GPT(ModelConfig(width=width, depth=config.depth, head_dim=config.head_dim))
+        return model if next(model.parameters()).is_meta else model.to(device)
+
+    def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return next_token_loss(model, *batch)
+
+    text, _ = data.split(data.standard_library())
+    batch_size, seq_len = config.batch_size, config.seq_len
+    batches = [
+        data.batch(text, seed=0, step=step, batch_size=batch_size, seq_len=seq_len, to=lambda part: part.to(device))
+        for step in range(config.steps)
+    ]
+    report = coord_check(
+        make_model,
+        loss_fn,
+        batches,
+        base_width=config.base_width,
+        rules=config.rules,
+        widths=config.widths,
+        densities=[1 - sparsity for sparsity in config.sparsities],
+        optimizer={"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[config.optimizer],
+        lr=config.lr if lr is None else lr,
+        steps=config.steps,
+        seeds=config.seeds,
+        prepare=set_attention_scale,
+        pattern=config.pattern,
+        init_std=config.init_std,
+        alpha_input=config.alpha_input,
+        alpha_output=config.alpha_output,
+    )
+    report.to_json(folder / "check.json")
+    try:
+        report.plot(folder / "check.png")
+        report.to_html(folder / "check.html")
+    except ModuleNotFoundError as error:  # the verdict does not need matplotlib
+        print(f"smupar: only {folder / 'check.json'} was written, {error}", file=sys.stderr)
+    else:
+        print(f"{folder}/check.html, check.png, check.json", file=sys.stderr)
+    return report

@@ -1,0 +1,157 @@
+"""A folder to hand on: weights with every factor of the rule folded in, so that a plain GPT gives the same logits, and a
+model card that says what the model is and what to be careful with."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from smupar.lm.config.commands import ExportConfig
+from smupar.lm.data.tokenizer import TOKENIZER_FILE
+from smupar.lm.model.gpt import GPT, Block
+from smupar.lm.run import checkpoint
+from smupar.lm.run.folder import read_facts, read_summary
+from smupar.lm.use.load import EXPORT_FORMAT, LoadedRun, load_run
+from smupar.model.csr import compress_export
+from smupar.model.parameterize import FACTOR, mask_of
+from smupar.plan.plan import PLAN_FILE
+
+# Power while training, for the energy estimate: the datasheet's of an H200 module, and a guess for a processor.
+_WATTS = {"gpu": 700.0, "cpu": 100.0}
+
+
+def export(config: ExportConfig) -> str:
+    """Writes the folder; returns a line that says what is in it."""
+    out = Path(config.out)
+    if out.exists():
+        raise ValueError(f"{out} exists already: choose another folder, nothing is overwritten")
+    run = load_run(config.folder, best=config.best)
+    model_config = replace(run.config.model, tied=False)
+    tensors = folded(run.model)
+    if config.format == "sparse":
+        for name in [row.name for row in run.plan if len(row.shape) == 2]:
+            mask = mask_of(run.model, name)
+            if mask is not None:
+                compress_export(tensors, name, mask)
+    if config.dtype == "bf16":
+        tensors = {name: t.bfloat16() if t.is_floating_point() else t for name, t in tensors.items()}
+    facts = read_facts(run.folder)
+    described = {"format": EXPORT_FORMAT, "storage": config.format, "model": asdict(model_config), "tokenizer": facts.tokenizer}
+    unfinished = out.with_name(out.name + ".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, unfinished / "model.safetensors")
+    (unfinished / "config.json").write_text(json.dumps(described, indent=1))
+    (unfinished / "README.md").write_text(model_card(run))
+    if (run.folder / TOKENIZER_FILE).exists():
+        shutil.copy(run.folder / TOKENIZER_FILE, unfinished)
+    unfinished.replace(out)
+    size = (out / "model.safetensors").stat().st_size
+    return f"step {run.step} of {run.folder}, {config.format}, {size / 2**20:.1f} MiB, with a model card: {out}"
+
+
+def is_of_transformers(config: ExportConfig) -> bool:
+    """Whether the folder was written by a Hugging Face model, for which the integration has an export of its own."""
+    if not (Path(config.folder) / PLAN_FILE).exists():
+        return False
+    if config.format != "dense" or config.best:
+        raise ValueError(
+            f"{config.folder} is a model of transformers, which reads dense weights: leave out --format and --best"
+        )
+    return True
+
+
+@torch.no_grad()
+def folded(model: GPT) -> dict[str, Tensor]:
+    """The state dict of an untied, plain GPT with the same logits: embedding and unembedding take their factors, queries the
+    rule's attention scale over the usual 1 / sqrt(head_dim)."""
+    tensors = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    tensors["unembedding.weight"] = model.unembedding.weight.detach().clone()
+    for path in ("embedding", "position", "unembedding"):
+        factor = getattr(model.get_submodule(path), FACTOR, None) if hasattr(model, path) else None
+        if factor is not None:
+            tensors[f"{path}.weight"] *= factor
+    for number, block in enumerate(model.blocks):
+        assert isinstance(block, Block)
+        factor = block.attention.scale * block.attention.head_dim**0.5
+        for name in ("weight", "bias"):
+            if f"blocks.{number}.attention.qkv.{name}" in tensors:
+                tensors[f"blocks.{number}.attention.qkv.{name}"][: model.config.width] *= factor
+    return tensors
+
+
+def model_card(run: LoadedRun) -> str:
+    config, plan, model = run.config, run.plan, run.config.model
+    state = checkpoint.read_state(run.folder / "checkpoints" / checkpoint.folder_name(run.step))
+    names = [name for name, _ in run.model.named_parameters()]
+    num_parameters = sum(run.model.get_parameter(name).numel() for name in names)
+    valid_loss, text = state["valid_loss"], read_facts(run.folder)
+    rows = {
+        "model": f"GPT, width {model.width}, depth {model.depth}, {model.num_heads} heads of {model.head_dim}, "
+        f"{model.positions} positions, {model.activation}",
+        "parameters": f"{num_parameters:,}, of which the masks keep {sum(_num_kept(run, name) for name in names):,}",
+        "density of hidden weights": f"{_hidden_density(run):.4g} ({config.pattern} masks, {config.allocation}, seed "
+        f"{plan.seed}" + (f", moved by {config.dynamic})" if config.dynamic != "none" else ")"),
+        "rule": f"{config.rule}, tuned at width {config.base_width}: LR {config.lr:g}, init std {config.init_std:g}, "
+        f"alphas {config.alpha_input:g} and {config.alpha_output:g}",
+        "optimizer": f"{config.optimizer}, {config.schedule} schedule, warm-up of {config.warmup_steps} steps, weight decay "
+        f"{config.weight_decay:g} ({config.decay})",
+        "data": f"{text.name} ({text.num_tokens:,} tokens, tokenizer {text.tokenizer['name']}, sha256 {text.sha256[:16]})",
+        "trained": f"{run.step:,} of {config.steps:,} steps of {config.batch_size} x {config.seq_len} tokens, {config.dtype}",
+        "validation loss": "not measured" if valid_loss is None else f"{valid_loss:.4f} nats per token",
+    }
+    table = "\n".join(f"| {what} | {text} |" for what, text in rows.items())
+    return _CARD.format(table=table, energy=_energy(run, state["seconds"] / 3600))
+
+
+def _energy(run: LoadedRun, hours: float) -> str:
+    summary = read_summary(run.folder)
+    device, num_ranks = (summary.device, summary.num_ranks) if summary else ("an unknown device", 1)
+    watts = _WATTS["cpu" if device == "cpu" else "gpu"]
+    return (
+        f"About {hours * watts * num_ranks / 1000:.3g} kWh: {hours:.3g} hours on {num_ranks} x {device}, at {watts:g} W each."
+    )
+
+
+_CARD = """# A sparse GPT trained with smupar
+
+| | |
+|---|---|
+{table}
+
+## Energy
+
+{energy} An estimate from time and nominal power, without cooling, data
+preparation or the runs that tuned the hyperparameters.
+
+## What to be careful with
+
+- Removing weights does not hurt evenly: rare facts, rare languages and underrepresented groups lose more than the mean loss
+  shows. Compare with a dense model on what you care about before using this one.
+- A base language model repeats what is in its data, including what is false, private or offensive. It was not aligned.
+- The sparsity is unstructured unless the pattern says otherwise. It saves memory here only in the sparse format, and time
+  only with kernels that skip zeros.
+
+## Files
+
+`model.safetensors` holds the weights of a plain pre-norm GPT whose attention is scaled by 1 / sqrt(head_dim): the rule's
+factors are folded in. In the sparse format a masked matrix is `<name>.crow_indices`, `.col_indices` and `.values` (CSR).
+`smupar generate FOLDER` samples from it.
+"""
+
+
+def _hidden_density(run: LoadedRun) -> float:
+    hidden = [row for row in run.plan if row.role == "hidden"]
+    return sum(_num_kept(run, row.name) for row in hidden) / sum(math.prod(row.shape) for row in hidden)
+
+
+def _num_kept(run: LoadedRun, name: str) -> int:
+    mask = mask_of(run.model, name)
+    return run.model.get_parameter(name).numel() if mask is None else int(mask.sum())

@@ -1,0 +1,65 @@
+"""Sampling text. The model is called as in training, so the logits carry the same output factor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from smupar.lm.config.commands import GenerateConfig
+from smupar.lm.model.gpt import GPT, Cache
+from smupar.lm.run.distributed import pick_device
+from smupar.lm.use.load import load_model
+
+
+def generate(config: GenerateConfig) -> Iterator[str]:
+    """The prompt and what the model makes of it, piece by piece."""
+    if config.tokens < 1 or not 0 <= config.temperature < math.inf or config.top_k < 0:
+        raise ValueError("--tokens must be above 0, --temperature and --top-k at least 0")
+    model, tokenizer = load_model(config.folder, device=pick_device(config.device))
+    prompt = tokenizer.encode(config.prompt).tolist()
+    if not prompt:
+        raise ValueError("the prompt is empty: give at least one character with --prompt")
+    if max(prompt) >= model.config.vocab_size:
+        raise ValueError(f"the prompt has token {max(prompt)}, beyond the model's vocabulary of {model.config.vocab_size}")
+    shown = tokenizer.decode(prompt)
+    yield shown
+    ids = list(prompt)
+    for token in sample(model, prompt, config, vocab_size=tokenizer.vocab_size):
+        if token == tokenizer.eot:
+            break
+        ids.append(token)
+        text = tokenizer.decode(ids)
+        if not text.endswith("\ufffd"):  # half a character: wait for the rest
+            yield text[len(shown) :]
+            shown = text
+    if rest := tokenizer.decode(ids)[len(shown) :]:
+        yield rest
+
+
+@torch.no_grad()
+def sample(model: GPT, prompt: list[int], config: GenerateConfig, *, vocab_size: int) -> Iterator[int]:
+    """Token by token, with keys and values of those before kept. A padded vocabulary's extra ids are never chosen."""
+    device = model.embedding.weight.device
+    rng = torch.Generator(device=device).manual_seed(config.seed)
+    if model.config.positions == "learned" and len(prompt) + config.tokens > model.config.context:
+        room = model.config.context - len(prompt)
+        remedy = f"pass --tokens {room} or fewer" if room > 0 else "shorten the prompt"
+        raise ValueError(f"the model has positions for {model.config.context} tokens, the prompt has {len(prompt)}: {remedy}")
+    caches = [Cache() for _ in model.blocks]
+    tokens = torch.tensor([prompt], device=device)
+    for _ in range(config.tokens):
+        logits = model(tokens, caches)[0, -1, :vocab_size].float()
+        tokens = choose(logits, config, rng).view(1, 1)
+        yield int(tokens)
+
+
+def choose(logits: Tensor, config: GenerateConfig, rng: torch.Generator) -> Tensor:
+    if config.temperature == 0:
+        return logits.argmax()
+    if config.top_k:
+        least = logits.topk(min(config.top_k, len(logits))).values[-1]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    return torch.multinomial(torch.softmax(logits / config.temperature, 0), 1, generator=rng)

@@ -1,0 +1,350 @@
+"""Loglikelihoods of given texts: what downstream tasks ask of a model. Needs no harness, so that it runs on a machine with a
+GPU and little else: requests come from a file, scores go to another one.
+
+Computed as the harness's own ``HFLM`` does it: spaces at the end of a context belong to the continuation, the continuation's
+tokens are those of the whole text behind the context's, and what is too long loses its beginning.
+
+requests.jsonl   a header; then task, doc, index, context, continuation
+scores.jsonl     a header that says whose; then task, doc, index, key of the texts, loglikelihood, is_greedy
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from smupar.lm.config.commands import ScoringConfig
+from smupar.lm.data.tokenizer import Tokenizer
+from smupar.lm.model.gpt import GPT
+from smupar.lm.run.distributed import pick_device
+from smupar.lm.run.folder import read_run_tokenizer, versions
+from smupar.lm.use.load import EXPORT_FORMAT, load_model, load_run
+from smupar.output.files import write_atomic
+from smupar.output.optional import first_line
+from smupar.plan.plan import PLAN_FILE
+
+_AT_ONCE = 1024  # places whose probabilities are in memory at a time
+REQUESTS_FORMAT, SCORES_FORMAT = "smupar-requests/1", "smupar-scores/1"
+
+
+@dataclass(frozen=True)
+class Request:
+    """How likely is ``continuation`` behind ``context``?"""
+
+    task: str
+    doc: int
+    index: int
+    """Which of the document's choices."""
+    context: str
+    continuation: str
+
+    @property
+    def key(self) -> str:
+        """Of the texts alone: scores outlive a change of --tasks or --limit."""
+        return hashlib.sha256(json.dumps([self.context, self.continuation]).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Score:
+    loglikelihood: float
+    is_greedy: bool
+    """Every token of the continuation was the likeliest one."""
+
+
+Scored = list[tuple[Request, Score]]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and its tokenizer, as far as scoring needs them."""
+
+    logits: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """Of tokens, at rows and positions: our own models compute no others, which would take most of the time and memory."""
+    encode: Callable[[str], list[int]]
+    encode_plain: Callable[[str], list[int]]
+    """Without the token that some tokenizers put before a text."""
+    prefix: int | None
+    """What stands for an empty context."""
+    vocab_size: int
+    positions: int | None
+    """None: any number."""
+    about: dict[str, Any]
+    """Which model it is, for the scores' header."""
+
+
+# Models
+
+
+def refuse_without_model(folder: str | Path) -> Any:
+    """What config.json says; None for a checkpoint of a run."""
+    path = Path(folder)
+    try:
+        described = json.loads((path / "config.json").read_text())
+    except (OSError, ValueError):
+        described = None
+    if not isinstance(described, dict) and path.resolve().parent.name != "checkpoints":
+        raise ValueError(f"{path} holds no model: give a run, a checkpoint, an export, or a folder that transformers wrote")
+    return described
+
+
+def load_subject(folder: str | Path, device: torch.device) -> Subject:
+    """From a run, one of its checkpoints, an export, or a folder that transformers reads."""
+    path = Path(folder)
+    described = refuse_without_model(path)
+    if isinstance(described, dict) and "model_type" in described:
+        return _from_transformers(path, device)
+    about: dict[str, Any] = {"folder": str(folder), "config_id": None, "step": None}
+    if isinstance(described, dict) and described.get("format") == EXPORT_FORMAT:
+        model, tokenizer = load_model(path, device=device)
+    else:
+        run = load_run(path, device=device)
+        model, tokenizer = run.model, read_run_tokenizer(run.folder)
+        about |= {"config_id": run.config.id, "step": run.step}
+    return subject_of(model, tokenizer, about)
+
+
+def subject_of(model: GPT, tokenizer: Tokenizer, about: dict[str, Any]) -> Subject:
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text).tolist()
+
+    def logits(tokens: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        return model.unembedding(model.features(tokens)[rows, positions])
+
+    positions = model.config.context if model.config.positions == "learned" else None
+    about = about | {"weights": _fingerprint(model), "tokenizer": tokenizer.sha256[:16]}
+    return Subject(logits, encode, encode, tokenizer.eot, model.config.vocab_size, positions, about)
+
+
+def _from_transformers(path: Path, device: torch.device) -> Subject:
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{path} is a model of transformers: pip install 'smupar[eval]'") from error
+    if (path / PLAN_FILE).exists():  # transformers alone would leave the factors out and say nothing
+        raise ValueError(f"{path} needs the factors of its plan: smupar export {path} OUT, then score OUT")
+    try:
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=torch.float32)
+    except Exception as error:  # missing or damaged files, an unknown architecture: each its own type
+        raise ValueError(
+            f"transformers cannot read {path} ({first_line(error)}): give a causal model and its tokenizer"
+        ) from error
+    model = model.eval().to(device)
+    prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    start = None if prefix is None else tokenizer.decode([prefix])
+
+    def encode(text: str) -> list[int]:
+        written_out = start is not None and text.startswith(start)
+        return tokenizer.encode(text, add_special_tokens=not written_out)
+
+    def encode_plain(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    names = ("n_positions", "max_position_embeddings", "n_ctx")
+    positions = next((getattr(model.config, name) for name in names if getattr(model.config, name, None)), None)
+    vocabulary = hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
+    about = {"folder": str(path), "config_id": None, "step": None, "weights": _fingerprint(model), "tokenizer": vocabulary}
+    vocab_size = model.get_input_embeddings().num_embeddings
+
+    def logits(tokens: Tensor, rows: Tensor, at: Tensor) -> Tensor:
+        return model(tokens).logits[rows, at]
+
+    return Subject(logits, encode, encode_plain, prefix, vocab_size, positions, about)
+
+
+def _fingerprint(model: nn.Module) -> str:
+    """Tells one set of weights from another by some of each: reading all would take as long as loading them."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        some = parameter.detach().flatten()[:: max(1, parameter.numel() // 64)].float().cpu()
+        digest.update(f"{name}{tuple(parameter.shape)}".encode() + some.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+# Scoring
+
+
+@torch.no_grad()
+def score(subject: Subject, requests: Iterable[Request], config: ScoringConfig, device: torch.device) -> Iterator[Scored]:
+    """Batch by batch, the longest first: what does not fit into memory fails at once. Texts that differ in their last token
+    alone, like yes and no, share a pass. The model is causal, so padding on the right changes nothing before it."""
+    length = min(config.max_length, subject.positions or config.max_length)
+    asked: dict[tuple[int, ...], list[tuple[Request, list[int]]]] = defaultdict(list)
+    num_cut = 0
+    for request in requests:
+        context, continuation = encode_pair(subject, request, length)
+        num_cut += len(context) + len(continuation) > length + 1
+        asked[tuple([*context, *continuation][-(length + 1) : -1])].append((request, continuation))
+    if num_cut:
+        warnings.warn(f"{num_cut} requests are longer than {length} tokens: their beginning was cut off", stacklevel=2)
+    inputs = sorted(asked, key=len, reverse=True)
+    for first in range(0, len(inputs), config.batch_size):
+        batch = inputs[first : first + config.batch_size]
+        tokens = torch.zeros(len(batch), len(batch[0]), dtype=torch.long)
+        for row, ids in enumerate(batch):
+            tokens[row, : len(ids)] = torch.tensor(ids)
+        rows: list[int] = []
+        positions: list[int] = []
+        targets: list[int] = []
+        askers: list[tuple[Request, int]] = []
+        for row, ids in enumerate(batch):
+            for request, continuation in asked[ids]:
+                rows += [row] * len(continuation)
+                positions += range(len(ids) - len(continuation), len(ids))
+                targets += continuation
+                askers.append((request, len(continuation)))
+        places = torch.tensor([rows, positions, targets], device=device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bf16"):
+            logits = subject.logits(tokens.to(device), *places[:2])
+        found = [_judged(some, target) for some, target in zip(logits.split(_AT_ONCE), places[2].split(_AT_ONCE), strict=True)]
+        sizes = [size for _, size in askers]
+        numbers, greedy = (torch.cat(parts).cpu().split(sizes) for parts in zip(*found, strict=True))
+        yield [
+            (request, Score(own.sum().item(), bool(is_greedy.all())))
+            for (request, _), own, is_greedy in zip(askers, numbers, greedy, strict=True)
+        ]
+
+
+def _judged(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The logarithm of each target's probability, and whether it is the likeliest."""
+    log_shares = logits.float().log_softmax(-1)
+    return log_shares.gather(-1, targets[:, None])[:, 0], log_shares.argmax(-1) == targets
+
+
+def encode_pair(subject: Subject, request: Request, length: int) -> tuple[list[int], list[int]]:
+    """Tokens of context and continuation, both at least one."""
+    context, continuation = request.context, request.continuation
+    if spaces := len(context) - len(context.rstrip()):
+        context, continuation = context[:-spaces], context[-spaces:] + continuation
+    before = subject.encode(context) if context else []
+    if before:
+        after = subject.encode(context + continuation)[len(before) :]
+    else:
+        after = subject.encode_plain(continuation)
+        if subject.prefix is None:
+            raise ValueError(f"{_where(request)} has no context, and the tokenizer no end-of-text token to stand for it")
+        before, after = (after[:1], after[1:]) if after[:1] == [subject.prefix] else ([subject.prefix], after)
+    if not 0 < len(after) <= length:
+        raise ValueError(f"{_where(request)} has a continuation of {len(after)} tokens, the model takes 1 to {length}")
+    largest = max(*before, *after)  # there is one of each
+    if largest >= subject.vocab_size:
+        raise ValueError(f"{_where(request)} has token {largest}, beyond the model's vocabulary of {subject.vocab_size}")
+    return before, after
+
+
+def _where(request: Request) -> str:
+    return f"document {request.doc} of {request.task}"
+
+
+# Files
+
+
+def score_file(folder: str, requests: str | Path, out: str | Path, config: ScoringConfig) -> str:
+    """Scores what the file asks and ``out`` does not have yet; a line that says how much that was."""
+    _, asked = read_requests(requests)
+    path = Path(out)
+    device = pick_device(config.device)
+    subject = load_subject(folder, device)
+    length = min(config.max_length, subject.positions or config.max_length)
+    header = {
+        "format": SCORES_FORMAT,
+        **subject.about,
+        "dtype": config.dtype,
+        "max_length": length,
+        "versions": versions(),
+    }
+    known = _begin(path, header)
+    missing = {request.key: request for request in asked if request.key not in known}
+    bar = tqdm(total=len(missing), desc=str(folder), unit=" requests", disable=None, leave=False)
+    with bar, path.open("a", encoding="utf-8") as file:
+        for scored in score(subject, missing.values(), config, device):
+            for request, answer in scored:
+                if not math.isfinite(answer.loglikelihood):
+                    raise ValueError(f"{folder} gives {_where(request)} a loglikelihood that is no number: has it diverged?")
+                line = {"task": request.task, "doc": request.doc, "index": request.index, "key": request.key}
+                file.write(json.dumps(line | asdict(answer)) + "\n")
+            file.flush()
+            bar.update(len(scored))
+    return f"{folder}: {len(missing):,} scores, {len(known):,} were there, in {path}"
+
+
+def _begin(path: Path, header: dict[str, Any]) -> dict[str, Score]:
+    """What is there already; refused if it is another model's, or was computed in another way."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists() or not path.read_text().strip():
+        write_atomic(path, json.dumps(header) + "\n")
+        return {}
+    text = path.read_text()
+    if not text.endswith("\n"):  # killed while it wrote
+        write_atomic(path, text[: text.rfind("\n") + 1])
+    old, known = read_scores(path)
+    for name in ("weights", "tokenizer", "dtype", "max_length"):
+        if old.get(name) != header[name]:
+            raise ValueError(
+                f"{path} holds scores of {old.get('folder')} with {name} {old.get(name)}, not {header[name]}: "
+                "choose another --out"
+            )
+    return known
+
+
+def write_requests(path: Path, header: dict[str, Any], requests: list[Request]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [{"format": REQUESTS_FORMAT, **header}, *(asdict(request) for request in requests)]
+    write_atomic(path, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def read_requests(path: str | Path) -> tuple[dict[str, Any], list[Request]]:
+    header, rows = _read(Path(path), REQUESTS_FORMAT, "make it with smupar eval requests")
+    return header, [_made(Request, row, path, number) for number, row in rows]
+
+
+def read_scores(path: str | Path) -> tuple[dict[str, Any], dict[str, Score]]:
+    """The header, and scores by ``Request.key``."""
+    header, rows = _read(Path(path), SCORES_FORMAT, "make it with smupar eval score")
+    return header, {
+        row.get("key", ""): _made(Score, {name: row.get(name) for name in ("loglikelihood", "is_greedy")}, path, number)
+        for number, row in rows
+    }
+
+
+def _read(path: Path, form: str, remedy: str) -> tuple[dict[str, Any], list[tuple[int, dict[str, Any]]]]:
+    if not path.is_file():
+        raise ValueError(f"no file {path}: {remedy}")
+    (_, header), *rows = [*read_lines(path, remedy)] or [(0, {})]
+    if header.get("format") != form:
+        raise ValueError(f"{path} does not begin with {form}: {remedy}")
+    return header, rows
+
+
+def _made(kind: type[Any], row: dict[str, Any], path: str | Path, number: int) -> Any:
+    hints = {"str": str, "int": int, "float": float, "bool": bool}
+    fields = {name: hints[hint] for name, hint in kind.__annotations__.items()}
+    if row.keys() != fields.keys() or not all(type(row[name]) is fields[name] for name in fields):
+        raise ValueError(f"{path}, line {number}: expected {', '.join(fields)}, got {', '.join(row) or 'nothing'}")
+    return kind(**row)
+
+
+def read_lines(path: Path, remedy: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Objects of a JSONL file and the numbers of their lines."""
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: not JSON ({error}): {remedy}") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}, line {number}: not an object: {remedy}")
+            yield number, row

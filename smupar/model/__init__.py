@@ -1,0 +1,9 @@
+"""A plan put into a model: the only package that changes one.
+
+parameterize   ``parameterize``, ``attach``: masks, init, forward factors, hooks
+weights        a weight however it is kept: dense and masked, compressed, stacked
+gradients      masked gradients, and dense ones where somebody asks
+compressed     a layer that keeps only its non-zeros; csr: their one codec; storage: optimizers when weights switch
+stepping       the one seam round ``optimizer.step()``
+init, sharding values from (seed, name); whole tensors and shards
+"""

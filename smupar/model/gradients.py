@@ -1,0 +1,90 @@
+"""The gradient of a sparse weight: masked as soon as it is accumulated, and kept without a mask where somebody asks for it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smupar.model.sharding import in_process_group, local, num_ranks, zero_off_mask
+
+
+class DenseGradient:
+    """What the gradient would be without a mask, summed over micro-batches, while it is ``wanted``. A gradient that was thrown
+    away, such as one that is not finite, must not count: then the sum starts again."""
+
+    wanted = False
+    value: Tensor | None = None
+
+    def request(self, wanted: bool) -> None:
+        """Asks for the gradient of the next step, or no longer."""
+        self.wanted, self.value = wanted, None
+
+
+class MaskGradient(DenseGradient):
+    """Post-accumulate hook that masks a gradient; it reads the mask at call time, so that masks may move. The dense gradient is
+    this rank's own, or its shard of the sum over ranks."""
+
+    def __init__(self, module: nn.Module, mask_leaf: str) -> None:
+        self.module, self.mask_leaf = module, mask_leaf
+        self._summed: Any = None  # the gradient that ``value`` belongs to, by a weak reference
+        self._version = -1
+
+    @torch.no_grad()
+    def __call__(self, parameter: Tensor) -> None:
+        if parameter.grad is None:
+            return
+        mask = getattr(self.module, self.mask_leaf)
+        if self.wanted:
+            self._add(parameter.grad, mask)
+        zero_off_mask(parameter.grad, mask)
+        self._version = parameter.grad._version
+
+    def _add(self, grad: Tensor, mask: Tensor) -> None:
+        here, before = local(grad), None if self._is_fresh(grad) else self.value
+        # On the mask the gradient is the sum so far; off it earlier micro-batches were masked away.
+        self.value = here.clone() if before is None else torch.where(local(mask), here, before + here)
+        self._summed = weakref.ref(grad)
+
+    def _is_fresh(self, grad: Tensor) -> bool:
+        """Whether nothing of the sum so far is in this gradient. Several ranks may replace theirs at any time."""
+        if num_ranks() > 1:
+            return False
+        if self._summed is None or self._summed() is not grad:
+            return True
+        # zero_grad(set_to_none=False) writes to it; so do DDP and FSDP2, on one rank too, and the latter uncounted.
+        return not in_process_group() and grad._version != self._version + 1  # +1: this micro-batch
+
+
+class PassGradient(DenseGradient):
+    """For layers whose own backward pass makes the dense gradient; a layer may be in one pass several times."""
+
+    _last_pass = -1
+
+    def add(self, part: Tensor, parameter: nn.Parameter) -> None:
+        this_pass = torch._C._current_graph_task_id()
+        if this_pass != self._last_pass and (parameter.grad is None or not bool(parameter.grad.any())):
+            self.value = None
+        self._last_pass = this_pass
+        self.value = part if self.value is None else self.value + part
+
+
+def gradient_mask(parameter: nn.Parameter) -> MaskGradient | None:
+    """The hook that masks the gradient of a parameter, if it is in place."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return next((hook for hook in hooks.values() if isinstance(hook, MaskGradient)), None)
+
+
+def mask_gradient(parameter: nn.Parameter, module: nn.Module, mask_leaf: str) -> None:
+    """Puts the hook on a parameter, once."""
+    if gradient_mask(parameter) is None:
+        frozen = not parameter.requires_grad
+        parameter.requires_grad_(True)  # a hook cannot be put on a frozen parameter, but stays while it is
+        parameter.register_post_accumulate_grad_hook(MaskGradient(module, mask_leaf))
+        parameter.requires_grad_(not frozen)
+    else:
+        # After torch.__future__.set_swap_module_params_on_conversion Python's dict of hooks survives and autograd's does not:
+        # assigning the dict registers it again.
+        parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks

@@ -1,0 +1,96 @@
+"""The values that parameterization writes into a model's tensors; ``apply`` alone calls this.
+
+Everything random comes from (seed, parameter name) on the CPU: the same on every device, rank and number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smupar.model.sharding import like, zero_off_mask
+from smupar.plan.layers import kind_of
+from smupar.plan.patterns import generator
+from smupar.plan.plan import Plan, PlanRow
+
+
+@dataclass
+class Resets:
+    """Fresh values for what the plan keeps, where ``to_empty`` left raw memory."""
+
+    zeros: list[nn.Parameter]  # biases of layers
+    calls: dict[str, tuple[Callable[[], Any], set[torch.device]]]  # module path -> its own init
+    cautions: list[str]
+
+    def run(self, seed: int) -> None:
+        for parameter in self.zeros:
+            parameter.zero_()
+        for path, (reset, devices) in self.calls.items():
+            with torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
+                torch.manual_seed(generator(seed, "reset", path).initial_seed())  # where an init is random: by name
+                reset()
+
+
+def plan_resets(model: nn.Module, plan: Plan, *, sure: bool) -> Resets:
+    """A layer's biases become 0, other modules get their ``reset_parameters``, or what a Hugging Face model has for them."""
+    resets = Resets([], {}, [])
+    done, left = [], []
+    for path, module in model.named_modules():
+        names = [f"{path}.{leaf}" if path else leaf for leaf, _ in module.named_parameters(recurse=False)]
+        rows = [plan[name] for name in names if name in plan]
+        kept = {row.name: module.get_parameter(row.name.rpartition(".")[2]) for row in rows if row.init_std is None}
+        own = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+        hugging_face = getattr(model, "_init_weights", None)
+        if own is None and callable(hugging_face):
+            own = partial(hugging_face, module)
+        if len(kept) < len(rows):
+            resets.zeros += list(kept.values())
+        elif kept and callable(own):
+            resets.calls[path] = (own, {parameter.device for parameter in kept.values()})
+        elif kept:
+            left += list(kept)
+            continue
+        done += list(kept)
+    if left and sure:
+        raise ValueError(
+            f"reset=True, but {', '.join(left[:4])} belong to modules without reset_parameters: "
+            "initialise them yourself after to_empty and pass reset=False"
+        )
+    if done or left:
+        resets.cautions.append(
+            f"no parameter of the model was ever written in place, as after to_empty: {len(done)} norms and biases "
+            f"({', '.join(done[:2])}, ...) get fresh values. Pass reset=True to say so, or reset=False to keep what they hold."
+            + (f" Left as they are, without an init of their own: {', '.join(left[:4])}." if left else "")
+        )
+    return resets
+
+
+def padding_rows(model: nn.Module) -> dict[int, int]:
+    """id of a lookup's weight -> its padding row, which stays 0 as torch makes it: it would never be trained."""
+    tables = ((module, kind_of(module), getattr(module, "padding_idx", None)) for module in model.modules())
+    return {id(getattr(module, kind.weights)): row for module, kind, row in tables if kind.is_lookup and row is not None}
+
+
+def initialise(parameter: nn.Parameter, row: PlanRow, mask: Tensor | None, seed: int, *, padding: int | None = None) -> None:
+    """Fills a parameter from (seed, name): the same values on every device, rank and number of ranks."""
+    if row.init_std is None:
+        if mask is not None:
+            zero_off_mask(parameter, like(mask, parameter))
+        return
+    rng = generator(seed, "init", row.name)
+    in_place = parameter.device.type == "cpu" and type(parameter) is nn.Parameter and parameter.is_contiguous()
+    values = parameter if in_place else torch.empty(row.shape, dtype=parameter.dtype)
+    if mask is None:
+        values.normal_(0, row.init_std, generator=rng)
+    else:  # only the kept weights are drawn: at low density most of the cost of an init goes away
+        kept = torch.empty(int(torch.count_nonzero(mask)), dtype=values.dtype).normal_(0, row.init_std, generator=rng)
+        values.zero_().masked_scatter_(mask, kept)
+    if padding is not None:
+        values[padding] = 0
+    if not in_place:
+        parameter.copy_(like(values, parameter))

@@ -1,0 +1,358 @@
+"""Carrying a plan out: the only file, with ``values`` that it calls, that puts one into a model.
+
+What is added to a model, all of it keyed by name and put back by ``attach`` from the plan:
+
+- a bool buffer ``<param>_mask`` beside every sparse parameter; the weight is exactly 0 where it is False;
+- a hook on that parameter that masks its gradient as soon as it is accumulated, so that optimizers, clipping and reducers
+  never see off-mask gradients. Hooks on tensors get lost (deepcopy, to_empty, sharding): hence ``attach``;
+- a non-persistent buffer ``smupar_factor`` and a hook on every module whose output Table 1 multiplies.
+
+Optimizers whose updates mix entries also have their weights masked after each step (``stepping``).
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from smupar.model.csr import expand_state, is_compressed
+from smupar.model.gradients import gradient_mask
+from smupar.model.init import initialise, padding_rows, plan_resets
+from smupar.model.sharding import is_sharded, zero_off_mask
+from smupar.model.stepping import Step, on_every_step, optimizers, seam_of
+from smupar.model.storage import watch_optimizers
+from smupar.model.weights import weight_of, weights
+from smupar.plan.layers import kind_of
+from smupar.plan.optimizers import facts_of
+from smupar.plan.patterns import read_masks
+from smupar.plan.plan import Plan, PlanWarning
+from smupar.plan.planner import MaskSetting, Settings, cautions, planned, warn
+from smupar.plan.tensors import parent_path
+
+FACTOR = "smupar_factor"
+_MARK, _MOVING = "_smupar_attached", "_smupar_masks_move"
+
+
+@dataclass(frozen=True)
+class _Attached:
+    """Left on the root module: tells that it is parameterized, and which parameters are masked."""
+
+    masked: tuple[str, ...]
+
+
+def parameterize(model: nn.Module, *, base: nn.Module, reset: bool | None = None, **settings: Unpack[Settings]) -> Plan:
+    """Makes ``model`` follow a rule, in place: masks, init, forward factors. Returns the plan.
+
+    Settings are those of ``make_plan``. Weight matrices are initialised anew; norms, biases and parameters that do not
+    scale keep their values. A model fresh from ``to_empty`` has none: with ``reset=True`` norms get their module's own init
+    and biases 0, with ``reset=False`` never; by default this happens, with a warning, if no parameter of the model was ever
+    written in place, as is so after ``to_empty`` (and after deepcopy). On bad input the model is left untouched.
+    """
+    _refuse(model)
+    settings["masks"] = own = read_masks(settings.get("masks"))
+    plan = planned(model, base, settings)
+    _refuse_used_names(model, plan)
+    parameters = dict(model.named_parameters())
+    resets, told = None, cautions(plan)
+    if reset or (reset is None and all(parameter._version == 0 for parameter in parameters.values())):
+        resets = plan_resets(model, plan, sure=reset is True)
+        told += resets.cautions if reset is None else []
+    # Before anything changes: a mask that cannot be drawn, or a warning raised as an error, must leave the model as it is.
+    with torch.device("cpu"):
+        masks = _masks(plan, _by_parameter(own, plan))
+    warn(told, stacklevel=3)
+    with torch.no_grad(), torch.device("cpu"):
+        if resets is not None:
+            resets.run(plan.seed)
+        padding = padding_rows(model)
+        for row in plan:
+            parameter = parameters[row.name]
+            initialise(parameter, row, masks.get(row.name), plan.seed, padding=padding.get(id(parameter)))
+    _attach(model, plan, masks)
+    return plan
+
+
+def attach(model: nn.Module, plan: Plan, optimizer: Any = None, *, masks: MaskSetting = None) -> None:
+    """Puts masks, gradient hooks and forward factors back from the plan; does nothing where they are in place.
+
+    Call it after deepcopy, ``to_empty`` with a loaded checkpoint, ``load_state_dict(assign=True)`` or sharding. Weights are
+    masked after each step of an optimizer whose updates mix entries, as Muon's do, or that is not known; with an ``optimizer``
+    (or several) given here after each of its steps, whatever it is called.
+    Masks that the model lacks are drawn from the plan again; those the user gave must be given again as ``masks``.
+    """
+    model = unwrapped(model)
+    check_plan(model, plan)
+    own = _by_parameter(read_masks(masks), plan)
+    missing = {row.name for row in plan if row.masked and (row.name in own or not weight_of(model, row.name).is_masked)}
+    with torch.device("cpu"):
+        drawn = _masks(plan, own, missing)
+    _warn_of_others(model, {name: mask for name, mask in drawn.items() if name not in own})
+    _attach(model, plan, drawn)
+    for each in optimizers(optimizer):
+        seam_of(each).add(mask_updates, mask=mask_updates)
+
+
+def _warn_of_others(model: nn.Module, drawn: Mapping[str, Tensor]) -> None:
+    """Says so where a drawn mask is not the one that weights were trained under: what lies off it would stay for ever."""
+    parameters = dict(model.named_parameters())
+    for name, mask in drawn.items():
+        weight = parameters[name].detach()
+        if weight.is_meta or is_sharded(weight) or weight.shape != mask.shape:
+            continue
+        kept = (weight != 0).cpu()
+        num_zeros = mask.numel() - int(kept.sum())
+        if bool((kept & ~mask).any()) and 2 * num_zeros > mask.numel() - int(mask.sum()):  # else it has not been loaded yet
+            warnings.warn(
+                f"{name!r} has other zeros than the mask that the plan draws: if these are trained weights, their masks "
+                "moved, or were given. Load the state dict with its masks, after attach, or pass masks=",
+                PlanWarning,
+                stacklevel=3,
+            )
+            return
+
+
+def check_plan(model: nn.Module, plan: Plan) -> None:
+    """Refuses a plan of another model."""
+    names = {name: weight_of(model, name).shape for name, _ in model.named_parameters()}
+    unknown = [row.name for row in plan if names.get(row.name) != row.shape]
+    if unknown:
+        raise ValueError(
+            f"the plan is of another model or width, {len(unknown)} parameters differ: it has {unknown[0]!r} as "
+            f"{plan[unknown[0]].shape}, this model {names.get(unknown[0], 'has none')}; make a plan for this model"
+        )
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's own module under torch.compile, DDP or DataParallel, whose prefixes would change every name."""
+    while True:
+        if isinstance(getattr(model, "_orig_mod", None), nn.Module):  # asked so, torch._dynamo need not be imported
+            model = model._orig_mod  # type: ignore[assignment]
+        elif isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            model = model.module
+        else:
+            return model
+
+
+def is_parameterized(model: nn.Module) -> bool:
+    return hasattr(model, _MARK)
+
+
+def let_masks_move(model: nn.Module) -> None:
+    """From now on the masks need not be those of the plan."""
+    setattr(model, _MOVING, True)
+
+
+def masks_move(model: nn.Module) -> bool:
+    return getattr(model, _MOVING, False)
+
+
+def mask_of(model: nn.Module, name: str) -> Tensor | None:
+    """The mask of a parameter, if it has one: its buffer, or a copy where only non-zeros are kept."""
+    return weight_of(model, name).mask
+
+
+def add_masks(model: nn.Module, plan: Plan) -> None:
+    """Gives hidden weights without a mask one that keeps all: for masks that will move."""
+    missing = [weight for weight in weights(model, plan).values() if not weight.is_masked]
+    _attach(model, plan, {weight.name: weight.full_mask() for weight in missing})
+
+
+def no_broadcast(model: nn.Module, buffers: Iterable[str]) -> None:
+    """Tells DDP not to send these buffers at every forward pass: they are the same on all ranks by construction."""
+    ignored = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *buffers}
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+
+
+def scales_output(module: nn.Module) -> bool:
+    """Whether the hook that applies the forward factor is in place."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return _scale_input in hooks or _scale_output in hooks
+
+
+def add_missing_factors(models: Sequence[nn.Module], plans: Sequence[Plan]) -> None:
+    """Gives embeddings and unembeddings without a forward factor one of 1, so that models of different rules can be batched."""
+    for model, plan in zip(models, plans, strict=True):
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            module = model.get_submodule(parent_path(name))
+            # A further name of a tied table has no row.
+            outer = name not in plan or plan[name].role in ("embedding", "unembedding")
+            if outer and parameter.ndim > 1 and not hasattr(module, FACTOR):
+                _set_factor(module, 1.0, parameter)
+
+
+# Before anything changes
+
+
+def _refuse(model: nn.Module) -> None:
+    if unwrapped(model) is not model:
+        raise ValueError(
+            f"the model is wrapped in a {type(model).__name__} already: parameterize first, then compile or wrap it "
+            "(a compiled model ignores new hooks)"
+        )
+    for path, module in model.named_modules():
+        if module._compiled_call_impl is not None:
+            raise ValueError(f"{path or 'the model'!r} is compiled already and would ignore new hooks: parameterize before it")
+        if hasattr(module, _MARK) or hasattr(module, FACTOR):
+            raise ValueError(
+                f"{'this model' if not path else repr(path)} is parameterized already. Build a fresh model to parameterize it "
+                "again; to restore hooks after a copy use smupar.attach(model, plan)."
+            )
+    integer = [name for name, parameter in model.named_parameters() if not parameter.is_floating_point()]
+    if integer:
+        raise ValueError(f"{integer[0]!r} is not a floating-point tensor (quantised?): parameterize the model before that")
+    on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if on_meta:
+        raise ValueError(
+            f"{on_meta[0]!r} and {len(on_meta) - 1} more are on the meta device: call model.to_empty(device=...) first "
+            "(after fully_shard under FSDP2), or use smupar.make_plan for a dry run"
+        )
+
+
+def _refuse_used_names(model: nn.Module, plan: Plan) -> None:
+    for row in plan:
+        path, _, leaf = row.name.rpartition(".")
+        if row.masked and hasattr(model.get_submodule(path), f"{leaf}_mask"):
+            raise ValueError(
+                f"the model already has something called {row.name + '_mask'!r}, where the mask would go: rename it, "
+                "or build a fresh model if this one is parameterized already"
+            )
+
+
+def _by_parameter(masks: Mapping[str, Tensor], plan: Plan) -> dict[str, Tensor]:
+    """Masks whose keys may be those of a state dict, by parameter name."""
+    return {name if name in plan else name.removesuffix("_mask"): mask for name, mask in masks.items()}
+
+
+def _masks(plan: Plan, given: Mapping[str, Tensor], wanted: set[str] | None = None) -> dict[str, Tensor]:
+    masks = {}
+    for row in plan:
+        if row.masked and (wanted is None or row.name in wanted):
+            given_mask = given.get(row.name)
+            mask = plan.draw_mask(row.name) if given_mask is None else given_mask.to("cpu", torch.bool, copy=True)
+            assert mask is not None
+            masks[row.name] = mask
+    return masks
+
+
+# Hooks
+
+
+@torch.no_grad()
+def mask_updates(step: Step) -> None:
+    """Off-mask weights were 0 before the step, so masking them masks the update."""
+    for group in step.optimizer.param_groups:
+        for parameter in group["params"]:
+            masked = gradient_mask(parameter)
+            if masked is not None:
+                zero_off_mask(parameter, getattr(masked.module, masked.mask_leaf))
+
+
+def _scale_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """x -> factor * x, so that a bias is not scaled."""
+    factor = getattr(module, FACTOR)
+    if args:
+        return (_times(args[0], factor), *args[1:]), kwargs
+    first = "input" if "input" in kwargs else next(iter(kwargs))  # nn.GRU(hx=..., input=...)
+    return args, {**kwargs, first: _times(kwargs[first], factor)}
+
+
+def _times(x: Any, factor: Tensor) -> Any:
+    if isinstance(x, nn.utils.rnn.PackedSequence):
+        return x._replace(data=x.data * factor)
+    return x * factor
+
+
+def _scale_output(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    """For lookups, whose input is an index."""
+    return output * getattr(module, FACTOR)
+
+
+def _attach(model: nn.Module, plan: Plan, masks: Mapping[str, Tensor]) -> None:
+    """Everything of ``attach``, with the masks that are not in the model yet."""
+    _let_compilers_see_hooks()
+    on_every_step("mask", mask_updates, lambda optimizer: facts_of(optimizer).mixes_entries)
+    rows = [(row, weight_of(model, row.name)) for row in plan]
+    for row, weight in rows:
+        weight.attach(masks.get(row.name))
+        for path, factor in row.forward:
+            _set_factor(model.get_submodule(path), factor, weight.parameter)
+    masked = {weight.name: weight for _, weight in rows if weight.is_masked}  # by the plan, or for masks that will move
+    no_broadcast(model, (name for weight in masked.values() for name in weight.mask_buffers))
+    no_broadcast(model, (f"{path}.{FACTOR}" for row, _ in rows for path, _ in row.forward))
+    if not all(weight.stores_zeros for weight in masked.values()):
+        watch_optimizers(model, ())  # copies, and models from a file, were not there when their weights were sparsified
+    if not hasattr(model, _MARK):
+        model.register_load_state_dict_pre_hook(_before_load)
+        model.register_load_state_dict_post_hook(_after_load)
+    setattr(model, _MARK, _Attached(tuple(masked)))
+
+
+def _let_compilers_see_hooks() -> None:
+    """By default torch.compile does not ask whether a module has hooks: a model like one that ran compiled before, but with
+    hooks, would run that one's code, without them. Settings of torch's compiler belong to a thread."""
+    may_have_compiled = "torch._dynamo" in sys.modules
+    import torch._dynamo  # which every optimizer imports as well
+
+    if torch._dynamo.config.skip_nnmodule_hook_guards:
+        torch._dynamo.config.skip_nnmodule_hook_guards = False
+        # Code of before would still not ask. Threads that make models side by side must not reset the compiler together.
+        if may_have_compiled and threading.current_thread() is threading.main_thread():
+            torch._dynamo.reset()
+
+
+def _set_factor(module: nn.Module, factor: float, parameter: Tensor) -> None:
+    # Rebuilt each time: .bfloat16() rounds a buffer and to_empty leaves it without a value.
+    dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+    module.register_buffer(FACTOR, torch.tensor(factor, dtype=dtype, device=parameter.device), persistent=False)
+    if scales_output(module):
+        return
+    if kind_of(module).is_lookup:
+        module.register_forward_hook(_scale_output)
+    else:
+        module.register_forward_pre_hook(_scale_input, with_kwargs=True)
+
+
+# Checkpoints
+
+
+def _before_load(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A checkpoint without masks loads: the model's own masks stay. So does that of a model that keeps non-zeros alone."""
+    masked = _every_name(model, getattr(model, _MARK).masked)
+    for name in masked:
+        if is_compressed(state, f"{prefix}{name}") and (weight := weight_of(model, name)).stores_zeros:
+            expand_state(state, f"{prefix}{name}", weight.shape)
+    keys = {name: f"{prefix}{name}" for name in masked if f"{prefix}{name}" in state}
+    absent = [name for name, key in keys.items() if f"{key}_mask" not in state and not is_compressed(state, key)]
+    for name in absent:
+        state[f"{prefix}{name}_mask"] = mask_of(model, name)
+    if absent:
+        warnings.warn(
+            f"the checkpoint holds no mask for {len(absent)} sparse parameters ({absent[0]!r}, ...): "
+            "the model's own masks stay and weights off them become 0",
+            PlanWarning,
+            stacklevel=6,
+        )
+
+
+def _every_name(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """With those of modules in several places: a state dict holds their parameters, and the masks, under each."""
+    modules: dict[int, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        modules.setdefault(id(module), []).append(path)
+    places = ((modules[id(model.get_submodule(parent_path(name)))], name.rpartition(".")[2]) for name in names)
+    return [f"{path}.{leaf}".lstrip(".") for paths, leaf in places for path in paths]
+
+
+@torch.no_grad()
+def _after_load(model: nn.Module, _: Any) -> None:
+    """Weights off the mask are 0 whatever was loaded, and tensors replaced by ``assign=True`` get their hooks back."""
+    for weight in (weight_of(model, name) for name in getattr(model, _MARK).masked):
+        weight.attach()
+        weight.zero_off_mask()

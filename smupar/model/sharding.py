@@ -1,0 +1,54 @@
+"""Tensors that FSDP2 may have sharded: the whole, this rank's shard, and one laid out like another; masking in place."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+def like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """``tensor`` on the device of ``parameter``; under FSDP2 its own shard of it, as every rank has drawn the whole."""
+    if not is_sharded(parameter):
+        return tensor.to(parameter.device)
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    assert isinstance(parameter, DTensor)
+    mesh = parameter.device_mesh
+    return distribute_tensor(tensor.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)
+
+
+def sharded_like(parameter: Tensor, shard: Tensor) -> Tensor:
+    """The tensor that is sharded like a parameter and of which this rank holds ``shard``."""
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(parameter, DTensor)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(shard, mesh, placements, shape=parameter.shape, stride=parameter.stride())
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """A DTensor, asked without importing torch.distributed."""
+    return hasattr(tensor, "placements")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, on every rank, of which FSDP2 may have given this one a shard."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard, or the tensor."""
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def in_process_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def num_ranks() -> int:
+    return dist.get_world_size() if in_process_group() else 1
+
+
+def zero_off_mask(tensor: Tensor, mask: Tensor) -> None:
+    """In place; a product would turn an inf off the mask into nan."""
+    tensor.masked_fill_(mask.logical_not(), 0)

@@ -1,0 +1,47 @@
+"""Optimizers of weights that switch between matrices and non-zeros: those that hold a replaced parameter refuse to step, and
+state that was saved in the other layout is converted."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+
+from smupar.model.stepping import Step, on_every_step, seam_of
+from smupar.model.weights import weight_of
+
+_REPLACED = "_smupar_replaced"
+_MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def watch_optimizers(model: nn.Module, replaced: Iterable[nn.Parameter]) -> None:
+    """For a model whose weights may be kept in another way from now on: optimizers that hold what was replaced refuse to step,
+    and state that they load is laid out as the weights are now."""
+    _MODELS.add(model)
+    for parameter in replaced:
+        setattr(parameter, _REPLACED, True)
+    on_every_step("refuse_replaced", _refuse_replaced)
+    on_every_step("fit_state", _fit_state)
+
+
+def _refuse_replaced(step: Step) -> None:
+    if any(hasattr(parameter, _REPLACED) for group in step.optimizer.param_groups for parameter in group["params"]):
+        raise ValueError(
+            "this optimizer holds weights that sparsify_storage has replaced, and would train nothing: make param_groups and "
+            "the optimizer again, after it"
+        )
+
+
+def _fit_state(step: Step) -> None:
+    """At the first step, and at the first after state was loaded."""
+    seam, states = seam_of(step.optimizer), step.optimizer.state
+    if seam.fitted_state is states:
+        return
+    seam.fitted_state = states
+    for model in _MODELS:
+        for name, parameter in model.named_parameters():
+            state, weight = states.get(parameter, {}), weight_of(model, name)
+            for what, value in state.items():
+                if isinstance(value, Tensor) and weight.is_foreign(value.shape):
+                    state[what] = weight.converted(value)

@@ -1,0 +1,349 @@
+"""A weight matrix of a model, however it is kept: what the rest of the library asks about one, and what it does to one.
+
+``MaskedWeight``      a parameter of the matrix's shape with a mask beside it, or none; it may be sharded over ranks
+``CompressedWeight``  a parameter of the non-zeros alone, in a ``Compressed`` layer
+``StackedWeight``     the same weight of many models, in tensors with a leading dimension of models
+
+Optimizer groups, learning rates and traces go by the parameter's name and need none of this. Whoever wants the matrix, the
+mask, the optimizer state or the dense gradient asks ``weight_of(model, name)`` or ``weights(model, plan)``. Masks are moved and
+updates measured on tensors with a row for each model, so that one model and a stack of many share the code.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from smupar.model.compressed import Compressed, MaskChange
+from smupar.model.csr import MASK
+from smupar.model.gradients import DenseGradient, gradient_mask, mask_gradient
+from smupar.model.sharding import is_sharded, like, local, num_ranks, sharded_like, whole, zero_off_mask
+from smupar.plan.layers import kind_of
+from smupar.plan.plan import Plan
+from smupar.plan.tensors import parent_path
+
+ONE = [0]
+"""The only model there is."""
+
+
+class Weight(ABC):
+    """What masks that move and measured updates need of a weight, of one model or of a stack."""
+
+    name: str
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one model's matrix."""
+
+    @abstractmethod
+    def rows(self, models: list[int] = ONE) -> tuple[Tensor, Tensor]:
+        """Values and mask, each (models, entries), whole on every rank; for reading, since they may be views."""
+
+    @abstractmethod
+    def set_mask(self, new: Tensor, models: list[int] = ONE) -> MaskChange:
+        """Moves the mask to ``new``, (models, entries), with all that goes along: weights that stay keep value, gradient and
+        optimizer state, and all of these are 0 where a weight is dropped or new."""
+
+    @abstractmethod
+    def dense_grad(self, models: list[int] = ONE) -> Tensor:
+        """The gradient without a mask, where it was asked for, (models, entries), summed over ranks."""
+
+    @abstractmethod
+    def multiply(self, x: Tensor, *, in_dim: int = 1) -> Tensor:
+        """The layer's output for ``x`` without bias, in the dtype of ``x``; under FSDP2 this rank's part of it."""
+
+    @abstractmethod
+    def scale(self, factor: float, model: int = 0) -> None:
+        """Multiplies the values of a model."""
+
+    @abstractmethod
+    def snapshot(self) -> Tensor:
+        """A copy of the values for ``restore``, which holds whatever the mask will be then."""
+
+    @abstractmethod
+    def restore(self, values: Tensor, models: list[int] = ONE) -> None:
+        """Goes back to a snapshot's values where the mask is now."""
+
+
+class MaskedWeight(Weight):
+    """A weight of one model, kept as a matrix. Its mask, if it has one, is the buffer ``<name>_mask`` beside the parameter."""
+
+    stores_zeros = True
+    """Whether entries off the mask exist, so that something could write to them."""
+
+    def __init__(self, module: nn.Module, name: str, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
+        self.module, self.name, self.leaf, self.optimizers = module, name, name.rpartition(".")[2], optimizers
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return self.module.get_parameter(self.leaf)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.parameter.shape)
+
+    @property
+    def mask(self) -> Tensor | None:
+        """The mask, if there is one: the buffer itself, which may be sharded, or a new tensor where there is no such buffer."""
+        mask = getattr(self.module, f"{self.leaf}{MASK}", None)
+        return mask if isinstance(mask, Tensor) else None
+
+    @property
+    def mask_buffers(self) -> tuple[str, ...]:
+        """Full names of the buffers that say where the mask is: the same on every rank."""
+        return () if self.mask is None else (f"{self.name}{MASK}",)
+
+    @property
+    def is_masked(self) -> bool:
+        return bool(self.mask_buffers)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the parameter and of what says where its mask is."""
+        return sum(part.numel() * part.element_size() for part in (self.parameter, self.mask) if part is not None)
+
+    def full(self) -> Tensor:
+        """The whole matrix, on every rank."""
+        return whole(self.parameter.detach())
+
+    def full_mask(self) -> Tensor:
+        """The whole mask, on every rank; of ones where there is none."""
+        mask = self.mask
+        return local(self.parameter).new_ones(self.shape, dtype=torch.bool) if mask is None else whole(mask)
+
+    def laid_out(self, matrix: Tensor) -> Tensor:
+        """A whole matrix laid out like the parameter."""
+        return like(matrix, self.parameter)
+
+    # The mask
+
+    def attach(self, mask: Tensor | None = None) -> None:
+        """Puts a mask in place, if one is given, and the gradient's hook."""
+        own = self.mask
+        if mask is None and own is not None and is_sharded(self.parameter) and not is_sharded(own):
+            mask = own  # the weight was sharded after it got its mask
+        if mask is not None:
+            self.module.register_buffer(f"{self.leaf}{MASK}", like(mask, self.parameter))
+        if self.is_masked:
+            mask_gradient(self.parameter, self.module, f"{self.leaf}{MASK}")
+
+    def zero_off_mask(self) -> None:
+        """Makes weights off the mask 0."""
+        mask, parameter = self.mask, self.parameter
+        if mask is not None and not (mask.is_meta or parameter.is_meta):
+            zero_off_mask(parameter, mask)
+
+    def rows(self, models: list[int] = ONE) -> tuple[Tensor, Tensor]:
+        return self.full().flatten()[None], self.full_mask().flatten()[None]
+
+    def set_mask(self, new: Tensor, models: list[int] = ONE) -> MaskChange:
+        new = new.view(self.shape)
+        if num_ranks() > 1:
+            dist.broadcast(sent := new.to(torch.uint8), 0)  # equal by construction; a rounding apart they would stay apart
+            new = sent.bool()
+        parameter, before = self.parameter, self.parameter.shape
+        change = self._set_mask(new)
+        for state in (optimizer.state.get(parameter, {}) for optimizer in self.optimizers):
+            for what, value in state.items():
+                if isinstance(value, Tensor) and value.shape == before:
+                    state[what] = change.remap(value)
+        return change
+
+    def _set_mask(self, new: Tensor) -> MaskChange:
+        mask, parameter, new = self.mask, self.parameter, self.laid_out(new)
+        assert mask is not None
+        changed = mask ^ new
+        parameter.masked_fill_(changed, 0)  # dropped: 0 from now on; grown: starts at 0
+        mask.copy_(new)
+        if parameter.grad is not None:
+            zero_off_mask(parameter.grad, new)
+        return MaskChange(lambda value: value.masked_fill_(changed, 0), changed & new)
+
+    # The gradient and the product
+
+    @property
+    def masks_gradient(self) -> bool:
+        """Whether no gradient reaches weights off the mask."""
+        return gradient_mask(self.parameter) is not None
+
+    @property
+    def dense_gradient(self) -> DenseGradient:
+        """Keeps the gradient without a mask; where the hook that does is lost, nothing is kept."""
+        return gradient_mask(self.parameter) or DenseGradient()
+
+    def dense_grad(self, models: list[int] = ONE) -> Tensor:
+        own, kept = local(self.parameter), self.dense_gradient.value
+        if kept is None:  # on other ranks it has one
+            kept = own.new_zeros(own.shape if self.stores_zeros else self.shape)
+        if is_sharded(self.parameter):
+            kept = whole(sharded_like(self.parameter, kept))
+        elif num_ranks() > 1:
+            dist.all_reduce(kept)
+        return kept.flatten()[None]
+
+    def multiply(self, x: Tensor, *, in_dim: int = 1) -> Tensor:
+        kind = kind_of(self.module)
+        # A rank's rows of (out, in) give outputs of their own; those of (in, out) would be a part of the inputs.
+        own = local if in_dim == 1 and not kind.is_registered else whole
+        return kind.multiply(self.module, own(self.parameter.detach()).to(x.dtype), x, in_dim)
+
+    # Values from elsewhere
+
+    def scale(self, factor: float, model: int = 0) -> None:
+        self.parameter.mul_(factor)
+
+    def snapshot(self) -> Tensor:
+        return self.parameter.detach().clone()
+
+    def restore(self, values: Tensor, models: list[int] = ONE) -> None:
+        self.parameter.copy_(values)
+        self.zero_off_mask()
+
+    def make_room(self, num_values: int) -> None:
+        """Prepares for that many values, which are about to be read into the model's own tensors."""
+
+    @torch.no_grad()
+    def load(self, matrix: Tensor, mask: Tensor) -> None:
+        """Takes over values and mask, each a whole matrix."""
+        device = local(self.parameter).device
+        self._set_mask(mask.to(device))
+        self.parameter.copy_(self.laid_out(matrix.to(device)))
+
+    def is_foreign(self, shape: Sequence[int]) -> bool:
+        """Whether a tensor of this shape belongs to the weight kept the other way: as non-zeros, or as a matrix."""
+        return self.is_masked and len(shape) == 1 < len(self.shape) and shape[0] == int(self.full_mask().sum())
+
+    def converted(self, foreign: Tensor) -> Tensor:
+        """Such a tensor, laid out like the parameter."""
+        return self.laid_out(foreign.new_zeros(self.shape).masked_scatter_(self.full_mask().to(foreign.device), foreign))
+
+
+class CompressedWeight(MaskedWeight):
+    """A weight of one model of which only the non-zeros are kept; its layer has the index that says where they lie."""
+
+    stores_zeros, masks_gradient = False, True
+    module: Compressed
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.module.matrix_shape
+
+    @property
+    def mask(self) -> Tensor:
+        return self.module.weight_mask
+
+    @property
+    def mask_buffers(self) -> tuple[str, ...]:
+        return tuple(f"{parent_path(self.name)}.{leaf}".lstrip(".") for leaf in self.module.index_names)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.parameter.numel() * self.parameter.element_size() + self.module.num_index_bytes
+
+    @property
+    def dense_gradient(self) -> DenseGradient:
+        return self.module.dense
+
+    def full(self) -> Tensor:
+        return self.module.expand(self.parameter.detach())
+
+    def laid_out(self, matrix: Tensor) -> Tensor:
+        return self.module.gather(matrix)
+
+    def attach(self, mask: Tensor | None = None) -> None:
+        if mask is not None:
+            self.module.set_mask(mask.to(self.parameter.device))
+
+    def zero_off_mask(self) -> None:
+        """There is nothing off it."""
+
+    def _set_mask(self, new: Tensor) -> MaskChange:
+        if num_ranks() > 1 and int(new.sum()) != len(self.parameter):
+            text = f"{self.name!r} keeps only its non-zeros, whose number cannot change on several ranks: keep it dense"
+            raise ValueError(text)
+        return self.module.set_mask(new)
+
+    def multiply(self, x: Tensor, *, in_dim: int = 1) -> Tensor:
+        return self.module.product(x)
+
+    def snapshot(self) -> Tensor:
+        return self.full()
+
+    def restore(self, values: Tensor, models: list[int] = ONE) -> None:
+        self.parameter.copy_(self.laid_out(values))
+
+    def make_room(self, num_values: int) -> None:
+        self.module.make_room(num_values)
+
+    def is_foreign(self, shape: Sequence[int]) -> bool:
+        return tuple(shape) == self.shape
+
+    def converted(self, foreign: Tensor) -> Tensor:
+        return self.laid_out(foreign)
+
+
+@dataclass
+class StackedWeight(Weight):
+    """A weight of every model of a stack; ``values`` and ``state`` are the tensors that the stack's step writes to."""
+
+    name: str
+    values: Tensor  # (models, *shape)
+    mask: Tensor | None
+    state: list[Tensor]
+    gradient: Tensor | None = None
+    """The dense one, where it was asked for."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.values.shape[1:])
+
+    def rows(self, models: list[int] = ONE) -> tuple[Tensor, Tensor]:
+        assert self.mask is not None
+        return self.values[models].flatten(1), self.mask[models].flatten(1)
+
+    def set_mask(self, new: Tensor, models: list[int] = ONE) -> MaskChange:
+        assert self.mask is not None
+        changed = torch.zeros_like(self.mask)
+        changed[models] = self.mask[models] ^ new.view(-1, *self.shape)
+        self.mask ^= changed
+        for tensor in (self.values, *self.state):
+            tensor.masked_fill_(changed, 0)
+        return MaskChange(lambda value: value.masked_fill_(changed, 0), changed & self.mask)
+
+    def dense_grad(self, models: list[int] = ONE) -> Tensor:
+        assert self.gradient is not None
+        return self.gradient[models].flatten(1)
+
+    def multiply(self, x: Tensor, *, in_dim: int = 1) -> Tensor:
+        return x @ (self.values.mT if in_dim == 1 else self.values)
+
+    def scale(self, factor: float, model: int = 0) -> None:
+        self.values[model] *= factor
+
+    def snapshot(self) -> Tensor:
+        return self.values.clone()
+
+    def restore(self, values: Tensor, models: list[int] = ONE) -> None:
+        first = values[models]
+        self.values[models] = first if self.mask is None else first * self.mask[models]
+        for state in self.state:
+            state[models] = 0
+
+
+def weight_of(model: nn.Module, name: str, optimizers: Sequence[torch.optim.Optimizer] = ()) -> MaskedWeight:
+    """A parameter of a model as a weight; with its optimizers, where their state should go along with the mask."""
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    kind = CompressedWeight if isinstance(module, Compressed) and leaf == "weight" else MaskedWeight
+    return kind(module, name, optimizers)
+
+
+def weights(model: nn.Module, plan: Plan, optimizers: Sequence[torch.optim.Optimizer] = ()) -> dict[str, MaskedWeight]:
+    """Hidden weights by name, in the order of the plan."""
+    return {row.name: weight_of(model, row.name, optimizers) for row in plan if row.role == "hidden"}

@@ -1,0 +1,201 @@
+"""Optimizer groups from a plan, for any torch optimizer, and a guard against schedulers that undo them.
+
+The factor is inside each group's ``lr``, so any training loop uses it without knowing. Groups carry ``name``,
+``lr_factor`` and ``family`` for the audit, the guard and the reader.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smupar.model.parameterize import attach, is_parameterized, unwrapped
+from smupar.plan.optimizers import OptimizerFacts, facts_of, family_of
+from smupar.plan.plan import Plan, PlanRow, PlanWarning
+from smupar.plan.settings import choice, match_globs
+from smupar.rules import DECAYED
+
+NoDecay = Iterable[str] | Callable[[str, nn.Parameter], bool]
+
+
+def param_groups(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    lr: float | Tensor,
+    weight_decay: float = 0.0,
+    optimizer: str | type[torch.optim.Optimizer] = "adamw",
+    decay: str = "independent",
+    eps: str = "constant",
+    eps_value: float | None = None,
+    only: str | None = None,
+    no_decay: NoDecay | None = None,
+    extra: Iterable[Mapping[str, Any]] | None = None,
+) -> list[dict[str, Any]]:
+    """Groups with each parameter's own learning rate; pass them to the optimizer in place of ``model.parameters()``.
+
+    lr            base learning rate, a number or a tensor; never changed
+    optimizer     name or class of the optimizer that will get the groups: decides the family's row of Table 1
+    decay         "independent": decay divided by the LR factor, so that LR times decay stays what was tuned;
+                  "coupled": the same decay everywhere, as in the paper's reference code
+    eps           "constant", or "width": epsilon shrinks like the gradients, with the width
+    eps_value     base epsilon; default the optimizer's own for "constant", 1e-8 for "width"
+    only          "hidden" | "rest": two optimizers on one model, such as Muon on the hidden weights and AdamW on the rest
+    no_decay      globs, or a function (name, parameter) -> bool, of the parameters without weight decay
+    extra         groups of your own, appended as copies; parameters in them are left out of the plan's groups
+    """
+    family, weight_decay = family_of(optimizer), float(weight_decay)
+    choice("decay", decay, ("independent", "coupled"))
+    choice("eps", eps, ("constant", "width"))
+    choice("only", only, (None, "hidden", "rest"))
+    _refuse_all_but_hidden(facts_of(optimizer), only)
+    model = unwrapped(model)
+    if not is_parameterized(model):
+        raise ValueError("this model is not parameterized: call smupar.parameterize first (smupar.attach on a loaded one)")
+    attach(model, plan)
+    own = _own_groups(extra)
+    trained = _trained(model, plan, own)
+    undecayed = _undecayed(no_decay, trained)
+    members: dict[tuple[float, float, float], list[PlanRow]] = {}
+    for name in trained:
+        row = plan[name]
+        if only in (None, "hidden" if row.role == "hidden" else "rest"):
+            _refuse_shape(facts_of(optimizer), name, trained[name])
+            wd = 0.0 if name in undecayed else weight_decay * (row.decay_factor(family) if decay == "independent" else 1)
+            numbers = (row.lr_factor(family), wd, row.eps_factor if eps == "width" else 1.0)
+            members.setdefault(numbers, []).append(row)
+    groups = []
+    for (factor, wd, eps_factor), rows in members.items():
+        group = {"name": "", "params": [trained[row.name] for row in rows], "lr": lr * factor, "weight_decay": wd}
+        group |= {"lr_factor": factor, "family": family, "decay": decay}
+        if eps == "width" or eps_value is not None:
+            group["eps"] = (1e-8 if eps_value is None else eps_value) * eps_factor
+        groups.append({**group, "name": _group_name(rows, group, weight_decay)})
+    if decay == "independent" and any(row.eps_factor != 1 for key, rows in members.items() if key[1] for row in rows):
+        _warn_of_decay_in_gradient(optimizer)
+    return _distinct(groups) + own
+
+
+def _refuse_all_but_hidden(facts: OptimizerFacts, only: str | None) -> None:
+    if facts.hidden_only and only != "hidden":
+        raise ValueError(
+            f"{facts.name} is for hidden matrices: use param_groups(..., optimizer={facts.name.lower()!r}, only='hidden') for "
+            "it and param_groups(..., optimizer='adamw', only='rest') for the rest of the model"
+        )
+
+
+def _refuse_shape(facts: OptimizerFacts, name: str, parameter: nn.Parameter) -> None:
+    if facts.hidden_only and parameter.ndim != 2:
+        shape = tuple(parameter.shape)
+        raise ValueError(f"torch's {facts.name} takes matrices only, {name!r} has shape {shape}: use AdamW or SGD")
+
+
+def _own_groups(extra: Iterable[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
+    """Copies of the user's own groups, each with a list of parameters."""
+    if isinstance(extra, Mapping):
+        raise ValueError("extra takes a list of groups: extra=[{'params': ..., 'lr': ...}]")
+    own = [dict(group) for group in extra or ()]
+    for group in own:
+        group["params"] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+    return own
+
+
+def _trained(model: nn.Module, plan: Plan, own: list[dict[str, Any]]) -> dict[str, nn.Parameter]:
+    """Every parameter that needs a group of the plan, by name."""
+    taken = {id(parameter) for group in own for parameter in group["params"]}
+    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) not in taken}
+    unplanned = [name for name in parameters if name not in plan]
+    uses = {f"{path}.{row.name.rpartition('.')[2]}" for row in plan for path, _ in row.forward}
+    untied = [name for name in unplanned if name in uses]
+    if untied:
+        raise ValueError(
+            f"{untied[0]!r} was one tensor with another when the plan was made, and is not now (load_state_dict(assign=True) "
+            "does that): tie the two again"
+        )
+    if unplanned:
+        raise ValueError(f"the plan does not know {', '.join(unplanned[:4])}: give them a group of their own with extra=[...]")
+    return parameters
+
+
+def _warn_of_decay_in_gradient(optimizer: object) -> None:
+    """For optimizers that use the direction of a gradient which the decay is part of."""
+    facts = facts_of(optimizer)
+    decouples = isinstance(optimizer, torch.optim.Optimizer) and optimizer.defaults.get("decoupled_weight_decay")
+    if facts.eps and not facts.decoupled and not decouples:
+        warnings.warn(
+            f"{facts.name.lower()} adds weight decay to the gradient, which shrinks with width, so the decay that was tuned on "
+            "the base is too large here. Use AdamW, which keeps the two apart, and name that here too if yours has "
+            "decoupled_weight_decay",
+            PlanWarning,
+            stacklevel=3,
+        )
+
+
+def groups_by_optimizer(
+    model: nn.Module,
+    plan: Plan,
+    optimizer: str,
+    *,
+    lr: float | Tensor,
+    rest_lr: float | None = None,
+    eps: str = "constant",
+    eps_value: float | None = None,
+    decayed: str = "all",
+    **settings: Any,
+) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Every optimizer of a run by name, with its groups. With a ``rest_lr`` the named one takes the hidden weights and an AdamW
+    at that rate the rest; Muon takes hidden matrices only, so there ``rest_lr`` is ``lr`` by default. Epsilon goes to those
+    that have one, weight decay to the roles of ``DECAYED[decayed]``; ``settings`` are those of ``param_groups``."""
+    choice("decayed", decayed, DECAYED)
+    if decayed != "all":
+        settings["no_decay"] = lambda name, _: plan[name].role not in DECAYED[decayed]
+
+    def groups(name: str, lr: float | Tensor, only: str | None = None) -> list[dict[str, Any]]:
+        own = {"eps": eps, "eps_value": eps_value} if facts_of(name).eps else {}
+        return param_groups(model, plan, lr=lr, optimizer=name, only=only, **own, **settings)  # type: ignore[arg-type]
+
+    if not facts_of(optimizer).hidden_only and rest_lr is None:
+        return [(optimizer, groups(optimizer, lr))]
+    rest = groups("adamw", lr if rest_lr is None else rest_lr, "rest")
+    return [(optimizer, groups(optimizer, lr, "hidden")), ("adamw", rest)]
+
+
+def _undecayed(no_decay: NoDecay | None, parameters: Mapping[str, nn.Parameter]) -> set[str]:
+    if no_decay is None:
+        return set()
+    if callable(no_decay):
+        return {name for name, parameter in parameters.items() if no_decay(name, parameter)}
+    globs = [no_decay] if isinstance(no_decay, str) else list(no_decay)
+    # One at a time: in a set of names the order of overlapping globs means nothing.
+    matched = (match_globs({glob: True}, parameters, what="no_decay", among="trained parameters") for glob in globs)
+    return {name for names in matched for name in names}
+
+
+def _group_name(rows: list[PlanRow], group: Mapping[str, Any], weight_decay: float) -> str:
+    """Who is in the group and what is special about it: ``hidden, LR x 4, width 4, density 0.0625``."""
+    roles = "+".join(dict.fromkeys(row.role for row in rows))
+    parts = [roles]
+    if group["lr_factor"] != 1:
+        parts.append(f"LR x {group['lr_factor']:.6g}")
+    widths = {row.width_in if row.role in ("hidden", "unembedding") else row.width_out for row in rows}
+    if len(widths) == 1 and widths != {1}:
+        parts.append(f"width {float(widths.pop()):g}")
+    densities = {row.density for row in rows}
+    if len(densities) == 1 and densities != {1}:
+        parts.append(f"density {float(densities.pop()):.4g}")
+    if weight_decay and not group["weight_decay"]:
+        parts.append("no decay")
+    return ", ".join(parts)
+
+
+def _distinct(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    seen: dict[str, int] = {}
+    for group in groups:
+        seen[group["name"]] = count = seen.get(group["name"], 0) + 1
+        if count > 1:
+            group["name"] += f" ({count})"
+    return groups

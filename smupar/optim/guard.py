@@ -1,0 +1,90 @@
+"""A guard against schedulers that undo the ratios between groups of learning rates."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smupar.model.stepping import Step, optimizers, seam_of
+
+# Ratios of learning rates may differ this much by rounding.
+_SAME = 1e-4
+
+
+class LRRatioWarning(UserWarning):
+    """The learning rates of two groups no longer have the ratio the plan gave them."""
+
+
+# Schedulers
+
+
+def guard(optimizer: Any) -> None:
+    """Watches the ratios between groups: warns at the first step whose learning rates the plan did not mean.
+
+    Schedulers that set absolute values (OneCycleLR with one max_lr, CosineAnnealingLR with eta_min) erase the factors.
+    ``audit`` calls it; it costs a comparison of a few numbers at each step. Groups not made by ``param_groups`` are ignored.
+    """
+    for each in optimizers(optimizer):
+        seam = seam_of(each)
+        if not seam.owners("check_ratios"):
+            watch = _Guard()
+            seam.add(watch, check_ratios=watch.check, count=watch.count)
+
+
+def num_steps(optimizer: torch.optim.Optimizer) -> int:
+    """Steps since the guard came; at least 1 if the optimizer has state."""
+    return max([watch.num_steps for watch in seam_of(optimizer).owners("check_ratios")] + [int(bool(optimizer.state))])
+
+
+class _Guard:
+    def __init__(self) -> None:
+        self.spoken = False
+        self.num_steps = 0
+
+    def check(self, step: Step) -> None:
+        if not self.spoken:
+            problem = ratio_problem(step.optimizer)
+            if problem:
+                self.spoken = True
+                warnings.warn(problem, LRRatioWarning, stacklevel=5)  # where torch calls the seam
+
+    def count(self, step: Step) -> None:
+        self.num_steps += 1
+
+
+def _same(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=_SAME, abs_tol=1e-30)
+
+
+def wrong_groups(optimizer: torch.optim.Optimizer) -> tuple[float, list[dict[str, Any]]]:
+    """The base rate that most groups of ``param_groups`` agree on (the earlier one in a draw), and the groups that do not."""
+    groups = [group for group in optimizer.param_groups if "lr_factor" in group]
+    on_gpu = any(isinstance(group["lr"], Tensor) and group["lr"].device.type != "cpu" for group in groups)
+    if len(groups) < 2 or on_gpu:  # reading a GPU tensor at each step would stall it
+        return 0.0, []
+    # While a step is made, ``rates`` may have put another learning rate in the place of the scheduled one.
+    bases = [float(group.get("scheduled_lr", group["lr"])) / group["lr_factor"] for group in groups]
+    if all(_same(bases[0], other) for other in bases):  # as a rule: at each step, over a group for each hidden weight
+        return bases[0], []
+    base = max(bases, key=lambda one: sum(_same(one, other) for other in bases))
+    return base, [group for group, own in zip(groups, bases, strict=True) if not _same(own, base)]
+
+
+def ratio_problem(optimizer: torch.optim.Optimizer) -> str | None:
+    """What is wrong with the ratios between the groups of ``param_groups``, if anything."""
+    base, wrong = wrong_groups(optimizer)
+    if not wrong:
+        return None
+    shown = "; ".join(
+        f"{group['name']!r}: lr {float(group['lr']):.4g} where base {base:.4g} x {group['lr_factor']:.4g} was planned"
+        for group in wrong
+    )
+    return (
+        f"the learning rates of the optimizer's groups lost their ratios ({shown}). A scheduler that sets absolute values does "
+        "this: give OneCycleLR max_lr=[g['lr'] for g in optimizer.param_groups] made before it, use CosineAnnealingLR with "
+        "eta_min=0, or LambdaLR, which multiplies."
+    )

@@ -1,0 +1,123 @@
+"""Learning rates of single hidden weights that change from step to step, beside whatever scheduler there is.
+
+The factor is written into ``group["lr"]`` before the optimizer steps and the scheduled value restored after it, so a scheduler
+never sees it. Weight decay that is independent of the learning rate stays so. That needs a group for each hidden weight: the
+groups of ``param_groups`` are split, which must happen before a scheduler is made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from smupar.model.parameterize import unwrapped
+from smupar.model.stepping import Step, optimizers, seam_of
+from smupar.plan.plan import Plan
+
+_WEIGHT = "hidden_weight"
+
+
+class LayerRates:
+    """Learning-rate factors of hidden weights, by name: ``corrections`` multiply the plan's, ``measured`` replace it."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+        self.corrections: dict[str, float] = {}
+        self.measured: dict[str, float] = {}
+
+    def factor(self, name: str, planned: float) -> float:
+        """On the base learning rate."""
+        return self.measured[name] if name in self.measured else planned * self.corrections.get(name, 1.0)
+
+    def set_rates(self, step: Step) -> None:
+        for group in step.optimizer.param_groups:
+            if _WEIGHT in group:
+                group["scheduled_lr"] = scheduled = group.pop("scheduled_lr", group["lr"])  # still there if a step failed
+                planned = group["lr_factor"]
+                change = self.factor(group[_WEIGHT], planned) / planned
+                group["lr"] = scheduled * change
+                if group.get("decay") == "independent":
+                    group["planned_decay"] = decay = group.pop("planned_decay", group["weight_decay"])
+                    group["weight_decay"] = decay / change
+
+    def restore_rates(self, step: Step) -> None:
+        for group in step.optimizer.param_groups:
+            if _WEIGHT in group:
+                group["lr"] = group.pop("scheduled_lr")
+                group["weight_decay"] = group.pop("planned_decay", group["weight_decay"])
+
+
+def layer_rates(model: nn.Module, plan: Plan, optimizer: Any) -> LayerRates:
+    """The rates of an optimizer (or several on one model), made the first time it is asked for."""
+    every = optimizers(optimizer)
+    split = [each for each in every if seam_of(each).owners("set_rates")]
+
+    def hidden() -> dict[int, str]:
+        return {id(p): n for n, p in unwrapped(model).named_parameters() if n in plan and plan[n].role == "hidden"}
+
+    names = hidden()
+    for each in every:
+        (_refuse_other_model if each in split else _refuse)(each, names)
+    rates = seam_of(split[0]).owners("set_rates")[0] if split else LayerRates(list(names.values()))
+    for each in every:
+        if each not in split:
+            _split(each, names)
+            seam_of(each).add(rates, set_rates=rates.set_rates, restore_rates=rates.restore_rates)
+            # Groups may have been saved without names.
+            each.register_load_state_dict_post_hook(lambda loaded: _name(loaded, hidden()))
+    return rates
+
+
+def group_of_weight(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    """Name of a hidden weight -> its group, after ``layer_rates``."""
+    return {group[_WEIGHT]: group for group in optimizer.param_groups if _WEIGHT in group}
+
+
+def _refuse(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
+    for group in optimizer.param_groups:
+        hidden = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
+        if hidden and "lr_factor" not in group:
+            raise ValueError(
+                f"the optimizer's group with {hidden[0]!r} was not made by smupar.param_groups: "
+                "build the optimizer from param_groups(model, plan, lr=...)"
+            )
+        if hidden and len(group["params"]) > 1 and (hasattr(optimizer.step, "_wrapped_by_lr_sched") or "initial_lr" in group):
+            raise ValueError(
+                "a scheduler was made for this optimizer already, and would miss the groups that hidden weights get of their "
+                "own: make the scheduler afterwards"
+            )
+
+
+def _refuse_other_model(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
+    """Rates are by name, and two models may share names."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) in names and group.get(_WEIGHT) != names[id(parameter)]:
+                raise ValueError(
+                    f"{names[id(parameter)]!r} has no group of its own in this optimizer, whose hidden weights were split for "
+                    "another model already: give each model an optimizer of its own"
+                )
+
+
+def _name(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
+    for group in optimizer.param_groups:
+        if len(group["params"]) == 1 and id(group["params"][0]) in names:
+            group[_WEIGHT] = names[id(group["params"][0])]
+
+
+def _split(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
+    groups = []
+    for group in optimizer.param_groups:
+        rest = [parameter for parameter in group["params"] if id(parameter) not in names]
+        for parameter in group["params"]:
+            if id(parameter) in names:
+                name = names[id(parameter)]
+                groups.append({**group, "params": [parameter], "name": f"{group['name']}: {name}", _WEIGHT: name})
+        if rest:
+            groups.append({**group, "params": rest})
+    for group in groups:
+        if isinstance(group["lr"], torch.Tensor):  # schedulers write into it
+            group["lr"] = group["lr"].clone()
+    optimizer.param_groups[:] = groups

@@ -1,0 +1,1 @@
+"""Files, text tables and pictures."""

@@ -1,0 +1,22 @@
+"""Packages that only some commands need, imported when they are, with what to install."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+
+def optional(module: str, purpose: str) -> Any:
+    """A module of the extra ``data``, or one line that says how to get it."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        if (error.name or "").partition(".")[0] != package:
+            raise
+        raise ValueError(f"{purpose} needs {package}: pip install 'smupar[data]'") from error
+
+
+def first_line(error: BaseException) -> str:
+    """What another library has to say, short enough for an error of one line."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,83 @@
+"""How many weights each layer keeps: one density for all, or shares by shape (ER, ERK)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from numbers import Real
+
+from smupar.plan.settings import match_globs
+from smupar.plan.tensors import Shape
+
+
+def as_density(value: float | Fraction, what: str = "density") -> Fraction:
+    """The exact fraction a user means by a float such as 1 / 3; checked to lie in (0, 1]."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value <= 1:
+        raise ValueError(f"{what} must lie in (0, 1], got {value!r}: it is the share of weights that is kept, 1 - sparsity")
+    exact = value if isinstance(value, Fraction) else Fraction(float(value))
+    return exact.limit_denominator(10**9) or exact
+
+
+def round_half_up(value: Fraction) -> int:
+    return math.floor(value + Fraction(1, 2))
+
+
+# Allocations
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """How one overall density is spread over tensors: every tensor gets min(1, scale * share) with one common scale."""
+
+    density: float
+    kind: str
+
+    def densities(self, shapes: Mapping[str, Shape]) -> dict[str, Fraction]:
+        overall = as_density(self.density)
+        if self.kind == "uniform":
+            return dict.fromkeys(shapes, overall)
+        share = {name: self._share(shape) for name, shape in shapes.items()}
+        size = {name: math.prod(shape) for name, shape in shapes.items()}
+        budget = sum(round_half_up(overall * n) for n in size.values())  # what the same density spends if uniform
+        dense: set[str] = set()
+        while True:  # tensors that would need more than all their weights are dense; the others share what is left
+            sparse = [name for name in shapes if name not in dense]
+            left = budget - sum(size[name] for name in dense)
+            weight = sum((share[name] * size[name] for name in sparse), Fraction(0))
+            scale = left / weight if sparse else Fraction(0)
+            full = {name for name in sparse if scale * share[name] > 1}
+            if not full:
+                return {name: Fraction(1) if name in dense else scale * share[name] for name in shapes}
+            dense |= full
+
+    def _share(self, shape: Shape) -> Fraction:
+        dims = shape if self.kind == "erk" else shape[:2]
+        return Fraction(sum(dims), math.prod(dims))
+
+
+def uniform(density: float) -> Allocation:
+    """The same density in every hidden weight."""
+    return Allocation(density, "uniform")
+
+
+def er(density: float) -> Allocation:
+    """Erdos-Renyi: density proportional to (in + out) / (in * out), so that larger layers are sparser."""
+    return Allocation(density, "er")
+
+
+def erk(density: float) -> Allocation:
+    """Erdos-Renyi-Kernel: like :func:`er`, with the kernel of a convolution counted as well."""
+    return Allocation(density, "erk")
+
+
+def allocate(density: float | Mapping[str, float] | Allocation, shapes: Mapping[str, Shape]) -> dict[str, Fraction]:
+    """The density of each hidden weight; those that no glob names stay dense."""
+    if isinstance(density, Allocation):
+        return density.densities(shapes)
+    if isinstance(density, Mapping):
+        exact = {glob: as_density(value, f"density[{glob!r}]") for glob, value in density.items()}
+        named = match_globs(exact, shapes, what="density", among="hidden weights (only those are made sparse)")
+        return {name: named.get(name, Fraction(1)) for name in shapes}
+    return uniform(density).densities(shapes)

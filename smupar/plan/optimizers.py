@@ -1,0 +1,136 @@
+"""What the package knows about optimizers: one row for each, and nowhere else.
+
+A row says which family of learning rates in Table 1 an optimizer belongs to, how it uses weight decay, what it keeps for each
+weight and how it can be run. ``facts_of`` also answers for an optimizer that nobody has heard of: then no family is known,
+and its updates may mix the entries of a matrix. Needs nothing, not even torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class OptimizerFacts:
+    name: str  # of its class
+    family: str | None = None  # its learning-rate row in Table 1, called after an optimizer of the row
+    num_states: int = 0  # tensors of a weight's size that it keeps
+    decoupled: bool = False  # weight decay is kept apart from the gradient
+    eps: bool = False
+    betas: bool = False
+    momentum: bool = False
+    mixes_entries: bool = False  # a weight's update depends on other weights' gradients, so weights off the mask would train
+    hidden_only: bool = False  # takes hidden matrices and nothing else: a second optimizer has to train the rest
+    fused: bool = False  # torch has a fused kernel for it on GPUs
+    capturable: bool = False  # torch can put its step into a CUDA graph
+    stackable: bool = False  # ``Stack`` has its update
+    restartable: bool = False  # its bias correction can start again for single weights
+    no_rule: str = ""  # why no factor of Table 1 fits it
+    no_moves: str = ""  # why masks cannot move under it
+
+    def num_states_with(self, momentum: float) -> int:
+        """SGD keeps nothing where it has no momentum."""
+        return 0 if self.family == "sgd" and momentum == 0 else self.num_states
+
+
+_ADAM = OptimizerFacts("Adam", "adam", 2, eps=True, betas=True, fused=True, capturable=True, stackable=True, restartable=True)
+_ROWS = (
+    replace(_ADAM, name="AdamW", decoupled=True),
+    _ADAM,
+    OptimizerFacts("Adamax", "adam", 2, eps=True, betas=True),
+    OptimizerFacts("NAdam", "adam", 2, eps=True, betas=True),
+    OptimizerFacts("RAdam", "adam", 2, eps=True, betas=True),
+    OptimizerFacts("SGD", "sgd", 1, momentum=True, fused=True, stackable=True),
+    OptimizerFacts("Lion", "adam", 1, decoupled=True, betas=True, stackable=True),
+    OptimizerFacts("Muon", "muon", 1, decoupled=True, momentum=True, mixes_entries=True, hidden_only=True, stackable=True),
+    OptimizerFacts("RMSprop", "adam", 1, eps=True),
+    OptimizerFacts("Adagrad", "adam", 1, eps=True, fused=True),
+    OptimizerFacts(
+        "Adafactor",
+        no_rule="Adafactor scales its step by the size of the parameter and caps the learning rate, so no factor of Table 1 "
+        "fits it. Use AdamW or SGD, or set the learning rate of each layer from measured updates.",
+    ),
+    OptimizerFacts(
+        "ZeroRedundancyOptimizer",
+        no_moves="ZeroRedundancyOptimizer keeps most state on other ranks, where grown weights cannot be started anew: use "
+        "FSDP2 (fully_shard), or the optimizer alone",
+    ),
+    # Optimizers of other packages whose updates stay where the gradient is; their users name the family.
+    *map(OptimizerFacts, ("FusedAdam", "DeepSpeedCPUAdam", "Adam8bit", "AdamW8bit")),
+    *map(OptimizerFacts, ("AdamWScheduleFree", "SGDScheduleFree", "Prodigy")),
+)
+OPTIMIZERS = {row.name.lower(): row for row in _ROWS}  # by lower-case name
+FAMILIES = {name: row.family for name, row in OPTIMIZERS.items() if row.family}  # of those that a run can name
+
+
+def name_of(optimizer: object) -> str:
+    """The name of an optimizer, which may be given by its name, its class or an instance."""
+    if isinstance(optimizer, str):
+        return optimizer
+    return (optimizer if isinstance(optimizer, type) else type(optimizer)).__name__
+
+
+def facts_of(optimizer: object) -> OptimizerFacts:
+    """The row of an optimizer, given by its name, its class or an instance; for an unknown one the worst is assumed."""
+    name = name_of(optimizer)
+    return OPTIMIZERS.get(name.lower()) or OptimizerFacts(name, mixes_entries=True)
+
+
+def names_with(fact: str) -> tuple[str, ...]:
+    """Lower-case names of the optimizers that have a fact, such as "stackable" or "momentum", in the order of the table."""
+    return tuple(name for name, row in OPTIMIZERS.items() if getattr(row, fact))
+
+
+def family_of(optimizer: object) -> str:
+    """The LR family of an optimizer; one that has no rule is refused with the remedy."""
+    facts = facts_of(optimizer)
+    if facts.no_rule:
+        raise ValueError(facts.no_rule)
+    if facts.family is None:
+        known = ", ".join(sorted(FAMILIES))
+        raise ValueError(
+            f"no learning-rate rule is known for optimizer {name_of(optimizer)!r} (known: {known}). If its update has "
+            "a fixed size per weight whatever the gradient's size, pass optimizer='adamw'; if it is proportional to the "
+            "gradient, 'sgd'."
+        )
+    return facts.family
+
+
+# The table of docs/optimizers.md
+
+_COLUMNS = {
+    "optimizer": "name",
+    "family": "family",
+    "states": "num_states",
+    "decoupled decay": "decoupled",
+    "epsilon": "eps",
+    "betas": "betas",
+    "momentum": "momentum",
+    "mixes entries": "mixes_entries",
+    "fused": "fused",
+    "CUDA graph": "capturable",
+    "stacks": "stackable",
+    "restarts": "restartable",
+}
+_BEGIN, _END = "<!-- generated by make docs from smupar/plan/plan/optimizers.py -->", "<!-- end -->"
+
+
+def markdown() -> str:
+    """The table for readers: optimizers that have a rule."""
+    header = [f"| {' | '.join(_COLUMNS)} |", "|" + "---|" * len(_COLUMNS)]
+    rows = ([getattr(OPTIMIZERS[name], fact) for fact in _COLUMNS.values()] for name in FAMILIES)
+    words = ([("yes" if cell else "") if isinstance(cell, bool) else str(cell) for cell in row] for row in rows)
+    return "\n".join([*header, *(f"| {' | '.join(row)} |" for row in words)])
+
+
+def renewed(page: str) -> str:
+    """A page with the table between its markers as it is now."""
+    before, _, rest = page.partition(_BEGIN)
+    return f"{before}{_BEGIN}\n\n{markdown()}\n\n{_END}{rest.partition(_END)[2]}"
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1])
+    path.write_text(renewed(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,273 @@
+"""Which weights are kept: patterns (where in a tensor), allocations (how many in each tensor), and how masks are drawn.
+
+A mask is a bool tensor, True where the weight is kept. It is a pure function of (seed, parameter name): drawn on the CPU,
+so the same on every device, rank and run, and never from the global random state. Counts are known without drawing, so
+that plans work on models that have no memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from os import PathLike
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from smupar.plan.allocations import round_half_up
+from smupar.plan.tensors import Shape
+
+Dims = tuple[int, ...]  # the dimensions one output neuron reads: (1,) of a Linear, (1, 2, 3) of a Conv2d, input channel first
+
+
+def generator(seed: int, purpose: str, name: str) -> torch.Generator:
+    """A CPU generator that depends on nothing but its three arguments."""
+    digest = hashlib.sha256(f"{seed}/{purpose}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+# Patterns
+
+PATTERNS = '"random" | "bernoulli" | "fan_in" | "2:4" (any N:M) | "2:4-transposable" | "block-16" (any size) | "neuron"'
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Exact-count uniform random positions; the other patterns override ``count`` and ``draw``."""
+
+    name: str = "random"
+    whole_neurons: ClassVar[bool] = False
+    """Neurons are removed from the network, so that widths change and what is left is dense."""
+    takes_any_density: ClassVar[bool] = True
+
+    @property
+    def default_density(self) -> float:
+        return 1.0
+
+    def count(self, shape: Shape, in_dims: Dims, density: Fraction) -> int | None:
+        """How many weights ``draw`` keeps, or None if that is random. Raises ValueError where the pattern does not fit."""
+        return round_half_up(density * math.prod(shape))
+
+    def mask(self, row: Any, live_neurons: tuple[int, int], seed: int) -> Tensor:
+        """The mask of a parameter, from its row in the plan and the seed alone."""
+        return self.draw(row.shape, row.in_dims, row.density, generator(seed, "mask", row.name))
+
+    def draw(self, shape: Shape, in_dims: Dims, density: Fraction, rng: torch.Generator) -> Tensor:
+        return _exact_random(math.prod(shape), round_half_up(density * math.prod(shape)), rng).view(shape)
+
+
+class Bernoulli(Pattern):
+    """Every weight kept with probability rho, as in the paper's reference code: the count is random."""
+
+    def count(self, shape: Shape, in_dims: Dims, density: Fraction) -> int | None:
+        return None
+
+    def draw(self, shape: Shape, in_dims: Dims, density: Fraction, rng: torch.Generator) -> Tensor:
+        return torch.rand(shape, generator=rng, dtype=torch.float32) < float(density)
+
+
+class ConstantFanIn(Pattern):
+    """Every output neuron keeps the same number of inputs."""
+
+    def count(self, shape: Shape, in_dims: Dims, density: Fraction) -> int | None:
+        fan_in = math.prod(shape[dim] for dim in in_dims)
+        return round_half_up(density * fan_in) * (math.prod(shape) // fan_in)
+
+    def draw(self, shape: Shape, in_dims: Dims, density: Fraction, rng: torch.Generator) -> Tensor:
+        outs = [dim for dim in range(len(shape)) if dim not in in_dims]
+        num_out, fan_in = math.prod(shape[dim] for dim in outs), math.prod(shape[dim] for dim in in_dims)
+        kept = (
+            torch.rand(num_out, fan_in, generator=rng, dtype=torch.float32).topk(round_half_up(density * fan_in), dim=1).indices
+        )
+        mask = torch.zeros(num_out, fan_in, dtype=torch.bool).scatter_(1, kept, True)
+        order = [*outs, *in_dims]  # undo the move of the fan-in to the end
+        return mask.view([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(shape))]).contiguous()
+
+
+@dataclass(frozen=True)
+class NM(Pattern):
+    """N of every M consecutive inputs of a neuron are kept (2:4 on NVIDIA GPUs)."""
+
+    n: int = 2
+    m: int = 4
+    takes_any_density = False
+
+    @property
+    def default_density(self) -> float:
+        return self.n / self.m
+
+    def _check(self, size: int, density: Fraction) -> None:
+        if size % self.m:
+            raise ValueError(
+                f"{self.name} needs dimensions divisible by {self.m}, this one is {size}; keep such a weight dense by "
+                "density={'NAME': 1, '*': ...}"
+            )
+        if density != Fraction(self.n, self.m):
+            raise ValueError(
+                f"{self.name} keeps exactly {self.n}/{self.m} of the weights, not {float(density):g}; "
+                f"pass density={self.n}/{self.m} (sparsity {1 - self.n / self.m:g}) or leave it out"
+            )
+
+    def count(self, shape: Shape, in_dims: Dims, density: Fraction) -> int | None:
+        self._check(shape[in_dims[0]], density)
+        return math.prod(shape) * self.n // self.m
+
+    def draw(self, shape: Shape, in_dims: Dims, density: Fraction, rng: torch.Generator) -> Tensor:
+        groups = math.prod(shape) // self.m
+        kept = torch.rand(groups, self.m, generator=rng, dtype=torch.float32).topk(self.n, dim=1).indices
+        mask = torch.zeros(groups, self.m, dtype=torch.bool).scatter_(1, kept, True)
+        others = [size for dim, size in enumerate(shape) if dim != in_dims[0]]
+        return mask.view(*others, shape[in_dims[0]]).movedim(-1, in_dims[0]).contiguous()
+
+
+class TransposableNM(NM):
+    """N:M along the inputs AND along the outputs, so that the backward pass is N:M as well: every M x M tile has row and
+    column sums N (a circulant tile with rows and columns shuffled)."""
+
+    def count(self, shape: Shape, in_dims: Dims, density: Fraction) -> int | None:
+        if len(shape) != 2:
+            raise ValueError(f"{self.name} is for matrices, this tensor has shape {shape}")
+        self._check(shape[1 - in_dims[0]], density)
+        return super().count(shape, in_dims, density)
+
+    def draw(self, shape: Shape, in_dims: Dims, density: Fraction, rng: torch.Generator) -> Tensor:
+        m, rows, cols = self.m, shape[0] // self.m, shape[1] // self.m
+        step = torch.arange(m)
+        tile = (step[None] - step[:, None]) % m < self.n
+        order = torch.rand(2, rows * cols, m, generator=rng, dtype=torch.float32).argsort(-1)
+        tiles = tile[order[0][:, :, None], order[1][:, None, :]]
+        return tiles.view(rows, cols, m, m).transpose(1, 2).reshape(shape)
+
+
+@dataclass(frozen=True)
+class Block(Pattern):
+    """Square blocks are kept or dropped whole."""
+
+    size: int = 16
+
+    def _blocks(self, shape: Shape) -> tuple[int, int]:
+        if len(shape) != 2 or shape[0] % self.size or shape[1] % self.size:
+            raise ValueError(f"{self.name} needs a matrix with both dimensions divisible by {self.size}, not shape {shape}")
+        return shape[0] // self.size, shape[1] // self.size
+
+    def count(self, shape: Shape, in_dims: Dims, density: Fraction) -> int | None:
+        return round_half_up(density * math.prod(self._blocks(shape))) * self.size**2
+
+    def draw(self, shape: Shape, in_dims: Dims, density: Fraction, rng: torch.Generator) -> Tensor:
+        rows, cols = self._blocks(shape)
+        blocks = _exact_random(rows * cols, round_half_up(density * rows * cols), rng).view(rows, 1, cols, 1)
+        return blocks.expand(rows, self.size, cols, self.size).reshape(shape)
+
+
+class Neuron(Pattern):
+    """Whole neurons are removed: the network becomes a narrower dense one.
+
+    Neurons are indices along a dimension that scales with width. One set of live indices, repeated with the greatest
+    common divisor of all those dimensions as period, serves every tensor: so the layer that makes a neuron, its bias and
+    all its readers agree, also through fused, gated and grouped layers.
+    """
+
+    whole_neurons = True
+
+    def draw_live(self, num_live: int, period: int, seed: int) -> Tensor:
+        return _exact_random(period, num_live, generator(seed, "neurons", str(period)))
+
+    def mask(self, row: Any, live_neurons: tuple[int, int], seed: int) -> Tensor:
+        live = self.draw_live(*live_neurons, seed)
+        mask = torch.ones((), dtype=torch.bool)
+        for dim, size in enumerate(row.shape):
+            kept = live.repeat(size // len(live)) if dim in row.scaling else torch.ones(size, dtype=torch.bool)
+            mask = mask[..., None] & kept
+        return mask
+
+
+def num_live_neurons(period: int, density: Fraction) -> int:
+    """How many of each ``period`` neurons live, if that comes within a tenth of the density."""
+    num_live = round_half_up(density * period)
+    if num_live == 0:
+        raise ValueError(f"density {float(density):g} leaves none of {period} neurons; raise it")
+    near = Fraction(9, 10) * density <= Fraction(num_live, period) <= Fraction(11, 10) * density
+    if not near or num_live == period:
+        raise ValueError(
+            f"density {float(density):g} is not to be had with whole neurons: the greatest common divisor of all widths is "
+            f"{period}, so the nearest is {num_live}/{period}; choose another density, or widths with a larger one"
+        )
+    return num_live
+
+
+def _exact_random(num: int, num_kept: int, rng: torch.Generator) -> Tensor:
+    """A flat mask with exactly ``num_kept`` ones, uniform over all such masks.
+
+    16-bit Bernoulli draws out of 64-bit random numbers come close to the count, and flipping uniformly chosen entries
+    repairs the rest: several times faster than a permutation or a sort.
+    """
+    threshold = round(num_kept / num * 2**16)
+    words = torch.empty(-(-num // 4), dtype=torch.int64).random_(-(2**63), None, generator=rng)
+    mask = words.view(torch.int16)[:num] < threshold - 2**15 if threshold < 2**16 else torch.ones(num, dtype=torch.bool)
+    surplus = int(torch.count_nonzero(mask)) - num_kept
+    if surplus:
+        _flip(mask, surplus > 0, abs(surplus), rng)
+    return mask
+
+
+def _flip(mask: Tensor, state: bool, num_flips: int, rng: torch.Generator) -> None:
+    """Flips ``num_flips`` uniformly chosen entries of ``mask`` that are in ``state``."""
+    num_in_state = int(torch.count_nonzero(mask)) if state else mask.numel() - int(torch.count_nonzero(mask))
+    if num_in_state < 64 * num_flips + 1024 or num_in_state < mask.numel() // 64:  # few to choose from: list them all
+        positions = (mask if state else ~mask).nonzero().flatten()
+        chosen = positions[torch.rand(len(positions), generator=rng, dtype=torch.float32).topk(num_flips).indices]
+        mask[chosen] = not state
+        return
+    while num_flips:  # many to choose from: guess positions and use those that are in the state
+        guesses = torch.randint(mask.numel(), (4 * num_flips,), generator=rng)
+        fresh = guesses[mask[guesses] == state].unique()
+        chosen = fresh[torch.randperm(len(fresh), generator=rng)[:num_flips]]
+        mask[chosen] = not state
+        num_flips -= len(chosen)
+
+
+def parse_pattern(text: str | Pattern) -> Pattern:
+    """The pattern of a name such as "2:4"; ``PATTERNS`` lists them."""
+    if isinstance(text, Pattern):
+        return text
+    plain = {"random": Pattern, "bernoulli": Bernoulli, "fan_in": ConstantFanIn, "neuron": Neuron}
+    if text in plain:
+        return plain[text](text)
+    if found := re.fullmatch(r"(\d+):(\d+)(-transposable)?", text):
+        n, m = int(found[1]), int(found[2])
+        if not 0 < n < m:
+            raise ValueError(f"pattern {text!r}: N:M needs 0 < N < M")
+        return (TransposableNM if found[3] else NM)(text, n, m)
+    if found := re.fullmatch(r"block-(\d*[1-9]\d*)", text):
+        return Block(text, int(found[1]))
+    raise ValueError(f"unknown pattern {text!r}: choose one of {PATTERNS}.")
+
+
+def read_masks(masks: Mapping[str, Tensor] | str | PathLike[str] | None) -> dict[str, Tensor]:
+    """Masks by name, from a mapping or from a file: a state dict saved with torch.save or as safetensors, of which the
+    ``<param>_mask`` entries count, or only masks. Files are never unpickled beyond plain tensors."""
+    if masks is None or isinstance(masks, Mapping):
+        return {name: torch.as_tensor(mask) for name, mask in (masks or {}).items()}
+    path = Path(masks)
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            tensors = load_file(path)
+        else:
+            tensors = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever a damaged or foreign file makes the readers raise
+        raise ValueError(f"{path} cannot be read as a state dict or file of masks: {error}") from error
+    if not isinstance(tensors, Mapping) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        raise ValueError(f"{path} holds no state dict: masks are read from one, or from a file of masks by parameter name")
+    found = {name: tensor for name, tensor in tensors.items() if name.endswith("_mask")}
+    found = found or {name: tensor for name, tensor in tensors.items() if tensor.dtype == torch.bool}
+    if not found:
+        raise ValueError(f"{path} holds no masks: no entry is called <param>_mask or holds bools")
+    return {name.removeprefix("_orig_mod."): tensor for name, tensor in found.items()}

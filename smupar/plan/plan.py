@@ -1,0 +1,248 @@
+"""The Plan: one row for each parameter with every number that parameterization will use. Prints, saves, compares.
+
+``planner.make_plan`` makes one, ``apply.parameterize`` carries it out; optimizer groups, audits and reports read it.
+Multipliers and densities are exact fractions, so that identities of Table 1 hold bit for bit at any width.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields
+from fractions import Fraction
+from typing import Any
+
+from torch import Tensor
+
+from smupar.output.tables import aligned
+from smupar.plan.patterns import parse_pattern
+from smupar.plan.reminders import REMINDERS
+from smupar.plan.roles import Note
+from smupar.plan.settings import layer_glob
+from smupar.rules import get_rule
+
+FORMAT = "smupar-plan/1"
+
+
+class PlanWarning(UserWarning):
+    """The plan is valid, but something about it deserves a look."""
+
+
+PLAN_FILE = "smupar_plan.json"
+"""Beside the weights of a Hugging Face model: they are no model without it."""
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """Everything the plan says about one parameter."""
+
+    name: str
+    role: str
+    shape: tuple[int, ...]
+    in_dims: tuple[int, ...]
+    scaling: tuple[int, ...]
+    width_in: Fraction
+    width_out: Fraction
+    pattern: str | None  # None: dense, "given": the user's own mask
+    density: Fraction  # share of kept weights: realised for exact counts, nominal for Bernoulli
+    num_kept: int | None  # None where the pattern leaves it to chance
+    density_mult: Fraction
+    init_std: float | None  # of the kept weights; None: the model's own values stay
+    lr_factors: dict[str, float]  # optimizer family -> factor on the base learning rate
+    eps_factor: float
+    forward: tuple[tuple[str, float], ...]  # (module path, factor on its output)
+    note: str = ""
+
+    def lr_factor(self, family: str) -> float:
+        if family not in self.lr_factors:
+            raise ValueError(f"{self.name!r} is {self.role}: the {family} family has no learning-rate rule for it")
+        return self.lr_factors[family]
+
+    def decay_factor(self, family: str) -> float:
+        """On weight decay, so that LR times decay stays what the user tuned."""
+        return 1 / self.lr_factor(family)
+
+    @property
+    def masked(self) -> bool:
+        return self.pattern is not None
+
+
+@dataclass
+class Plan:
+    """All rows, and what made them. Prints as a table; ``pending`` holds what only the user can set, until it is settled."""
+
+    rule: str
+    rows: tuple[PlanRow, ...]
+    pattern: str
+    seed: int
+    base_density: Fraction
+    alpha_input: float
+    alpha_output: float
+    output_factor: float  # on the logits
+    live_neurons: tuple[int, int] = (1, 1)  # pattern "neuron": how many live in each period
+    notes: list[Note] = field(default_factory=list)
+    pending: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._by_name = {row.name: row for row in self.rows}
+
+    def __getitem__(self, name: str) -> PlanRow:
+        return self._by_name[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._by_name
+
+    def __iter__(self) -> Iterator[PlanRow]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def hidden_sparsity(self) -> float:
+        """Share of all hidden weights together that is zero."""
+        hidden = [row for row in self if row.role == "hidden"]
+        total = sum(math.prod(row.shape) for row in hidden)
+        return 1 - float(sum(math.prod(row.shape) * row.density for row in hidden) / total) if total else 0.0
+
+    def attention_scale(self, head_dim: int) -> float:
+        """What q.k must be multiplied with (Table 1). Put it into your model, then ``settle("attention_scale")``."""
+        if head_dim < 1:
+            raise ValueError(f"head_dim must be a positive whole number, got {head_dim!r}")
+        return get_rule(self.rule).attention_scale(int(head_dim))
+
+    def settle(self, reminder: str) -> None:
+        """Says that something the plan cannot set itself is done, or need not be: "attention_scale", "output_factor" or
+        "input_factor". A plan that does not ask for it stays as it is, so that one script serves every rule."""
+        if reminder not in REMINDERS:
+            raise ValueError(f"no plan has a reminder called {reminder!r}: choose one of {', '.join(REMINDERS)}")
+        self.pending.pop(reminder, None)
+
+    def draw_mask(self, name: str) -> Tensor | None:
+        """The mask of a parameter on the CPU, from (seed, name) alone; None if it is dense."""
+        row = self[name]
+        if row.pattern is None:
+            return None
+        if row.pattern == "given":
+            raise ValueError(f"the mask of {name!r} was given by the user and cannot be drawn again; pass it as masks={{...}}")
+        mask = parse_pattern(row.pattern).mask(row, self.live_neurons, self.seed)
+        if not mask.any():
+            raise ValueError(f"the {row.pattern} mask of {name!r} keeps no weight at density {float(row.density):g}; raise it")
+        return mask
+
+    # Reading and writing
+
+    def to_json(self) -> str:
+        plan = asdict(self)
+        return json.dumps({"format": FORMAT, **plan}, default=str, indent=1)  # Fractions become "17/4"
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        data = json.loads(text)
+        if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
+            raise ValueError(f"this is not a plan in format {FORMAT!r}; write one with plan.to_json()")
+        try:
+            data["rows"] = tuple(_row_from_json(row) for row in data["rows"])
+            data["base_density"] = Fraction(data["base_density"])
+            data["live_neurons"] = tuple(data["live_neurons"])
+            # Plans of the first version have notes without a kind, and name a method that is now called settle.
+            notes = data.get("notes", [])
+            data["notes"] = [Note("older", note, is_caution=False) if isinstance(note, str) else Note(**note) for note in notes]
+            data["pending"] = {name: text.replace("plan.waive(", "plan.settle(") for name, text in data["pending"].items()}
+            return cls(**data)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"the plan is incomplete or damaged ({error}); write it again with plan.to_json()") from error
+
+    def diff(self, other: Plan) -> list[str]:
+        """One line for each thing that differs, empty if the plans are equal."""
+        lines = [
+            f"{name}: {getattr(self, name)} -> {getattr(other, name)}"
+            for name in ("rule", "pattern", "seed", "base_density", "alpha_input", "alpha_output", "output_factor")
+            if getattr(self, name) != getattr(other, name)
+        ]
+        lines += [f"{row.name}: only in the first" for row in self if row.name not in other]
+        lines += [f"{row.name}: only in the second" for row in other if row.name not in self]
+        for row in self:
+            if row.name in other:
+                pairs = ((item.name, getattr(row, item.name), getattr(other[row.name], item.name)) for item in fields(row))
+                lines += [f"{row.name}: {what} {_shown(a)} -> {_shown(b)}" for what, a, b in pairs if a != b]
+        return lines
+
+    def __str__(self) -> str:
+        return _table(self)
+
+
+def _row_from_json(row: dict[str, Any]) -> PlanRow:
+    for name in ("width_in", "width_out", "density", "density_mult"):
+        row[name] = Fraction(row[name])
+    for name in ("shape", "in_dims", "scaling"):
+        row[name] = tuple(row[name])
+    row["forward"] = tuple((path, factor) for path, factor in row["forward"])
+    return PlanRow(**row)
+
+
+# Printing
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (Fraction, float)):
+        return f"{float(value):.6g}"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_shown(item)}" for key, item in value.items())
+    return str(value)
+
+
+def _forward_cell(row: PlanRow) -> str:
+    if len(row.forward) < 2:
+        return "".join(_shown(factor) for _, factor in row.forward)
+    return ", ".join(f"{path.rpartition('.')[2]} {_shown(factor)}" for path, factor in row.forward)
+
+
+def _cells(row: PlanRow) -> tuple[str, ...]:
+    return (
+        row.role,
+        "x".join(map(str, row.shape)) or "1",
+        *map(_shown, (row.density, row.width_in, row.width_out, row.density_mult)),
+        "kept" if row.init_std is None else _shown(row.init_std),
+        _shown(row.lr_factors["adam"]),
+        _shown(row.lr_factors["sgd"]),
+        _forward_cell(row),
+    )
+
+
+def _table(plan: Plan) -> str:
+    header = [
+        "parameter",
+        "role",
+        "shape",
+        "density",
+        "m_in",
+        "m_out",
+        "m_rho",
+        "init std",
+        "LR Adam",
+        "LR SGD",
+        "forward",
+    ]
+    # Blocks with equal numbers share a line: layer numbers become a star, with the number of parameters behind it.
+    blocks: dict[str, set[tuple[str, ...]]] = {}
+    for row in plan:
+        blocks.setdefault(layer_glob(row.name), set()).add(_cells(row))
+    folded = Counter(layer_glob(row.name) for row in plan if len(blocks[layer_glob(row.name)]) == 1)
+    lines = [header]
+    for row in plan:
+        times = folded.get(layer_glob(row.name), 1)
+        if times > 0:
+            lines.append([f"{layer_glob(row.name)} ({times}x)" if times > 1 else row.name, *_cells(row)])
+        if times > 1:
+            folded[layer_glob(row.name)] = 0
+    total = sum(math.prod(row.shape) for row in plan)
+    kept = sum(math.prod(row.shape) * row.density for row in plan)
+    settings = (
+        f"rule {get_rule(plan.rule).title}, pattern {plan.pattern}, base density {_shown(plan.base_density)}, seed {plan.seed}"
+    )
+    summary = f"{total:,} parameters, {round(kept):,} kept"
+    extra = [f"TO DO {name}: {text}" for name, text in plan.pending.items()] + [f"note: {text}" for text in plan.notes]
+    return "\n".join([f"{settings}; {summary}", aligned(lines), *extra])

@@ -1,0 +1,267 @@
+"""Rules x roles x densities -> Plan. Pure: nothing here touches a model, and both models may live on the meta device."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from numbers import Real
+from operator import index
+from os import PathLike
+from typing import TypedDict, Unpack
+
+from torch import Tensor, nn
+
+from smupar.plan.allocations import Allocation, as_density, uniform
+from smupar.plan.network import RoleSetting
+from smupar.plan.patterns import parse_pattern, read_masks
+from smupar.plan.plan import Plan, PlanRow, PlanWarning
+from smupar.plan.reminders import attentions, make_reminders
+from smupar.plan.roles import GUESSED, Note, ParamRole, infer_roles
+from smupar.plan.settings import match_globs
+from smupar.plan.sparsity import DensitySetting, Sparsity, make_sparse
+from smupar.rules import Rule, get_rule
+
+MaskSetting = Mapping[str, Tensor] | str | PathLike[str] | None
+InitStdSetting = float | str | Mapping[str, float | str]
+
+# Under about 16 kept weights per neuron the law of large numbers behind the rule gets thin.
+MIN_WEIGHTS_PER_NEURON = 16
+
+
+class Settings(TypedDict, total=False):
+    """Keyword arguments of ``make_plan`` and ``parameterize``; ``make_plan`` says what each means."""
+
+    rule: str
+    density: DensitySetting | None
+    base_density: float | Allocation
+    pattern: str
+    seed: int
+    init_std: InitStdSetting
+    alpha_input: float
+    alpha_output: float
+    masks: MaskSetting
+    roles: Mapping[str, RoleSetting] | None
+    delta: nn.Module | None
+
+
+def make_plan(model: nn.Module, *, base: nn.Module, **settings: Unpack[Settings]) -> Plan:
+    """The plan of ``parameterize``, without touching the model.
+
+    base          the same class at base width, where hyperparameters were tuned
+    rule          "sp" | "mup" | "smupar" (default) | "smupar-init-only" | "smupar-lr-only"
+    density       share of hidden weights kept: a float, {"glob": float} (first match wins) or an allocation such as
+                  erk(1 / 16); default 1, or what an N:M pattern says
+    base_density  density at which hyperparameters were tuned, default 1
+    pattern       "random" (default) | "bernoulli" | "fan_in" | "2:4" | "2:4-transposable" | "block-16" | "neuron"
+    seed          of masks and weights; both depend on (seed, parameter name) only
+    init_std      base init std: a float, "fan_in" (default: each tensor's 1 / sqrt(base fan-in)), or {"glob": either}
+    alpha_input   tuned factor on the embedding's output
+    alpha_output  tuned factor on the unembedding's output
+    masks         {"name": bool tensor}, or a file of them or of a state dict: masks of your own; densities are read off them
+    roles         {"glob": role or ("hidden", in_dim)} where inference needs help
+    delta         the same class at any third width: shows which dimensions scale where model and base are equally wide
+    """
+    plan = planned(model, base, settings)
+    warn(cautions(plan), stacklevel=3)
+    return plan
+
+
+def planned(model: nn.Module, base: nn.Module, settings: Settings) -> Plan:
+    """The plan without its warnings, which the caller gives, so that they point at the user's line."""
+    unknown = settings.keys() - Settings.__annotations__.keys()
+    if unknown:
+        known = ", ".join(Settings.__annotations__)
+        raise TypeError(f"unknown setting {sorted(unknown)[0]!r}; settings are {known} (density is 1 - sparsity)")
+    numbers = _Numbers.read(settings)
+    pattern = parse_pattern(settings.get("pattern", "random"))
+    roles = infer_roles(model, base, delta=settings.get("delta"), roles=settings.get("roles"))
+    density = settings.get("density")
+    masks = read_masks(settings.get("masks"))
+    sparsity = make_sparse(
+        model, roles, pattern, pattern.default_density if density is None else density, numbers.base_spread, masks
+    )
+    stds = _base_stds(roles, numbers.rule, settings.get("init_std", "fan_in"))
+    rows = tuple(_row(role, sparsity, numbers, stds.get(role.name)) for role in roles)
+    output_factor = numbers.forward("unembedding", _output_width(roles) * sparsity.live)
+    return Plan(
+        rule=numbers.rule.name,
+        rows=rows,
+        pattern=pattern.name,
+        seed=numbers.seed,
+        base_density=numbers.base_density,
+        alpha_input=numbers.alphas["embedding"],
+        alpha_output=numbers.alphas["unembedding"],
+        output_factor=output_factor,
+        live_neurons=sparsity.live_neurons,
+        notes=_notes(model, roles, sparsity, numbers),
+        pending=make_reminders(model, roles, numbers.rule, output_factor, numbers.forward("embedding", Fraction(1))),
+    )
+
+
+def cautions(plan: Plan) -> list[str]:
+    """The notes of a plan that its maker should hear as warnings, at the line that asked for it."""
+    return [note.text for note in plan.notes if note.is_caution]
+
+
+def warn(cautions: list[str], *, stacklevel: int) -> None:
+    for text in cautions:
+        warnings.warn(text, PlanWarning, stacklevel=stacklevel)
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """The settings that need no model, checked."""
+
+    rule: Rule
+    base_spread: Allocation
+    base_density: Fraction
+    alphas: Mapping[str, float]  # role -> tuned factor on its layer's output
+    seed: int
+
+    @classmethod
+    def read(cls, settings: Settings) -> _Numbers:
+        rule = get_rule(settings.get("rule", "smupar"))
+        base = settings.get("base_density", 1.0)
+        spread = base if isinstance(base, Allocation) else uniform(base)
+        alphas = {
+            "embedding": _finite(settings.get("alpha_input", 1.0), "alpha_input"),
+            "unembedding": _finite(settings.get("alpha_output", 1.0), "alpha_output"),
+        }
+        return cls(rule, spread, as_density(spread.density, "base_density"), alphas, _whole(settings.get("seed", 0), "seed"))
+
+    def forward(self, use: str, m_d: Fraction) -> float:
+        """The factor on the output of a layer with this use."""
+        alpha = self.alphas[use] if self.rule.has_alphas else 1.0
+        return alpha * float(self.rule.forward[use].of(m_d, 1, 1))
+
+
+# Init
+
+
+def _base_stds(roles: list[ParamRole], rule: Rule, init_std: InitStdSetting) -> dict[str, float]:
+    """sigma_base of each parameter that Table 1 initialises."""
+    matrices = {role.name: role for role in roles if role.role in rule.init_var}
+    if isinstance(init_std, Mapping):
+        among = "weights that get an init (embedding, hidden, unembedding)"
+        named = match_globs(init_std, matrices, what="init_std", among=among)
+    else:
+        named = dict.fromkeys(matrices, init_std)
+    missing = [name for name in matrices if name not in named]
+    if missing:
+        raise ValueError(f"init_std says nothing about {', '.join(missing[:6])}; add a last line '*': ...")
+    # Tables that are added to a tied one, such as positions, get its size.
+    tied = [role.base_fan_in for role in roles if role.role == "embedding" and len({use for _, use in role.uses}) > 1]
+    return {name: _base_std(role, named[name], max(tied, default=1)) for name, role in matrices.items()}
+
+
+def _base_std(role: ParamRole, setting: float | str, tied_fan_in: int) -> float:
+    if setting == "fan_in":
+        is_plain_table = role.role == "embedding" and role.base_fan_in == 1
+        return 1 / math.sqrt(tied_fan_in if is_plain_table else role.base_fan_in)
+    if isinstance(setting, str):
+        raise ValueError(f"init_std must be a number or 'fan_in', got {setting!r}")
+    std = _finite(setting, "init_std")
+    if std < 0:
+        raise ValueError(f"init_std must not be negative, got {setting!r} for {role.name!r}")
+    return std
+
+
+# Rows
+
+
+def _row(role: ParamRole, sparsity: Sparsity, numbers: _Numbers, base_std: float | None) -> PlanRow:
+    rule, multipliers = numbers.rule, sparsity.multipliers(role)
+    width_in, width_out, density_mult = multipliers
+    m_d = width_out if role.role == "embedding" else width_in
+    return PlanRow(
+        name=role.name,
+        role=role.role,
+        shape=role.shape,
+        in_dims=role.in_dims,
+        scaling=role.scaling,
+        width_in=width_in,
+        width_out=width_out,
+        pattern=sparsity.pattern_of(role),
+        density=sparsity.density(role),
+        num_kept=sparsity.num_kept(role),
+        density_mult=density_mult,
+        init_std=None if base_std is None else base_std * math.sqrt(rule.init_var[role.role].of(*multipliers)),
+        lr_factors={
+            family: float(powers[role.role].of(*multipliers)) for family, powers in rule.lr.items() if role.role in powers
+        },
+        eps_factor=float(rule.eps[role.role].of(*multipliers)),
+        forward=tuple((path, numbers.forward(use, m_d)) for path, use in role.uses),
+        note=str(role.note or ""),
+    )
+
+
+def _output_width(roles: list[ParamRole]) -> Fraction:
+    """m_d of the logits: of the unembedding, or of the embedding where a model makes its logits out of our sight."""
+    for wanted in ("unembedding", "embedding"):
+        for role in roles:
+            if role.role == wanted:
+                return role.width_in if wanted == "unembedding" else role.width_out
+    return max((role.width_out for role in roles), default=Fraction(1))
+
+
+# What the user should know
+
+
+def _notes(model: nn.Module, roles: list[ParamRole], sparsity: Sparsity, numbers: _Numbers) -> list[Note]:
+    notes = [Note("given masks", _GIVEN)] if sparsity.given else []
+    notes += _thin(roles, sparsity)
+    noted: dict[Note, list[str]] = {}
+    for role in roles:
+        if role.note is not None and (role.note is not GUESSED or role.name in sparsity.densities):
+            noted.setdefault(role.note, []).append(repr(role.name))
+    for note, names in noted.items():
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        notes.append(Note(note.kind, f"{', '.join(names[:4])}{more} {'is' if len(names) == 1 else 'are'} {note}"))
+    if not numbers.rule.has_alphas and any(alpha != 1 for alpha in numbers.alphas.values()):
+        notes.append(Note("alphas", f"{numbers.rule.title} has no alpha_input and alpha_output: they are not used", False))
+    attention = any(attentions(model))
+    if attention and sparsity.live != 1:
+        notes.append(Note("neurons", "whole neurons are cut inside attention heads: scale q.k by the live part of head_dim"))
+    own = any(not type(module).__module__.startswith("torch.nn") for module in model.modules())
+    if not attention and own and numbers.rule.attention_exponent == -1:
+        notes.append(Note("attention", _NO_ATTENTION, False))
+    return notes
+
+
+_GIVEN = (
+    "masks of your own: the rule assumes random masks, so check the model's coordinates "
+    "if they come from magnitudes or gradients"
+)
+_NO_ATTENTION = "no attention was recognised; if there is some, scale its q.k by plan.attention_scale(head_dim)"
+
+
+def _thin(roles: list[ParamRole], sparsity: Sparsity) -> list[Note]:
+    hidden = [role for role in roles if role.role == "hidden" and role.name in sparsity.densities]
+    per_neuron = {role.name: sparsity.weights_per_neuron(role) for role in hidden}
+    thin = [name for name, kept in per_neuron.items() if kept < MIN_WEIGHTS_PER_NEURON]
+    if not thin:
+        return []
+    fewest = min(thin, key=per_neuron.__getitem__)
+    return [
+        Note(
+            "thin",
+            f"{len(thin)} hidden weights keep fewer than {MIN_WEIGHTS_PER_NEURON} weights per neuron ({fewest!r}: "
+            f"{per_neuron[fewest]:.3g}); the rule is a law of large numbers and gets thin there",
+        )
+    ]
+
+
+def _whole(value: int, what: str) -> int:
+    try:
+        return index(value)
+    except TypeError:
+        raise ValueError(f"{what} must be a whole number, got {value!r}") from None
+
+
+def _finite(value: float, what: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+        raise ValueError(f"{what} must be a finite number, got {value!r}")
+    return float(value)

@@ -1,0 +1,111 @@
+"""What only the user can set, because no hook reaches it: reminders by name, and a probe for the attention scale."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+
+from torch import Tensor, nn
+
+from smupar.plan.roles import ParamRole
+from smupar.rules import Rule
+
+REMINDERS = ("attention_scale", "output_factor", "input_factor")
+"""``Plan.settle`` takes these names."""
+
+_ATTENTION = re.compile(r"att(ention|n)|qkv|query|q_proj|(^|_)(to_)?w?q$", re.IGNORECASE)
+_SCALES = ("scale", "scaling", "softmax_scale", "attention_scale", "attn_scale")
+_HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "d_head")
+
+
+def make_reminders(
+    model: nn.Module, roles: list[ParamRole], rule: Rule, output_factor: float, input_factor: float
+) -> dict[str, str]:
+    """Reminder -> what to do, for everything the model asks of its user under this rule."""
+    found = {
+        "attention_scale": _about_attention(model, rule),
+        "output_factor": _about_output(roles, output_factor),
+        "input_factor": _about_input(roles, input_factor),
+    }
+    return {name: text for name, text in found.items() if text}
+
+
+def attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Paths and modules that look like attention, or a part of it, by their names."""
+    for path, module in model.named_modules():
+        if _ATTENTION.search(path.rpartition(".")[2]) or _ATTENTION.search(type(module).__name__):
+            yield path, module
+
+
+def _about_attention(model: nn.Module, rule: Rule) -> str:
+    if rule.attention_exponent != -1 or not any(attentions(model)):
+        return ""
+    return (
+        "attention logits are q.k / d_head under this rule: set your model's scale to plan.attention_scale(head_dim), then "
+        "plan.settle('attention_scale'). Where it cannot be set (nn.MultiheadAttention) and head_dim stays the same at every "
+        "width, settle it as well."
+    )
+
+
+def _about_output(roles: list[ParamRole], factor: float) -> str:
+    missing = _unreached(roles, "unembedding")
+    if missing is None or factor == 1:
+        return ""
+    found = (
+        f"no layer of {', '.join(missing)} could be scaled:"
+        if missing
+        else "no module that makes the outputs was found. If the model does so itself (F.linear with the embedding),"
+    )
+    return (
+        f"{found} multiply its logits by plan.output_factor = {factor:g}, in training and evaluation; "
+        "then plan.settle('output_factor')."
+    )
+
+
+def _about_input(roles: list[ParamRole], factor: float) -> str:
+    missing = _unreached(roles, "embedding")
+    if missing is None or factor == 1:
+        return ""
+    found = (
+        f"{', '.join(missing)} belongs to no layer that could be scaled: multiply what the model reads from it by"
+        if missing
+        else "no layer that reads the inputs was found, so nothing applies it: multiply what the model makes of them by"
+    )
+    return f"{found} alpha_input = {factor:g}; then plan.settle('input_factor')."
+
+
+def _unreached(roles: list[ParamRole], wanted: str) -> list[str] | None:
+    """Parameters of this role that no hook can scale; none if the model shows no such role; None if all are reached."""
+    missing = [role.name for role in roles if role.role == wanted and not role.uses]
+    reached = any(use == wanted for role in roles for _, use in role.uses)
+    return None if reached and not missing else missing
+
+
+# The probe
+
+
+def shows_scale(model: nn.Module, scale_of: Callable[[int], float]) -> bool:
+    """Whether every attention of the model keeps the wanted scale in an attribute, beside the size of its heads.
+
+    An attention that keeps either of them elsewhere is not seen: then its user must say that the scale is set.
+    """
+    seen = [f"{path}." for path, module in model.named_modules() if _shows(module, scale_of)]
+    weights = [f"{path}." for path, part in attentions(model) if any(parameter.ndim > 1 for parameter in part.parameters())]
+    return bool(seen) and all(any(path.startswith(own) or own.startswith(path) for own in seen) for path in weights)
+
+
+def _shows(module: nn.Module, scale_of: Callable[[int], float]) -> bool:
+    scale, head_dim = _number(module, _SCALES), _number(module, _HEAD_SIZES)
+    if scale is None or head_dim is None or head_dim < 1:
+        return False
+    return math.isclose(scale, scale_of(int(head_dim)), rel_tol=1e-2)  # 16-bit buffers round it
+
+
+def _number(module: nn.Module, names: tuple[str, ...]) -> float | None:
+    values = (getattr(module, name, None) for name in names)
+    numbers = (
+        value for value in values if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+    )
+    found = next(numbers, None)
+    return None if found is None or (isinstance(found, Tensor) and found.is_meta) else float(found)

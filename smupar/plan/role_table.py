@@ -1,0 +1,246 @@
+"""How roles are decided: one ordered table of conditions, of which the first that holds counts. docs/any_model.md prints it.
+
+A second table says when the sizes of a model that is as wide as its base leave doubt; it comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from smupar.plan import layers
+from smupar.plan.network import Network, RoleSetting
+from smupar.plan.tensors import ModelTensor
+
+
+@dataclass(frozen=True)
+class Case:
+    """A line of a table: what a parameter is that meets the condition, and none of an earlier line."""
+
+    when: str
+    holds: Callable[..., bool]  # of (tensor, network), or of the sizes of a matrix
+    role: str  # or ASK
+    reason: str
+    guess: str = ""  # the role that a question suggests
+    guess_dim: Callable[[ModelTensor], int] | None = None  # the dimension that it reads, if the guess is a hidden weight
+
+    def suggestion(self, tensor: ModelTensor) -> RoleSetting:
+        return self.guess if self.guess_dim is None else (self.guess, self.guess_dim(tensor))
+
+    def why(self, tensor: ModelTensor) -> str:
+        owner = type(tensor.module).__name__
+        return self.reason.format(owner=owner, groups=tensor.groups, size=tensor.read_size if tensor.in_dims else "")
+
+
+ASK = "ask"
+
+
+def case_of(tensor: ModelTensor, network: Network) -> Case:
+    """The line of the tables that decides about a parameter, unless the user did."""
+    sizes = network.sizes.get(tensor.name)
+    doubts = (case for case in DOUBTS if sizes is not None and case.holds(sizes))
+    return next(doubts, None) or next(case for case in ROLE_TABLE if case.holds(tensor, network))
+
+
+def _is_part_of_weight(tensor: ModelTensor) -> bool:
+    layer = tensor.layer
+    return tensor.kind == "raw" and (layer is layers.PARAMETRIZED or (layer.is_linear and not layer.is_registered))
+
+
+def _is_square(tensor: ModelTensor) -> bool:
+    shapes = (tensor.shape, tensor.base_shape)
+    return tensor.kind == "raw" and all(len(shape) == 2 and shape[0] == shape[1] for shape in shapes)
+
+
+def _is_unknown_weight(tensor: ModelTensor) -> bool:
+    """Called ``weight``, with one dimension that scales, of a module that may sum over it."""
+    named = tensor.name.endswith(".weight") and not tensor.layer.by_element
+    return tensor.kind == "raw" and named and len(tensor.scaling) == 1
+
+
+ROLE_TABLE = (
+    Case(
+        "belongs to the layer that `get_output_embeddings` returns",
+        lambda t, n: t.kind == "matrix" and n.is_output(t),
+        "unembedding",
+        "the model says that it makes the logits",
+    ),
+    Case(
+        "is a lookup table, or belongs to what `get_input_embeddings` returns, and its rows do not scale",
+        lambda t, n: n.is_input(t) and not t.writes_scaling,
+        "fixed",
+        "nothing scales",
+    ),
+    Case(
+        "is a lookup table that no layer reads, beside one that layers read",
+        lambda t, n: n.is_side_table(t),
+        "vector",
+        "such as relative position biases for the heads",
+    ),
+    Case(
+        "is any other lookup table, or belongs to what `get_input_embeddings` returns",
+        lambda t, n: n.is_input(t),
+        "embedding",
+        "it reads the data",
+    ),
+    Case(
+        "reads and writes what scales, in the last layer of a model without a readout, and no layer reads as many features",
+        lambda t, n: (
+            t.reads_scaling and t.writes_scaling and n.is_last(t) and not n.readouts and t.written_size not in n.read_sizes
+        ),
+        ASK,
+        "is the last layer and writes what no layer reads: do the outputs of model and base differ in number?",
+        "unembedding",
+    ),
+    Case(
+        "reads and writes what scales", lambda t, n: t.reads_scaling and t.writes_scaling, "hidden", "it is inside the network"
+    ),
+    Case(
+        "reads what scales and writes a fixed size, as the last layer and the only such one",
+        lambda t, n: t.reads_scaling and n.is_last(t) and n.readouts == [t],
+        "unembedding",
+        "it makes the outputs",
+    ),
+    Case(
+        "reads what scales and writes a fixed size, as the last layer",
+        lambda t, n: t.reads_scaling and n.is_last(t),
+        ASK,
+        "reads a scaling input and writes a fixed output",
+        "unembedding",
+    ),
+    Case(
+        "reads what scales and writes a fixed size",
+        lambda t, n: t.reads_scaling,
+        ASK,
+        "reads a scaling input and writes a fixed output",
+        "hidden",
+    ),
+    Case(
+        "reads a fixed size and writes what scales, with only tables and such layers before it",
+        lambda t, n: t.writes_scaling and t.name in n.inputs,
+        "embedding",
+        "it reads the data",
+    ),
+    Case(
+        "reads a fixed size and writes what scales",
+        lambda t, n: t.writes_scaling,
+        ASK,
+        "reads a fixed input and writes a scaling output, after hidden layers",
+        "hidden",
+    ),
+    Case(
+        "is a tensor of a layer whose weight is made of several",
+        lambda t, n: _is_part_of_weight(t),
+        ASK,
+        "is one of several tensors that make a weight; better remove that parametrization first",
+        "vector",
+    ),
+    Case(
+        "is a square matrix of an unknown module, and model and base are equally wide",
+        lambda t, n: _is_square(t) and n.equal_widths,
+        ASK,
+        "belongs to a {owner}, which does not tell its inputs",
+        "hidden",
+        lambda tensor: 1,
+    ),
+    Case(
+        "belongs to an unknown module, and model and base are equally wide",
+        lambda t, n: t.kind == "raw" and n.equal_widths,
+        ASK,
+        "belongs to a {owner}, which does not tell its inputs",
+        "vector",
+    ),
+    Case(
+        "is the `weight` of an unknown module, has one dimension that scales, and is the model's first parameter",
+        lambda t, n: _is_unknown_weight(t) and t is n.tensors[0],
+        ASK,
+        "belongs to a {owner}, which does not tell whether it reads or writes what scales",
+        "embedding",
+    ),
+    Case(
+        "is the `weight` of an unknown module, has one dimension that scales, and a readout was found: a router, say",
+        lambda t, n: _is_unknown_weight(t) and bool(n.readouts),
+        ASK,
+        "belongs to a {owner}, which does not tell whether it reads or writes what scales",
+        "hidden",
+        lambda tensor: tensor.scaling[0],
+    ),
+    Case(
+        "is the `weight` of an unknown module and has one dimension that scales",
+        lambda t, n: _is_unknown_weight(t),
+        ASK,
+        "belongs to a {owner}, which does not tell whether it reads or writes what scales",
+        "unembedding",
+    ),
+    Case(
+        "is a square matrix of an unknown module, and both dimensions scale",
+        lambda t, n: t.kind == "raw" and len(t.scaling) > 1 and _is_square(t),
+        "hidden",
+        "square, read as (out, in)",
+    ),
+    Case(
+        "belongs to an unknown module and has several dimensions that scale",
+        lambda t, n: t.kind == "raw" and len(t.scaling) > 1,
+        ASK,
+        "belongs to a {owner}, which does not tell its inputs",
+        "hidden",
+        lambda tensor: tensor.scaling[-1],
+    ),
+    Case(
+        "has a dimension that scales and no layer that sums over it",
+        lambda t, n: t.kind != "matrix" and bool(t.scaling),
+        "vector",
+        "norms, biases, class tokens, positions, depthwise convolutions",
+    ),
+    Case("is anything else", lambda t, n: True, "fixed", "nothing scales"),
+)
+
+DOUBTS = (
+    Case("is the only layer", lambda s: s.is_first and s.is_last, ASK, "is the only layer", "unembedding"),
+    Case(
+        "is a convolution with groups",
+        lambda s: s.tensor.groups > 1,
+        ASK,
+        "has {groups} groups, of which number or size may scale",
+        "hidden",
+    ),
+    Case(
+        "is the last layer, and reads a multiple or a part of what some layer writes",
+        lambda s: s.reads_a_part and s.is_last,
+        ASK,
+        "reads {size}, which may be part of a layer's output or an input",
+        "unembedding",
+    ),
+    Case(
+        "reads a multiple or a part of what some layer writes",
+        lambda s: s.reads_a_part,
+        ASK,
+        "reads {size}, which may be part of a layer's output or an input",
+        "hidden",
+    ),
+    Case(
+        "is the last layer, and writes as much as layers read",
+        lambda s: s.writes and s.is_last,
+        ASK,
+        "is the last layer, and may write outputs or features",
+        "unembedding",
+    ),
+)
+
+
+def fill(page: str) -> str:
+    """docs/any_model.md with the tables between its markers as they are here."""
+    for name, table in (("layers", layers.markdown()), ("roles", _markdown(ROLE_TABLE)), ("doubts", _markdown(DOUBTS))):
+        before, start, rest = page.partition(f"<!-- table of {name} -->\n")
+        _, end, after = rest.partition("<!-- end of the table -->")
+        page = f"{before}{start}\n{table}\n\n{end}{after}"
+    return page
+
+
+def _markdown(cases: tuple[Case, ...]) -> str:
+    lines = ["| | a parameter that ... | is | why |", "|---|---|---|---|"]
+    for number, case in enumerate(cases, 1):
+        role = f"asked for ({case.guess}?)" if case.role == ASK else case.role
+        reason = case.reason.format(owner="module", groups="several", size="a size")
+        lines.append(f"| {number} | {case.when} | {role} | {reason} |")
+    return "\n".join(lines)

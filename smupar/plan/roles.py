@@ -1,0 +1,197 @@
+"""Which row of Table 1 each parameter belongs to, and its width multipliers against a base model.
+
+A dimension *scales* when its size differs between the model and the base (or a third model, ``delta``). The module that
+owns a parameter tells which dimensions it reads and writes. What shapes and modules leave open is asked for, never guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from fractions import Fraction
+
+from torch import nn
+
+from smupar.plan.layers import kind_of
+from smupar.plan.network import Network, RoleSetting
+from smupar.plan.role_table import ASK, Case, case_of
+from smupar.plan.settings import layer_glob, match_globs
+from smupar.plan.tensors import ModelTensor, Shape, read_tensors
+from smupar.rules import ROLES
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something the reader of a plan should know; ``kind`` is for programs, the text for people."""
+
+    kind: str
+    text: str
+    is_caution: bool = True  # also worth a warning when the plan is made
+
+    def __str__(self) -> str:
+        return self.text
+
+
+GUESSED = Note(
+    "guessed",
+    "taken for hidden, and made sparse, because its outputs are a multiple of what layers read: a readout would look the same. "
+    "Pass delta=, the same model at any other width, to be sure",
+)
+FROZEN = Note("frozen", "frozen and initialised anew all the same: give it the role 'fixed' if it is to keep its values")
+ORIGINAL = Note("parametrized", "parametrized: these numbers are the original's, the layer uses what is computed from it")
+
+
+@dataclass(frozen=True)
+class ParamRole:
+    """Where one parameter stands in the network."""
+
+    name: str
+    role: str
+    shape: Shape
+    in_dims: tuple[int, ...]  # dimensions that one output reads, input channel first; empty for vectors and fixed tensors
+    scaling: tuple[int, ...]  # dimensions whose size follows the width
+    width_in: Fraction
+    width_out: Fraction
+    base_fan_in: int  # a lookup reads one row, so an embedding table counts 1 (a tied one: the fan-in of its logits)
+    uses: tuple[tuple[str, str], ...]  # (module path, role) of each module whose output Table 1 multiplies; two if tied
+    note: Note | None
+
+
+def infer_roles(
+    model: nn.Module,
+    base: nn.Module,
+    *,
+    delta: nn.Module | None = None,
+    roles: Mapping[str, RoleSetting] | None = None,
+) -> list[ParamRole]:
+    """The role of every parameter, in the model's order. Raises ValueError with the ``roles={...}`` line that would help."""
+    tensors = read_tensors(model, base, delta)
+    asked = match_globs(roles or {}, [tensor.name for tensor in tensors], what="roles", among="parameters")
+    for tensor in tensors:
+        if tensor.name in asked:
+            _check_setting(tensor, asked[tensor.name])
+    network = Network(model, tensors, asked)
+    decided = [(tensor, case_of(tensor, network)) for tensor in network.tensors]
+    questions = [(tensor, case) for tensor, case in decided if case.role == ASK and tensor.name not in asked]
+    if questions:
+        raise ValueError(_question(network, questions))
+    return [
+        _as_asked(tensor, asked[tensor.name]) if tensor.name in asked else _as_decided(tensor, case, network.guessed)
+        for tensor, case in decided
+    ]
+
+
+def _check_setting(tensor: ModelTensor, setting: RoleSetting) -> None:
+    role, in_dim = (setting, None) if isinstance(setting, str) else (setting[0], setting[-1])
+    fits = in_dim is None or (role == "hidden" and isinstance(in_dim, int) and 0 <= in_dim < len(tensor.shape))
+    if role not in ROLES or not fits:
+        raise ValueError(
+            f"roles: {tensor.name!r} of shape {tensor.shape} got {setting!r}; "
+            f"use one of {', '.join(ROLES)}, or ('hidden', in_dim)"
+        )
+    if role == "hidden" and len(tensor.shape) < 2:
+        raise ValueError(f"roles: {tensor.name!r} of shape {tensor.shape} is no matrix and cannot be hidden")
+    if role == "hidden" and in_dim is None and tensor.kind != "matrix":
+        raise ValueError(
+            f"roles: {tensor.name!r} of shape {tensor.shape} belongs to a {type(tensor.module).__name__}, "
+            f"which does not tell its inputs; write roles={{{tensor.name!r}: ('hidden', IN_DIM)}} "
+            "with the dimension that is summed over"
+        )
+
+
+# Asking
+
+
+def _question(network: Network, questions: list[tuple[ModelTensor, Case]]) -> str:
+    """One error that lists everything that is open, with the line that would answer it."""
+    lines = [f"  {tensor.name} {tensor.shape}, base {tensor.base_shape}: {case.why(tensor)}" for tensor, case in questions[:12]]
+    if len(questions) > 12:
+        lines.append(f"  ... and {len(questions) - 12} more")
+    guesses = {tensor.name: case.suggestion(tensor) for tensor, case in questions}
+    suggested: dict[str, RoleSetting] = {}
+    exact: dict[str, bool] = {}
+    for name, role in guesses.items():
+        glob = layer_glob(name)
+        if glob not in exact:
+            matched = [other.name for other in network.tensors if fnmatchcase(other.name, glob)]
+            exact[glob] = all(guesses.get(other) == role for other in matched)
+        suggested[glob if exact[glob] else name] = role
+    equal = (
+        "\nThe model is as wide as its base. Instead of roles you may pass delta=, the same model at any other width, "
+        "to show which dimensions scale."
+    )
+    return (
+        "the role of these parameters cannot be inferred:\n"
+        + "\n".join(lines)
+        + "\nSay what they are (embedding, hidden, unembedding, vector, fixed); if these guesses are right, pass:\n"
+        + f"  roles={suggested!r}\n"
+        + "Hidden weights are scaled and made sparse; the unembedding makes the model's outputs."
+        + (equal if network.equal_widths else "")
+    )
+
+
+# Building the answer
+
+
+def _as_asked(tensor: ModelTensor, setting: RoleSetting) -> ParamRole:
+    role, in_dim = (setting, None) if isinstance(setting, str) else setting
+    if role in ("vector", "fixed"):
+        return _param_role(tensor, role)
+    if in_dim is not None and (tensor.kind != "matrix" or in_dim != tensor.in_dims[0]):
+        others = [dim for dim in range(len(tensor.shape)) if dim != in_dim]
+        outs = [dim for dim in others if dim in tensor.scaling] or others
+        return _param_role(tensor, role, in_dims=(in_dim,), out_dim=outs[-1])
+    if tensor.kind == "matrix":
+        return _param_role(tensor, role)
+    dims = tensor.scaling or (len(tensor.shape) - 1,)
+    ins, out = ((), dims[-1]) if role == "embedding" else (dims, -1)
+    return _param_role(tensor, role, in_dims=ins, out_dim=out)
+
+
+def _as_decided(tensor: ModelTensor, case: Case, guessed: set[str]) -> ParamRole:
+    if case.role == "hidden" and tensor.kind == "raw":
+        return _param_role(tensor, "hidden", in_dims=(1,), out_dim=0, note=Note("square", case.reason))
+    # What is frozen may hold values on purpose: sines, pretrained weights.
+    if tensor.frozen and case.role in ("embedding", "hidden", "unembedding"):
+        return _param_role(tensor, case.role, note=FROZEN)
+    return _param_role(tensor, case.role, note=GUESSED if case.role == "hidden" and tensor.name in guessed else None)
+
+
+def _param_role(
+    tensor: ModelTensor,
+    role: str,
+    *,
+    in_dims: tuple[int, ...] | None = None,
+    out_dim: int | None = None,
+    note: Note | None = None,
+) -> ParamRole:
+    in_dims = tensor.in_dims if in_dims is None else in_dims
+    out_dim = tensor.out_dim if out_dim is None else out_dim
+    reads, writes = role in ("hidden", "unembedding"), role in ("hidden", "embedding")
+    is_table = role == "embedding" and tensor.is_lookup
+    return ParamRole(
+        name=tensor.name,
+        role=role,
+        shape=tensor.shape,
+        in_dims=in_dims if reads or writes else (),
+        scaling=tensor.scaling,
+        width_in=tensor.ratio(in_dims if reads else ()),
+        width_out=tensor.ratio((out_dim,) if writes else tensor.scaling if role == "vector" else ()),
+        base_fan_in=tensor.base_fan_in((out_dim,) if tensor.makes_logits else ()) if is_table else tensor.base_fan_in(in_dims),
+        uses=_uses(tensor, role),
+        note=ORIGINAL if ".parametrizations." in f".{tensor.name}" else note,
+    )
+
+
+def _uses(tensor: ModelTensor, role: str) -> tuple[tuple[str, str], ...]:
+    """(module path, role) of each module whose input or output can be multiplied for this weight alone."""
+    if role not in ("embedding", "unembedding") or tensor.kind != "matrix" or not tensor.layer.takes_factor:
+        return ()
+    tied = [(path, kind_of(module)) for path, module in tensor.tied]
+    # A layer that is tied to a lookup table reads it backwards.
+    backwards = "unembedding" if tensor.is_lookup else role
+    return (
+        (tensor.path, role),
+        *((path, role if kind.is_lookup else backwards) for path, kind in tied if kind.is_linear),
+    )

@@ -1,0 +1,45 @@
+"""Reading settings: one of several words, or values by parameter name, ``{"glob": value}``, where the first glob that matches
+wins and none may go unused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def match_globs(settings: Mapping[str, T], names: Iterable[str], *, what: str, among: str) -> dict[str, T]:
+    """The setting of each name that a glob matches; names that none matches are left out.
+
+    ``what`` names the argument and ``among`` the kind of names in errors.
+    """
+    names = list(names)
+    found: dict[str, T] = {}
+    used: set[str] = set()
+    for name in names:
+        for glob, value in settings.items():
+            if fnmatchcase(name, glob):
+                found[name] = value
+                used.add(glob)
+                break
+    for glob in settings:
+        if glob in used:
+            continue
+        if any(fnmatchcase(name, glob) for name in names):
+            raise ValueError(f"{what}: {glob!r} has no effect, earlier globs take all its matches; put it before them")
+        shown = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
+        raise ValueError(f"{what}: {glob!r} matches none of the {among}: {shown or 'there are none'}")
+    return found
+
+
+def choice(what: str, value: object, allowed: Iterable[object]) -> None:
+    """Refuses a value that is none of those allowed."""
+    if value not in allowed:
+        raise ValueError(f"{what} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def layer_glob(name: str) -> str:
+    """The name with layer numbers as stars, so that one line serves every block."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))

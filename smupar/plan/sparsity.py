@@ -1,0 +1,191 @@
+"""Which share of every weight is kept: masks of the user's own, densities spread over layers, whole neurons."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+from torch import Tensor, nn
+
+from smupar.plan.allocations import Allocation, allocate, as_density
+from smupar.plan.layers import IMAGES, ROWS, kind_of
+from smupar.plan.patterns import Pattern, num_live_neurons
+from smupar.plan.roles import ParamRole
+
+DensitySetting = float | Mapping[str, float] | Allocation
+
+
+@dataclass(frozen=True)
+class Sparsity:
+    """What is kept of each parameter, in exact fractions."""
+
+    pattern: Pattern
+    given: Mapping[str, Tensor]  # masks of the user's own
+    densities: Mapping[str, Fraction]  # the kept share of each parameter that gets a mask
+    base_densities: Mapping[str, Fraction]  # of hidden weights
+    live_neurons: tuple[int, int] = (1, 1)  # how many live in each period
+
+    @property
+    def live(self) -> Fraction:
+        return Fraction(*self.live_neurons)
+
+    def density(self, role: ParamRole) -> Fraction:
+        return self.densities.get(role.name, Fraction(1))
+
+    def num_kept(self, role: ParamRole) -> int | None:
+        """None where the pattern leaves it to chance."""
+        density = self.density(role)
+        exact = role.name in self.given or density == 1
+        counted = exact or self.pattern.count(role.shape, role.in_dims, density) is not None
+        return int(density * math.prod(role.shape)) if counted else None
+
+    def pattern_of(self, role: ParamRole) -> str | None:
+        if role.name not in self.densities:
+            return None
+        return "given" if role.name in self.given else self.pattern.name
+
+    def multipliers(self, role: ParamRole) -> tuple[Fraction, Fraction, Fraction]:
+        """m_in, m_out and m_rho. Dead neurons change the widths; the density is that among the live ones."""
+        reads = any(dim in role.scaling for dim in role.in_dims)
+        writes = any(dim not in role.in_dims for dim in role.scaling)
+        width_in = role.width_in * (self.live if reads else 1)
+        width_out = role.width_out * (self.live if writes else 1)
+        density_mult = self._inner_density(role) / self._base_density(role) if role.role == "hidden" else Fraction(1)
+        return width_in, width_out, density_mult
+
+    def weights_per_neuron(self, role: ParamRole) -> float:
+        """How many inputs a live neuron keeps."""
+        live = self.live ** sum(dim in role.scaling for dim in role.in_dims)
+        return float(self._inner_density(role) * live * math.prod(role.shape[dim] for dim in role.in_dims))
+
+    def _inner_density(self, role: ParamRole) -> Fraction:
+        return self.density(role) / self.live ** len(role.scaling)
+
+    def _base_density(self, role: ParamRole) -> Fraction:
+        """The base density as this tensor would realise it, so that rho = rho_base gives exactly muP."""
+        base = self.base_densities[role.name]
+        if base == 1 or not self.pattern.takes_any_density:  # the base of an N:M model need not be N:M
+            return base
+        pattern = Pattern() if role.name in self.given else self.pattern
+        count = pattern.count(role.shape, role.in_dims, base)
+        if count == 0:
+            raise ValueError(f"at base_density {float(base):g} {role.name!r} of shape {role.shape} has no weight")
+        return base if count is None else Fraction(count, math.prod(role.shape))
+
+
+def make_sparse(
+    model: nn.Module,
+    roles: list[ParamRole],
+    pattern: Pattern,
+    density: DensitySetting,
+    base: Allocation,
+    masks: Mapping[str, Tensor],
+) -> Sparsity:
+    """What is kept of every weight if hidden ones get this density, and the base had that one."""
+    hidden = {role.name: role for role in roles if role.role == "hidden"}
+    base_densities = base.densities({name: role.shape for name, role in hidden.items()})
+    given = _given_masks(model, roles, masks)
+    if pattern.whole_neurons:
+        if given or isinstance(density, (Mapping, Allocation)) or as_density(base.density) != 1:
+            raise ValueError(
+                "pattern 'neuron' narrows the whole network: it takes one float as density, base_density 1, "
+                "and no masks of your own"
+            )
+        return _without_neurons(model, roles, pattern, as_density(density), base_densities)
+    if not hidden and density != 1:
+        raise ValueError("no hidden weight could be made sparse: every matrix of this model reads or writes a fixed size")
+    open_shapes = {name: role.shape for name, role in hidden.items() if name not in given}
+    nominal = {name: share for name, share in allocate(density, open_shapes).items() if share < 1}
+    densities = {name: _realised(pattern, hidden[name], share) for name, share in nominal.items()}
+    densities |= {name: Fraction(int(torch.count_nonzero(mask)), mask.numel()) for name, mask in given.items()}
+    return Sparsity(pattern, given, densities, base_densities)
+
+
+# Masks of the user's own
+
+
+def _given_masks(model: nn.Module, every: list[ParamRole], masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The user's own masks by parameter name; keys may be those of a state dict (``<name>_mask``)."""
+    roles = {role.name: role for role in every}
+    given: dict[str, Tensor] = {}
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    aliases = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+    for key, mask in masks.items():
+        name = key if key in roles else key.removesuffix("_mask")
+        own = aliases.get(name, name)
+        if own != name and any(other in masks for other in (own, f"{own}_mask")):
+            continue  # a state dict has the mask of a shared layer under each of its names
+        if name in given:
+            raise ValueError(f"masks: {name!r} is there twice, as {name!r} and as {name + '_mask'!r}")
+        if name not in roles:
+            raise ValueError(f"masks: {key!r} is no parameter of this model; are these the masks of another model?")
+        if tuple(mask.shape) != roles[name].shape:
+            raise ValueError(
+                f"masks: {key!r} has shape {tuple(mask.shape)}, the parameter {roles[name].shape}; "
+                "are these the masks of another model?"
+            )
+        if mask.dtype != torch.bool and not bool(((mask == 0) | (mask == 1)).all()):
+            raise ValueError(f"masks: {key!r} holds values other than 0 and 1")
+        if not mask.any():
+            raise ValueError(f"masks: {key!r} keeps no weight at all")
+        if roles[name].role != "hidden":
+            raise ValueError(
+                f"masks: {name!r} is {roles[name].role}, but only hidden weights are made sparse (Table 1); "
+                f"if it is one, pass roles={{{name!r}: 'hidden'}}"
+            )
+        given[name] = mask.bool()
+    return given
+
+
+# Densities
+
+
+def _realised(pattern: Pattern, role: ParamRole, nominal: Fraction) -> Fraction:
+    try:
+        count = pattern.count(role.shape, role.in_dims, nominal)
+    except ValueError as error:
+        raise ValueError(f"{role.name!r} of shape {role.shape}: {error}") from None
+    if count == 0:
+        raise ValueError(
+            f"{role.name!r} of shape {role.shape} would lose every weight at density {float(nominal):g}; "
+            f"raise it, or keep this layer denser: density={{{role.name!r}: ..., '*': ...}}"
+        )
+    return nominal if count is None else Fraction(count, math.prod(role.shape))
+
+
+# Whole neurons
+
+
+def _without_neurons(
+    model: nn.Module, roles: list[ParamRole], pattern: Pattern, density: Fraction, base_densities: Mapping[str, Fraction]
+) -> Sparsity:
+    if density == 1:
+        return Sparsity(pattern, {}, {}, base_densities)
+    _refuse_flattened(model, roles)
+    period = math.gcd(*(role.shape[dim] for role in roles for dim in role.scaling))
+    live_neurons = num_live_neurons(period, density), period
+    densities = {role.name: Fraction(*live_neurons) ** len(role.scaling) for role in roles if role.scaling}
+    return Sparsity(pattern, {}, densities, base_densities, live_neurons)
+
+
+def _refuse_flattened(model: nn.Module, roles: list[ParamRole]) -> None:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    owned = [(role, modules.get(role.name.rpartition(".")[0])) for role in roles if role.scaling and role.in_dims]
+    known = [(role, kind_of(module)) for role, module in owned if module is not None]
+    layers = [(role, kind) for role, kind in known if kind.is_linear]
+    channels = {role.shape[kind.out_dim] for role, kind in layers if kind.reads == IMAGES}
+    linear = [(role, kind) for role, kind in layers if kind.reads == ROWS]
+    written = {role.shape[kind.out_dim] for role, kind in linear}
+    for role, kind in linear:
+        read = role.shape[kind.in_dims[0]]
+        if role.in_dims[0] in role.scaling and read not in written | channels:
+            flat = next((size for size in channels if read % size == 0), None)
+            if flat is not None:
+                raise ValueError(
+                    f"{role.name!r} reads {read} values, {read // flat} of each of {flat} channels if an image was "
+                    "flattened: pattern 'neuron' cannot tell which of them are alive. Average over the image first, or "
+                    "choose another pattern"
+                )

@@ -1,0 +1,195 @@
+"""Parameters as the models show them: names, shapes at two widths, and what the owning module does with each dimension."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from smupar.plan.layers import GROUPED_DIM, IMAGES, PARAMETRIZED, LayerKind, check_registered, is_depthwise, kind_of, num_groups
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class ModelTensor:
+    """One parameter of the model, beside the same one of the base."""
+
+    name: str
+    path: str  # of the module that uses it
+    module: nn.Module
+    layer: LayerKind  # of the module
+    tied: tuple[tuple[str, nn.Module], ...]  # the other modules that hold it, each once
+    shape: Shape
+    base_shape: Shape
+    scaling: tuple[int, ...]  # dimensions whose size follows the width
+    kind: str  # "matrix": its module says what it reads and writes; "vector": acts element by element; "raw": unknown
+    in_dims: tuple[int, ...] = ()  # dimensions one output reads, input channel first
+    out_dim: int = -1
+    groups: int = 1
+    frozen: bool = False
+
+    @property
+    def is_lookup(self) -> bool:
+        return self.layer.is_lookup
+
+    @property
+    def is_recurrent(self) -> bool:
+        """A weight of an RNN that reads the RNN's own state, or the layer below it."""
+        return self.layer.outside is not None and not self.name.rpartition(".")[2].startswith(self.layer.outside)
+
+    @property
+    def makes_logits(self) -> bool:
+        """An embedding table that is tied to a readout."""
+        return self.is_lookup and any(not kind_of(module).is_lookup for _, module in self.tied)
+
+    @property
+    def reads_scaling(self) -> bool:
+        return any(dim in self.scaling for dim in self.in_dims)
+
+    @property
+    def writes_scaling(self) -> bool:
+        return self.out_dim in self.scaling
+
+    @property
+    def read_size(self) -> int:
+        """Channels of the layer's input."""
+        return self._num_channels(self.in_dims[0])
+
+    @property
+    def written_size(self) -> int:
+        """Channels of the layer's output."""
+        return self._num_channels(self.out_dim) if self.layer.written is None else self.layer.written(self.module)
+
+    def _num_channels(self, dim: int) -> int:
+        return self.shape[dim] * (self.groups if dim == GROUPED_DIM else 1)
+
+    def ratio(self, dims: tuple[int, ...]) -> Fraction:
+        """Width multiplier of a product of dimensions."""
+        return math.prod((Fraction(self.shape[dim], self.base_shape[dim]) for dim in dims), start=Fraction(1))
+
+    def base_fan_in(self, in_dims: tuple[int, ...]) -> int:
+        """How many inputs one output reads at base width, if it reads these dimensions."""
+        grouped = self.groups if GROUPED_DIM not in in_dims else 1  # the dimension that is read has the channels of all groups
+        return math.prod(self.base_shape[dim] for dim in in_dims) // grouped
+
+
+def parent_path(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def read_tensors(model: nn.Module, base: nn.Module, delta: nn.Module | None) -> list[ModelTensor]:
+    """Every parameter of ``model``, in its order, after checking that the models are one network at several widths."""
+    names = _names(model)
+    own = _shapes(model, "the model")
+    base_shapes = _shapes_like(model, own, names, base, "base")
+    other_shapes = [base_shapes] if delta is None else [base_shapes, _shapes_like(model, own, names, delta, "delta")]
+    modules, parameters = dict(model.named_modules(remove_duplicate=False)), dict(model.named_parameters())
+    for module in model.modules():
+        check_registered(module)
+    tensors = []
+    for name, shape in own.items():
+        # A tied weight may be registered under its head's name first; its table is what it is. A module may have several names.
+        holders: dict[int, tuple[str, nn.Module, str]] = {}
+        for held in (_holder(modules, one) for one in (name, *names[name])):
+            holders.setdefault(id(held[1]), held)
+        (path, module, leaf), *others = sorted(holders.values(), key=lambda held: _how_unclear(held[1]))
+        tied = tuple((other_path, other) for other_path, other, _ in others)
+        scaling = tuple(dim for dim in range(len(shape)) if any(other[name][dim] != shape[dim] for other in other_shapes))
+        kind, in_dims, out_dim = _layout(module, leaf, shape, scaling)
+        groups = num_groups(module) if kind == "matrix" else 1
+        frozen = not parameters[name].requires_grad
+        tensors.append(
+            ModelTensor(
+                name,
+                path,
+                module,
+                kind_of(module),
+                tied,
+                shape,
+                base_shapes[name],
+                scaling,
+                kind,
+                in_dims,
+                out_dim,
+                groups,
+                frozen,
+            )
+        )
+    return tensors
+
+
+def _how_unclear(module: nn.Module) -> int:
+    kind = kind_of(module)
+    return 0 if kind.is_lookup else 1 if kind.is_linear else 2
+
+
+def _holder(modules: dict[str, nn.Module], name: str) -> tuple[str, nn.Module, str]:
+    """(path, module, name there) of a parameter's user: fc.parametrizations.weight.original is fc's weight."""
+    path, _, leaf = name.rpartition(".")
+    if kind_of(modules[path]) is PARAMETRIZED and leaf == "original":
+        path, leaf = parent_path(parent_path(path)), path.rpartition(".")[2]
+    return path, modules[path], leaf
+
+
+def _shapes(model: nn.Module, what: str) -> dict[str, Shape]:
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise ValueError(f"{name!r} of {what} has no shape yet (a lazy module): run one forward pass through {what} first")
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def _names(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Canonical parameter name -> its other names."""
+    first: dict[int, str] = {}
+    names: dict[str, tuple[str, ...]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        canonical = first.setdefault(id(parameter), name)
+        names[canonical] = (*names[canonical], name) if canonical in names else ()
+    return names
+
+
+def _all_names(names: dict[str, tuple[str, ...]]) -> set[str]:
+    return {name for first, others in names.items() for name in (first, *others)}
+
+
+def _shapes_like(
+    model: nn.Module, own: dict[str, Shape], names: dict[str, tuple[str, ...]], other: nn.Module, what: str
+) -> dict[str, Shape]:
+    """Parameter shapes of ``other``, after checking that it is the same network at another width."""
+    if not (isinstance(model, type(other)) or isinstance(other, type(model))):
+        raise ValueError(f"{what} is a {type(other).__name__}, the model a {type(model).__name__}: both must be of one class")
+    other_names, shapes = _names(other), _shapes(other, what)
+    if _all_names(names) == _all_names(other_names) and set(names) != set(other_names):
+        name = sorted(set(names) ^ set(other_names))[0]
+        raise ValueError(
+            f"{name!r} is tied to another parameter in one of model and {what} and not in the other: build both alike. "
+            "to_empty unties weights: tie them again after it."
+        )
+    if own.keys() != shapes.keys():
+        sides = [("the model", sorted(own.keys() - shapes.keys())), (what, sorted(shapes.keys() - own.keys()))]
+        shown = "; ".join(f"only in {side}: {', '.join(extra[:4])}" for side, extra in sides if extra)
+        raise ValueError(
+            f"{what} has {len(shapes)} parameters and the model {len(own)} ({shown}). "
+            f"Build {what} with the same depth and options; only widths may differ."
+        )
+    for name, shape in own.items():
+        if set(names[name]) != set(other_names[name]):
+            raise ValueError(f"{name!r} is tied in one of model and {what} and not in the other: build both alike")
+        if len(shapes[name]) != len(shape):
+            raise ValueError(f"{name!r} has shape {shape} in the model and {shapes[name]} in {what}: only sizes may differ")
+    return shapes
+
+
+def _layout(module: nn.Module, leaf: str, shape: Shape, scaling: tuple[int, ...]) -> tuple[str, tuple[int, ...], int]:
+    """(kind, dimensions read, dimension written) of a parameter, from the layer that owns it."""
+    layer = kind_of(module)
+    if len(shape) < 2 or (layer.owns(leaf) and is_depthwise(module, scaling)):
+        return "vector", (), -1
+    if layer.owns(leaf):
+        kernel = range(2, len(shape)) if layer.reads == IMAGES else ()
+        return "matrix", (*layer.in_dims, *kernel), layer.out_dim
+    return layer.rest or ("raw" if sum(size > 1 for size in shape) > 1 else "vector"), (), -1
