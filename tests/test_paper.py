@@ -455,3 +455,29 @@ def test_table_2_evaluates_the_runs_that_a_study_kept(tmp_path):
     assert "SP 0.75" in table
     assert "SmuPar 0.75" in table
     assert "random" in table
+
+
+# Decay
+
+
+def decayed(scan, other=lambda config: 1.0):
+    """Rows of the decay study, with a loss for each amount, times what ``other`` gives for the rest of a configuration."""
+    runs = figure("decay").runs(Scale("small", "data/wiki8k", 8192))
+    return [finished(run, scan(run.weight_decay) * other(run)) for run in runs]
+
+
+def test_decay_holds_only_if_the_dense_optimum_serves_every_density():
+    claim = figure("decay").claim
+
+    def valley(best):
+        return lambda decay: 4 + 10 * (decay - best) ** 2
+
+    def worse(run):
+        return 1.01 if run.decay == "coupled" or run.decayed != "all" or run.lr != 2**-6 else 1.0
+
+    assert claim(decayed(valley(0.1), worse)).holds
+    assert not claim(decayed(valley(0.1))).holds  # coupled decay is no worse
+    assert not claim(decayed(valley(0.0), worse)).holds  # none is best
+    moved = [finished(row.config, valley(0.1 if row.config.sparsity == 0 else 0.4)(row.config.weight_decay) * worse(row.config))
+             for row in decayed(valley(0.1), worse)]  # fmt: skip
+    assert not claim(moved).holds

@@ -229,7 +229,7 @@ def _what_was_run(rows: Sequence[Result], facts: dict[str, Any]) -> list[str]:
     configs = [row.config for row in rows]
     one = configs[0]
     diverged = sum(row.summary.status == "diverged" for row in rows)
-    tokens = f"{one.steps} steps of {one.batch_size} x {one.seq_len} tokens"
+    tokens = f"{_some(configs, 'steps')} steps of {one.batch_size} x {one.seq_len} tokens"
     ended_early = f", {diverged} of which diverged" if diverged else ""
     return [
         f"{len(rows)} runs{ended_early}: GPTs of {_some(configs, 'model.depth')} layers, "

@@ -87,7 +87,8 @@ def draw_png(panels: Sequence[Panel], path: Path, title: str = "", *, columns: i
             grey = {"color": "0.45"} if series.dashed else {"color": colour}
             axis.plot([p.x for p in points], shown, linestyle=style, marker="o", markersize=3, label=series.label, **grey)
             if series.best is not None and points:
-                nearest = min(points, key=lambda point: abs(math.log2(point.x / series.best)))  # type: ignore[operator]
+                scale = math.log2 if panel.log_x else float
+                nearest = min(points, key=lambda point: abs(scale(point.x) - scale(series.best)))  # type: ignore[arg-type]
                 axis.plot(nearest.x, min(nearest.y, high), marker="*", markersize=13, markeredgecolor="white", **grey)
         if panel.marked_x is not None:
             axis.axvline(panel.marked_x, color="0.6", linewidth=1, linestyle=":")

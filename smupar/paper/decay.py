@@ -1,0 +1,197 @@
+"""Beyond the paper: how much weight decay, of which parameters, and does the amount transfer over density, width and length?
+
+All runs have the settings of the paper's code that it does not print (AdamW .9/.95, clipping at 1) and the learning rate that
+is best for the proxy. Losses are those of validation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import fmean
+from typing import NamedTuple
+
+from smupar.lm.config.run import RunConfig
+from smupar.paper.figure import Claim, Figure, Rows, all_of
+from smupar.paper.settings import Scale
+from smupar.rules import DECAYED
+from smupar.study.curves import Panel, Point, Series
+from smupar.study.space import with_fields
+
+DECAYS = (0.0, 0.03, 0.1, 0.2, 0.4)
+USUAL = 0.1  # in the paper's code
+_NEAR = 0.005  # what a decay may cost, beside the best one, to be called as good
+_LR = 2.0**-6
+_SETTINGS = {"lr": _LR, "clip": 1.0, "schedule": "linear-to-zero", "valid_batches": 20, "weight_decay": USUAL}
+
+
+@dataclass(frozen=True)
+class _Size:
+    width: int
+    steps: int
+    densities: tuple[float, ...]
+    other_steps: tuple[int, ...] = ()
+    num_seeds: int = 1
+
+
+_SIZES = {
+    "cpu": _Size(128, 60, (1.0, 1 / 8)),
+    "small": _Size(512, 2000, (1.0, 1 / 8, 1 / 32, 1 / 128), (500, 8000), 3),
+    "paper": _Size(2048, 11752, (1.0, 1 / 8, 1 / 32, 1 / 128), (2938,), 3),
+}
+
+
+def runs(scale: Scale) -> list[RunConfig]:
+    size = _SIZES[scale.name]
+    base_width = scale.run("sweep").base_width
+    few = [density for density in size.densities if density >= 1 / 32]
+    seeds = range(size.num_seeds)
+
+    def run(density: float, width: int = size.width, **fields: object) -> RunConfig:
+        start = scale.run("sweep", rule="mup" if density == 1 else "smupar", width=width, sparsity=1 - density)
+        return with_fields(start, {"steps": size.steps, **_SETTINGS, **fields})
+
+    asked = [
+        *(run(density, weight_decay=decay, seed=seed) for seed in seeds for decay in DECAYS for density in size.densities),
+        *(run(density, decayed=part, seed=seed) for seed in seeds for part in DECAYED for density in few),
+        *(run(density, decayed=part, lr=lr) for lr in (_LR / 2, 2 * _LR) for part in DECAYED for density in few),
+        *(run(density, decay="coupled") for density in size.densities),
+        *(run(density, decay="coupled", lr=lr) for lr in (_LR / 2, 2 * _LR) for density in few),
+        *(run(density, base_width, weight_decay=decay) for decay in DECAYS for density in few),
+        *(run(d, steps=steps, weight_decay=decay) for steps in size.other_steps for decay in DECAYS for d in (few[0], few[-1])),
+    ]
+    return list({config.id: config for config in asked}.values())
+
+
+# Reading
+
+
+class _Setting(NamedTuple):
+    """All that the runs vary but the amount of decay and the seed."""
+
+    width: int
+    steps: int
+    sparsity: float
+    decay: str = "independent"
+    decayed: str = "all"
+    lr: float = _LR
+
+    @property
+    def density(self) -> str:
+        return "1" if self.sparsity == 0 else f"1/{1 / (1 - self.sparsity):g}"
+
+
+Losses = dict[float, float]  # by the amount of decay, means over seeds
+
+
+def _losses(rows: Rows) -> dict[_Setting, Losses]:
+    """By setting; that of the most runs first, over density, then other sizes."""
+    each: dict[_Setting, dict[float, list[float]]] = {}
+    for row in rows:
+        run, loss = row.config, row.summary.valid_loss
+        setting = _Setting(run.model.width, run.steps, run.sparsity or 0.0, run.decay, run.decayed, run.lr)
+        each.setdefault(setting, {}).setdefault(run.weight_decay, []).append(float("inf") if loss is None else loss)
+    return {setting: {decay: fmean(values) for decay, values in sorted(own.items())} for setting, own in sorted(each.items())}
+
+
+def _scans(losses: dict[_Setting, Losses]) -> tuple[dict[_Setting, Losses], dict[_Setting, Losses]]:
+    """Settings in which the amount was varied: over density at the main size, and at other sizes."""
+    scans = {setting: own for setting, own in losses.items() if len(own) > 1}
+    sizes = [(setting.width, setting.steps) for setting in losses]
+    main = max(set(sizes), key=sizes.count)
+    inside = {setting: own for setting, own in scans.items() if (setting.width, setting.steps) == main}
+    return inside, {setting: own for setting, own in scans.items() if setting not in inside}
+
+
+def _best(losses: Losses) -> float:
+    return min(losses, key=lambda decay: losses[decay])
+
+
+def _cost(losses: Losses, decay: float) -> float:
+    """How far the loss at a decay lies above the lowest, as a share."""
+    return losses[decay] / min(losses.values()) - 1
+
+
+# Drawing
+
+
+def draw(rows: Rows) -> list[Panel]:
+    """A panel for each size, the main one first, with a curve for each density."""
+    inside, outside = _scans(_losses(rows))
+    sizes = dict.fromkeys((setting.width, setting.steps) for setting in (*inside, *outside))
+    densities = [setting.density for setting in inside]
+    panels = []
+    for width, steps in sizes:
+        scans = {s.density: own for s, own in (inside | outside).items() if (s.width, s.steps) == (width, steps)}
+        series = tuple(
+            Series(
+                f"density {density}",
+                tuple(Point(decay, 100 * _cost(own, decay)) for decay in own),
+                densities.index(density) / max(1, len(densities) - 1),
+                best=_best(own),
+            )
+            for density, own in scans.items()
+        )
+        heading = f"width {width}, {steps} steps"
+        panels.append(Panel(heading, "weight decay", "loss above that of the best decay, %", series, USUAL, log_x=False))
+    return panels
+
+
+# Claiming
+
+
+def claim(rows: Rows) -> Claim:
+    losses = _losses(rows)
+    inside, outside = _scans(losses)
+    tuned = _best(next(iter(inside.values())))
+    without = {setting.density: own[0.0] / own[USUAL] - 1 for setting, own in inside.items()}
+    costs = {setting.density: _cost(own, tuned) for setting, own in inside.items()}
+    elsewhere = max((_cost(own, tuned) for own in outside.values()), default=0.0)
+    return all_of(
+        Claim(min(without.values()) > 0, f"without decay the loss is higher than with {USUAL:g}: {_shares(without)}"),
+        Claim(
+            max(costs.values()) <= _NEAR,
+            f"the dense model's best decay, {tuned:g}, costs at most {_NEAR:.1%} at any density: {_shares(costs)}",
+        ),
+        Claim(elsewhere <= _NEAR, f"at other widths and lengths it costs at most {elsewhere:.2%}, {_NEAR:.1%} asked"),
+        _rates(losses, inside),
+        *(
+            _against(losses, inside, **other)
+            for other in ({"decay": "coupled"}, {"decayed": "matrices"}, {"decayed": "hidden"})
+        ),
+    )
+
+
+def _rates(losses: dict[_Setting, Losses], inside: dict[_Setting, Losses]) -> Claim:
+    """Whether the learning rate stays the best among its neighbours, with the usual decay."""
+    costs = {}
+    for setting, own in inside.items():
+        around = [losses[setting._replace(lr=lr)][USUAL] for lr in (_LR / 2, 2 * _LR) if setting._replace(lr=lr) in losses]
+        if around:
+            costs[setting.density] = own[USUAL] / min(own[USUAL], *around) - 1
+    return Claim(
+        max(costs.values()) <= _NEAR,
+        f"with decay {USUAL:g}, half or twice the learning rate gains at most {_NEAR:.1%}: {_shares(costs)}",
+    )
+
+
+def _against(losses: dict[_Setting, Losses], inside: dict[_Setting, Losses], **other: str) -> Claim:
+    """Another way of decay, at the usual amount, against independent decay of all parameters."""
+    pairs = {setting: losses.get(setting._replace(**other)) for setting in inside}  # type: ignore[arg-type]
+    behind = {setting: own[USUAL] / inside[setting][USUAL] - 1 for setting, own in pairs.items() if own}
+    name = {"coupled": "coupled decay", "matrices": "decay of matrices alone", "hidden": "decay of hidden weights alone"}
+    shares = _shares({setting.density: share for setting, share in behind.items()})
+    sparse = [share for setting, share in behind.items() if setting.sparsity]
+    return Claim(min(sparse) > 0, f"{name[next(iter(other.values()))]} ends behind at every sparse density: {shares}")
+
+
+def _shares(values: dict[str, float]) -> str:
+    return ", ".join(f"{share:+.1%} at {density}" for density, share in values.items())
+
+
+FIGURE = Figure(
+    title="Weight decay over density, width and length",
+    shows="The paper does not print its weight decay. Its code has 0.1, coupled with the learning rate.",
+    runs=runs,
+    draw=draw,
+    claim=claim,
+)
