@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Real
 
+from smupar.plan.parameters import Shape
 from smupar.plan.settings import match_globs
-from smupar.plan.tensors import Shape
 
 
 def as_density(value: float | Fraction, what: str = "density") -> Fraction:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from smupar.plan.allocations import round_half_up
-from smupar.plan.tensors import Shape
+from smupar.plan.parameters import Shape
 
 Dims = tuple[int, ...]  # the dimensions one output neuron reads: (1,) of a Linear, (1, 2, 3) of a Conv2d, input channel first
 

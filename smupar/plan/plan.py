@@ -1,6 +1,6 @@
 """The Plan: one row for each parameter with every number that parameterization will use. Prints, saves, compares.
 
-``planner.make_plan`` makes one, ``apply.parameterize`` carries it out; optimizer groups, audits and reports read it.
+``make.make_plan`` makes one, ``parameterize`` carries it out; optimizer groups, audits and reports read it.
 Multipliers and densities are exact fractions, so that identities of Table 1 hold bit for bit at any width.
 """
 

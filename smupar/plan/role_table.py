@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from smupar.plan import layers
-from smupar.plan.network import Network, RoleSetting
-from smupar.plan.tensors import ModelTensor
+from smupar.plan.neighbours import Neighbours, RoleSetting
+from smupar.plan.parameters import ParameterView
 
 
 @dataclass(frozen=True)
@@ -18,16 +18,16 @@ class Case:
     """A line of a table: what a parameter is that meets the condition, and none of an earlier line."""
 
     when: str
-    holds: Callable[..., bool]  # of (tensor, network), or of the sizes of a matrix
+    holds: Callable[..., bool]  # of (tensor, neighbours), or of the sizes of a matrix
     role: str  # or ASK
     reason: str
     guess: str = ""  # the role that a question suggests
-    guess_dim: Callable[[ModelTensor], int] | None = None  # the dimension that it reads, if the guess is a hidden weight
+    guess_dim: Callable[[ParameterView], int] | None = None  # the dimension that it reads, if the guess is a hidden weight
 
-    def suggestion(self, tensor: ModelTensor) -> RoleSetting:
+    def suggestion(self, tensor: ParameterView) -> RoleSetting:
         return self.guess if self.guess_dim is None else (self.guess, self.guess_dim(tensor))
 
-    def why(self, tensor: ModelTensor) -> str:
+    def why(self, tensor: ParameterView) -> str:
         owner = type(tensor.module).__name__
         return self.reason.format(owner=owner, groups=tensor.groups, size=tensor.read_size if tensor.in_dims else "")
 
@@ -35,24 +35,24 @@ class Case:
 ASK = "ask"
 
 
-def case_of(tensor: ModelTensor, network: Network) -> Case:
+def case_of(tensor: ParameterView, neighbours: Neighbours) -> Case:
     """The line of the tables that decides about a parameter, unless the user did."""
-    sizes = network.sizes.get(tensor.name)
+    sizes = neighbours.sizes.get(tensor.name)
     doubts = (case for case in DOUBTS if sizes is not None and case.holds(sizes))
-    return next(doubts, None) or next(case for case in ROLE_TABLE if case.holds(tensor, network))
+    return next(doubts, None) or next(case for case in ROLE_TABLE if case.holds(tensor, neighbours))
 
 
-def _is_part_of_weight(tensor: ModelTensor) -> bool:
+def _is_part_of_weight(tensor: ParameterView) -> bool:
     layer = tensor.layer
     return tensor.kind == "raw" and (layer is layers.PARAMETRIZED or (layer.is_linear and not layer.is_registered))
 
 
-def _is_square(tensor: ModelTensor) -> bool:
+def _is_square(tensor: ParameterView) -> bool:
     shapes = (tensor.shape, tensor.base_shape)
     return tensor.kind == "raw" and all(len(shape) == 2 and shape[0] == shape[1] for shape in shapes)
 
 
-def _is_unknown_weight(tensor: ModelTensor) -> bool:
+def _is_unknown_weight(tensor: ParameterView) -> bool:
     """Called ``weight``, with one dimension that scales, of a module that may sum over it."""
     named = tensor.name.endswith(".weight") and not tensor.layer.by_element
     return tensor.kind == "raw" and named and len(tensor.scaling) == 1

@@ -14,10 +14,10 @@ from fractions import Fraction
 from torch import nn
 
 from smupar.plan.layers import kind_of
-from smupar.plan.network import Network, RoleSetting
+from smupar.plan.neighbours import Neighbours, RoleSetting
+from smupar.plan.parameters import ParameterView, Shape, view_parameters
 from smupar.plan.role_table import ASK, Case, case_of
 from smupar.plan.settings import layer_glob, match_globs
-from smupar.plan.tensors import ModelTensor, Shape, read_tensors
 from smupar.rules import ROLES
 
 
@@ -44,7 +44,7 @@ ORIGINAL = Note("parametrized", "parametrized: these numbers are the original's,
 
 @dataclass(frozen=True)
 class ParamRole:
-    """Where one parameter stands in the network."""
+    """Where one parameter stands in the neighbours."""
 
     name: str
     role: str
@@ -66,23 +66,23 @@ def infer_roles(
     roles: Mapping[str, RoleSetting] | None = None,
 ) -> list[ParamRole]:
     """The role of every parameter, in the model's order. Raises ValueError with the ``roles={...}`` line that would help."""
-    tensors = read_tensors(model, base, delta)
+    tensors = view_parameters(model, base, delta)
     asked = match_globs(roles or {}, [tensor.name for tensor in tensors], what="roles", among="parameters")
     for tensor in tensors:
         if tensor.name in asked:
             _check_setting(tensor, asked[tensor.name])
-    network = Network(model, tensors, asked)
-    decided = [(tensor, case_of(tensor, network)) for tensor in network.tensors]
+    neighbours = Neighbours(model, tensors, asked)
+    decided = [(tensor, case_of(tensor, neighbours)) for tensor in neighbours.tensors]
     questions = [(tensor, case) for tensor, case in decided if case.role == ASK and tensor.name not in asked]
     if questions:
-        raise ValueError(_question(network, questions))
+        raise ValueError(_question(neighbours, questions))
     return [
-        _as_asked(tensor, asked[tensor.name]) if tensor.name in asked else _as_decided(tensor, case, network.guessed)
+        _as_asked(tensor, asked[tensor.name]) if tensor.name in asked else _as_decided(tensor, case, neighbours.guessed)
         for tensor, case in decided
     ]
 
 
-def _check_setting(tensor: ModelTensor, setting: RoleSetting) -> None:
+def _check_setting(tensor: ParameterView, setting: RoleSetting) -> None:
     role, in_dim = (setting, None) if isinstance(setting, str) else (setting[0], setting[-1])
     fits = in_dim is None or (role == "hidden" and isinstance(in_dim, int) and 0 <= in_dim < len(tensor.shape))
     if role not in ROLES or not fits:
@@ -103,7 +103,7 @@ def _check_setting(tensor: ModelTensor, setting: RoleSetting) -> None:
 # Asking
 
 
-def _question(network: Network, questions: list[tuple[ModelTensor, Case]]) -> str:
+def _question(neighbours: Neighbours, questions: list[tuple[ParameterView, Case]]) -> str:
     """One error that lists everything that is open, with the line that would answer it."""
     lines = [f"  {tensor.name} {tensor.shape}, base {tensor.base_shape}: {case.why(tensor)}" for tensor, case in questions[:12]]
     if len(questions) > 12:
@@ -114,7 +114,7 @@ def _question(network: Network, questions: list[tuple[ModelTensor, Case]]) -> st
     for name, role in guesses.items():
         glob = layer_glob(name)
         if glob not in exact:
-            matched = [other.name for other in network.tensors if fnmatchcase(other.name, glob)]
+            matched = [other.name for other in neighbours.tensors if fnmatchcase(other.name, glob)]
             exact[glob] = all(guesses.get(other) == role for other in matched)
         suggested[glob if exact[glob] else name] = role
     equal = (
@@ -127,14 +127,14 @@ def _question(network: Network, questions: list[tuple[ModelTensor, Case]]) -> st
         + "\nSay what they are (embedding, hidden, unembedding, vector, fixed); if these guesses are right, pass:\n"
         + f"  roles={suggested!r}\n"
         + "Hidden weights are scaled and made sparse; the unembedding makes the model's outputs."
-        + (equal if network.equal_widths else "")
+        + (equal if neighbours.equal_widths else "")
     )
 
 
 # Building the answer
 
 
-def _as_asked(tensor: ModelTensor, setting: RoleSetting) -> ParamRole:
+def _as_asked(tensor: ParameterView, setting: RoleSetting) -> ParamRole:
     role, in_dim = (setting, None) if isinstance(setting, str) else setting
     if role in ("vector", "fixed"):
         return _param_role(tensor, role)
@@ -149,7 +149,7 @@ def _as_asked(tensor: ModelTensor, setting: RoleSetting) -> ParamRole:
     return _param_role(tensor, role, in_dims=ins, out_dim=out)
 
 
-def _as_decided(tensor: ModelTensor, case: Case, guessed: set[str]) -> ParamRole:
+def _as_decided(tensor: ParameterView, case: Case, guessed: set[str]) -> ParamRole:
     if case.role == "hidden" and tensor.kind == "raw":
         return _param_role(tensor, "hidden", in_dims=(1,), out_dim=0, note=Note("square", case.reason))
     # What is frozen may hold values on purpose: sines, pretrained weights.
@@ -159,7 +159,7 @@ def _as_decided(tensor: ModelTensor, case: Case, guessed: set[str]) -> ParamRole
 
 
 def _param_role(
-    tensor: ModelTensor,
+    tensor: ParameterView,
     role: str,
     *,
     in_dims: tuple[int, ...] | None = None,
@@ -184,7 +184,7 @@ def _param_role(
     )
 
 
-def _uses(tensor: ModelTensor, role: str) -> tuple[tuple[str, str], ...]:
+def _uses(tensor: ParameterView, role: str) -> tuple[tuple[str, str], ...]:
     """(module path, role) of each module whose input or output can be multiplied for this weight alone."""
     if role not in ("embedding", "unembedding") or tensor.kind != "matrix" or not tensor.layer.takes_factor:
         return ()

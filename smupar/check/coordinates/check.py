@@ -27,10 +27,10 @@ from smupar.model.stepping import optimizers
 from smupar.optim.groups import param_groups
 from smupar.optim.guard import LRRatioWarning, ratio_problem, wrong_groups
 from smupar.plan.layers import kind_of
+from smupar.plan.make import Settings
+from smupar.plan.parameters import parent_path
 from smupar.plan.patterns import parse_pattern
 from smupar.plan.plan import Plan, PlanWarning
-from smupar.plan.planner import Settings
-from smupar.plan.tensors import parent_path
 from smupar.rules import get_rule
 
 MakeModel = Callable[[int], nn.Module]

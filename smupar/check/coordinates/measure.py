@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from smupar.model.parameterize import FACTOR
 from smupar.plan.layers import IMAGES, kind_of
+from smupar.plan.parameters import parent_path
 from smupar.plan.plan import Plan
-from smupar.plan.tensors import parent_path
 
 MAX_ROWS = 256
 MAX_IMAGES = 8  # of a convolution, whose rows are all positions of an image

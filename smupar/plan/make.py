@@ -15,7 +15,7 @@ from typing import TypedDict, Unpack
 from torch import Tensor, nn
 
 from smupar.plan.allocations import Allocation, as_density, uniform
-from smupar.plan.network import RoleSetting
+from smupar.plan.neighbours import RoleSetting
 from smupar.plan.patterns import parse_pattern, read_masks
 from smupar.plan.plan import Plan, PlanRow, PlanWarning
 from smupar.plan.reminders import attentions, make_reminders

@@ -15,7 +15,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class ModelTensor:
+class ParameterView:
     """One parameter of the model, beside the same one of the base."""
 
     name: str
@@ -81,7 +81,7 @@ def parent_path(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def read_tensors(model: nn.Module, base: nn.Module, delta: nn.Module | None) -> list[ModelTensor]:
+def view_parameters(model: nn.Module, base: nn.Module, delta: nn.Module | None) -> list[ParameterView]:
     """Every parameter of ``model``, in its order, after checking that the models are one network at several widths."""
     names = _names(model)
     own = _shapes(model, "the model")
@@ -103,7 +103,7 @@ def read_tensors(model: nn.Module, base: nn.Module, delta: nn.Module | None) -> 
         groups = num_groups(module) if kind == "matrix" else 1
         frozen = not parameters[name].requires_grad
         tensors.append(
-            ModelTensor(
+            ParameterView(
                 name,
                 path,
                 module,

@@ -12,15 +12,15 @@ from functools import cached_property
 from torch import nn
 
 from smupar.plan.layers import IMAGES
-from smupar.plan.tensors import ModelTensor
+from smupar.plan.parameters import ParameterView
 
 RoleSetting = str | tuple[str, int]
 
 
-class Network:
+class Neighbours:
     """The parameters of a model, and where each stands among the others."""
 
-    def __init__(self, model: nn.Module, tensors: list[ModelTensor], asked: Mapping[str, RoleSetting]) -> None:
+    def __init__(self, model: nn.Module, tensors: list[ParameterView], asked: Mapping[str, RoleSetting]) -> None:
         self.asked = asked
         self.output_module = _embeddings(model, "get_output_embeddings")
         self.input_module = _embeddings(model, "get_input_embeddings")
@@ -33,14 +33,14 @@ class Network:
         self.readouts = [tensor for tensor in self.matrices if self._may_be_readout(tensor)]
         self.inputs = self._inputs()
 
-    def is_output(self, tensor: ModelTensor) -> bool:
+    def is_output(self, tensor: ParameterView) -> bool:
         """The user's model says that this weight makes its logits."""
         return tensor.module is self.output_module is not self.input_module and not tensor.is_lookup
 
-    def is_input(self, tensor: ModelTensor) -> bool:
+    def is_input(self, tensor: ParameterView) -> bool:
         return tensor.kind == "matrix" and (tensor.is_lookup or tensor.module is self.input_module)
 
-    def is_side_table(self, tensor: ModelTensor) -> bool:
+    def is_side_table(self, tensor: ParameterView) -> bool:
         """A table no layer reads, beside one that layers read."""
         if not self.is_input(tensor) or not tensor.is_lookup or tensor.makes_logits:
             return False
@@ -53,10 +53,10 @@ class Network:
                 sums |= {size + other.written_size for size in sums}
         return not sums & self.read_sizes
 
-    def is_last(self, tensor: ModelTensor) -> bool:
+    def is_last(self, tensor: ParameterView) -> bool:
         return tensor is self.matrices[-1]
 
-    def _may_be_readout(self, tensor: ModelTensor) -> bool:
+    def _may_be_readout(self, tensor: ParameterView) -> bool:
         if tensor.name in self.asked:
             return self.asked[tensor.name] == "unembedding"
         shaped = not tensor.is_lookup and tensor.reads_scaling and not tensor.writes_scaling
@@ -64,7 +64,7 @@ class Network:
 
     def _inputs(self) -> set[str]:
         """Input layers: they read a fixed size and write the width, and no hidden layer comes before them."""
-        inputs: list[ModelTensor] = []
+        inputs: list[ParameterView] = []
         for tensor in self.matrices:
             same_layer = bool(inputs) and inputs[-1].module is tensor.module
             if not tensor.reads_scaling and tensor.writes_scaling:
@@ -75,7 +75,7 @@ class Network:
 
     # Models as wide as their base
 
-    def _with_scaling(self, tensors: list[ModelTensor]) -> list[ModelTensor]:
+    def _with_scaling(self, tensors: list[ParameterView]) -> list[ParameterView]:
         """What would scale, read from sizes: an input that some layer writes is internal, and so is an output that some
         layer reads. Sizes that are related but not equal leave doubt."""
         matrices = [tensor for tensor in tensors if tensor.kind == "matrix"]
@@ -100,7 +100,7 @@ class Network:
         }
         return [tensor if tensor.kind == "matrix" else _vector_scaling(tensor, known) for tensor in found]
 
-    def _matrix_scaling(self, sizes: Sizes) -> ModelTensor:
+    def _matrix_scaling(self, sizes: Sizes) -> ParameterView:
         tensor = sizes.tensor
         ins, outs = tensor.in_dims[:1], (tensor.out_dim,)
         if tensor.name in self.asked:
@@ -117,7 +117,7 @@ class Network:
         return replace(tensor, scaling=tuple(sorted(dims)))
 
 
-def _vector_scaling(tensor: ModelTensor, known: dict[int, ModelTensor]) -> ModelTensor:
+def _vector_scaling(tensor: ParameterView, known: dict[int, ParameterView]) -> ParameterView:
     if not tensor.shape:
         return tensor
     weight = known.get(id(tensor.module))
@@ -144,7 +144,7 @@ def _embeddings(model: nn.Module, getter: str) -> nn.Module | None:
 class Sizes:
     """A matrix of a model that is as wide as its base, beside the sizes that layers read and write."""
 
-    tensor: ModelTensor
+    tensor: ParameterView
     is_first: bool
     is_last: bool
     read: set[int]
