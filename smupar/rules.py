@@ -1,4 +1,4 @@
-"""Table 1 of the paper as data. Everything else in the package executes this object; no factor is written anywhere else.
+"""Table 1 of the paper as data. The package takes the factors of init, learning rates and forward passes from here.
 
 A *rule* is a column of Table 1 (SP, muP, SmuPar and the two ablations of App. C), a *role* is the kind of tensor a row
 speaks of. Each entry is a product of powers of the tensor's own multipliers:
@@ -35,10 +35,8 @@ class Power:
         powers = [("m_in", self.m_in), ("m_out", self.m_out), ("m_rho", self.m_rho)]
         above = [symbol] + [_written(name, exponent) for name, exponent in powers if exponent > 0]
         below = [_written(name, -exponent) for name, exponent in powers if exponent < 0]
-        top = " ".join(above)
-        if not below:
-            return top
-        return f"{top} / {below[0]}" if len(below) == 1 else f"{top} / ({' '.join(below)})"
+        divisor = f" / ({' '.join(below)})" if len(below) > 1 else f" / {below[0]}" if below else ""
+        return " ".join(above) + divisor
 
 
 def _written(name: str, exponent: int) -> str:
@@ -136,8 +134,8 @@ SMUPAR_LR_ONLY = replace(MUP, name="smupar-lr-only", title="muP + SmuPar LR only
 
 RULES = {rule.name: rule for rule in (SP, MUP, SMUPAR, SMUPAR_INIT_ONLY, SMUPAR_LR_ONLY)}
 
+# Roles whose tensors weight decay shrinks, by what a run can choose.
 DECAYED = {"all": ROLES, "matrices": ("embedding", "hidden", "unembedding"), "hidden": ("hidden",)}
-"""Roles whose tensors weight decay shrinks, by what a run can choose."""
 
 
 def get_rule(name: str) -> Rule:

@@ -30,8 +30,7 @@ class PlanWarning(UserWarning):
     """The plan is valid, but something about it deserves a look."""
 
 
-PLAN_FILE = "smupar_plan.json"
-"""Beside the weights of a Hugging Face model: they are no model without it."""
+PLAN_FILE = "smupar_plan.json"  # beside the weights of a Hugging Face model: they are no model without it
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class PlanRow:
         return self.lr_factors[family]
 
     def decay_factor(self, family: str) -> float:
-        """On weight decay, so that LR times decay stays what the user tuned."""
+        """The factor on weight decay with which learning rate times decay stays what the user tuned."""
         return 1 / self.lr_factor(family)
 
     @property
@@ -135,8 +134,7 @@ class Plan:
     # Reading and writing
 
     def to_json(self) -> str:
-        plan = asdict(self)
-        return json.dumps({"format": FORMAT, **plan}, default=str, indent=1)  # Fractions become "17/4"
+        return json.dumps({"format": FORMAT, **asdict(self)}, default=str, indent=1)  # Fractions become "17/4"
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -226,7 +224,7 @@ def _table(plan: Plan) -> str:
         "LR SGD",
         "forward",
     ]
-    # Blocks with equal numbers share a line: layer numbers become a star, with the number of parameters behind it.
+    # Blocks with equal numbers share a line: layer numbers become a star, followed by the number of parameters.
     blocks: dict[str, set[tuple[str, ...]]] = {}
     for row in plan:
         blocks.setdefault(layer_glob(row.name), set()).add(_cells(row))

@@ -18,7 +18,7 @@ class Case:
     """A line of a table: what a parameter is that meets the condition, and none of an earlier line."""
 
     when: str
-    holds: Callable[..., bool]  # of (tensor, neighbours), or of the sizes of a matrix
+    holds: Callable[..., bool]  # takes (parameter, neighbours), or the sizes of a matrix
     role: str  # or ASK
     reason: str
     guess: str = ""  # the role that a question suggests
@@ -44,30 +44,30 @@ def case_of(tensor: ParameterView, neighbours: Neighbours) -> Case:
 
 def _is_part_of_weight(tensor: ParameterView) -> bool:
     layer = tensor.layer
-    return tensor.kind == "raw" and (layer is layers.PARAMETRIZED or (layer.is_linear and not layer.is_registered))
+    return tensor.layout == "raw" and (layer is layers.PARAMETRIZED or (layer.is_linear and not layer.is_registered))
 
 
 def _is_square(tensor: ParameterView) -> bool:
     shapes = (tensor.shape, tensor.base_shape)
-    return tensor.kind == "raw" and all(len(shape) == 2 and shape[0] == shape[1] for shape in shapes)
+    return tensor.layout == "raw" and all(len(shape) == 2 and shape[0] == shape[1] for shape in shapes)
 
 
 def _is_unknown_weight(tensor: ParameterView) -> bool:
     """Called ``weight``, with one dimension that scales, of a module that may sum over it."""
     named = tensor.name.endswith(".weight") and not tensor.layer.by_element
-    return tensor.kind == "raw" and named and len(tensor.scaling) == 1
+    return tensor.layout == "raw" and named and len(tensor.scaling) == 1
 
 
 ROLE_TABLE = (
     Case(
         "belongs to the layer that `get_output_embeddings` returns",
-        lambda t, n: t.kind == "matrix" and n.is_output(t),
+        lambda t, n: t.layout == "matrix" and t.is_output,
         "unembedding",
         "the model says that it makes the logits",
     ),
     Case(
         "is a lookup table, or belongs to what `get_input_embeddings` returns, and its rows do not scale",
-        lambda t, n: n.is_input(t) and not t.writes_scaling,
+        lambda t, n: t.is_input and not t.writes_scaling,
         "fixed",
         "nothing scales",
     ),
@@ -79,7 +79,7 @@ ROLE_TABLE = (
     ),
     Case(
         "is any other lookup table, or belongs to what `get_input_embeddings` returns",
-        lambda t, n: n.is_input(t),
+        lambda t, n: t.is_input,
         "embedding",
         "it reads the data",
     ),
@@ -145,7 +145,7 @@ ROLE_TABLE = (
     ),
     Case(
         "belongs to an unknown module, and model and base are equally wide",
-        lambda t, n: t.kind == "raw" and n.equal_widths,
+        lambda t, n: t.layout == "raw" and n.equal_widths,
         ASK,
         "belongs to a {owner}, which does not tell its inputs",
         "vector",
@@ -174,13 +174,13 @@ ROLE_TABLE = (
     ),
     Case(
         "is a square matrix of an unknown module, and both dimensions scale",
-        lambda t, n: t.kind == "raw" and len(t.scaling) > 1 and _is_square(t),
+        lambda t, n: t.layout == "raw" and len(t.scaling) > 1 and _is_square(t),
         "hidden",
         "square, read as (out, in)",
     ),
     Case(
         "belongs to an unknown module and has several dimensions that scale",
-        lambda t, n: t.kind == "raw" and len(t.scaling) > 1,
+        lambda t, n: t.layout == "raw" and len(t.scaling) > 1,
         ASK,
         "belongs to a {owner}, which does not tell its inputs",
         "hidden",
@@ -188,7 +188,7 @@ ROLE_TABLE = (
     ),
     Case(
         "has a dimension that scales and no layer that sums over it",
-        lambda t, n: t.kind != "matrix" and bool(t.scaling),
+        lambda t, n: t.layout != "matrix" and bool(t.scaling),
         "vector",
         "norms, biases, class tokens, positions, depthwise convolutions",
     ),
@@ -226,21 +226,3 @@ DOUBTS = (
         "unembedding",
     ),
 )
-
-
-def fill(page: str) -> str:
-    """docs/any_model.md with the tables between its markers as they are here."""
-    for name, table in (("layers", layers.markdown()), ("roles", _markdown(ROLE_TABLE)), ("doubts", _markdown(DOUBTS))):
-        before, start, rest = page.partition(f"<!-- table of {name} -->\n")
-        _, end, after = rest.partition("<!-- end of the table -->")
-        page = f"{before}{start}\n{table}\n\n{end}{after}"
-    return page
-
-
-def _markdown(cases: tuple[Case, ...]) -> str:
-    lines = ["| | a parameter that ... | is | why |", "|---|---|---|---|"]
-    for number, case in enumerate(cases, 1):
-        role = f"asked for ({case.guess}?)" if case.role == ASK else case.role
-        reason = case.reason.format(owner="module", groups="several", size="a size")
-        lines.append(f"| {number} | {case.when} | {role} | {reason} |")
-    return "\n".join(lines)
