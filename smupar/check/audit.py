@@ -22,8 +22,8 @@ from smupar.model.sharding import is_sharded, whole
 from smupar.model.stepping import optimizers
 from smupar.model.weights import MaskedWeight, weight_of
 from smupar.optim.guard import guard, num_steps, ratio_problem, wrong_groups
-from smupar.plan.layers import is_plain_lookup, kind_of
-from smupar.plan.optimizers import OPTIMIZERS, OptimizerFacts, facts_of, family_of, name_of
+from smupar.plan.layers import is_plain_lookup, kind_of, padding_row
+from smupar.plan.optimizers import FAMILIES, OPTIMIZERS, OptimizerFacts, facts_of, family_of, name_of
 from smupar.plan.plan import Plan, PlanRow, PlanWarning
 from smupar.plan.reminders import shows_scale
 
@@ -33,12 +33,13 @@ _SIGMAS = 6.0
 
 @dataclass(frozen=True)
 class Finding:
-    """A line for the reader, with what a program wants to know: the cause, the parameter, its ratio to the plan."""
+    """A line for the reader, with what a program wants to know: the cause, what it is about, its ratio to the plan."""
 
     text: str
     cause: str
-    name: str = ""
+    name: str = ""  # of the parameter, layer or groups
     ratio: float = math.nan  # what was measured over what was planned; nan where that means nothing
+    parameters: tuple[str, ...] = ()  # those that have this ratio, if the name is not a parameter's
 
     def __str__(self) -> str:
         return self.text
@@ -91,7 +92,8 @@ def differences(
         for row in plan
         if row.name not in parameters
     ]
-    own = {id(p) for one in optimizers(optimizer) for g in one.param_groups if "lr_factor" not in g for p in g["params"]}
+    all_groups = [group for each in optimizers(optimizer) for group in each.param_groups]
+    users_own = {id(parameter) for group in all_groups if "lr_factor" not in group for parameter in group["params"]}
     findings += [
         Finding(
             f"{name!r} is not in the plan: add it before parameterize, or give it a group with param_groups(extra=[...])",
@@ -99,11 +101,11 @@ def differences(
             name,
         )
         for name, parameter in parameters.items()
-        if name not in plan and id(parameter) not in own
+        if name not in plan and id(parameter) not in users_own
     ]
     rows = [row for row in plan if row.name in parameters]
     if trained is None:
-        trained = any(num_steps(one) for one in optimizers(optimizer))
+        trained = any(num_steps(each) for each in optimizers(optimizer))
     for row in rows:
         findings += _weights(model, weight_of(model, row.name), row, check_std=not trained and not masks_move(model))
     for row in rows:
@@ -127,8 +129,8 @@ def _weights(model: nn.Module, kept: MaskedWeight, row: PlanRow, *, check_std: b
         text = f"{row.name!r} holds values that are not finite: initialise it (after to_empty: parameterize(reset=True))"
         findings.append(Finding(text, "init", row.name))
     elif check_std and row.init_std is not None:
-        padding = getattr(kept.module, "padding_idx", None)
-        if padding is not None:  # that row is 0
+        padding = padding_row(kept.module)
+        if padding is not None:
             weight = torch.cat([weight[:padding], weight[padding + 1 :]])
         findings += _std(weight[kept.full_mask()] if row.masked else weight.flatten(), row)
     return findings
@@ -140,8 +142,8 @@ def _masked(model: nn.Module, kept: MaskedWeight, weight: Tensor, row: PlanRow) 
     if kept.parameter.requires_grad and not kept.masks_gradient:
         text = f"{row.name!r}: its gradient is not masked, the hook is lost; call smupar.attach(model, plan)"
         findings.append(Finding(text, "off-mask weights", row.name))
-    path, made, _ = row.name.partition(".parametrizations.")
-    if made:
+    path, is_parametrized, _ = row.name.partition(".parametrizations.")
+    if is_parametrized:
         used = whole(getattr(model.get_submodule(path), row.name.split(".")[-2]).detach())
         if used.shape == mask.shape and used.masked_fill(mask, 0).count_nonzero():
             text = f"{row.name!r} is masked, but what its parametrization makes of it is not: remove that, or keep it dense"
@@ -211,45 +213,47 @@ def _forward_factor(module: nn.Module, path: str, factor: float, row: PlanRow, d
     return [Finding(text, cause, path, measured / factor)]
 
 
-class _Probed(Exception):  # noqa: N818  # leaves a forward pass as soon as its hooks have spoken
+@torch.no_grad()
+def _measured_factor(module: nn.Module) -> float | None:
+    """What the layer's hooks do to a probe: to the input that a layer gets, or to the row that a lookup returns."""
+    kind = kind_of(module)
+    weight = getattr(module, kind.weights, None)
+    if not isinstance(weight, Tensor) or is_sharded(weight) or (kind.is_lookup and not is_plain_lookup(module)):
+        return None
+    training, module.training = module.training, False  # noise that a hook adds in training is no factor
+    try:
+        return _probe_lookup(module, weight) if kind.is_lookup else _probe_input(module, weight)
+    except Exception:  # a hook of the user's that wants a real input: then the buffer must do
+        return None
+    finally:
+        module.training = training
+
+
+def _probe_lookup(module: nn.Module, weight: Tensor) -> float | None:
+    """The factor between the largest row of a table and what looking it up returns."""
+    index = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).argmax()[None]
+    row = weight[index].double().flatten()
+    return float(row @ module(index).double().flatten() / (row @ row)) if row.any() else None
+
+
+class _Probed(Exception):  # noqa: N818  # carries the input out of a forward pass that cannot go on with a probe
     pass
 
 
-@torch.no_grad()
-def _measured_factor(module: nn.Module) -> float | None:
-    """What the layer's hooks do to a probe: to the input a layer gets, or to the row that a lookup returns."""
-    kind = kind_of(module)
-    weight = getattr(module, kind.weights, None)
-    if not isinstance(weight, Tensor) or is_sharded(weight):
-        return None
-    seen: list[Tensor] = []
-    if kind.is_lookup:
-        if not is_plain_lookup(module):
-            return None
-        row = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).argmax()[None]
-        probe, plain = row, weight[row]
-        handle = module.register_forward_hook(lambda _, args, output: seen.append(output))
-    else:
-        probe = plain = torch.ones(1, dtype=weight.dtype, device=weight.device)
+def _probe_input(module: nn.Module, weight: Tensor) -> float | None:
+    """What the hooks before the forward pass make of an input of 1."""
 
-        def stop(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            seen.append(args[0])
-            raise _Probed
+    def stop(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        raise _Probed(args[0])
 
-        handle = module.register_forward_pre_hook(stop)
-    training, module.training = module.training, False  # noise that a hook adds in training is no factor
+    handle = module.register_forward_pre_hook(stop)
     try:
-        module(probe)
-    except Exception as error:
-        if not isinstance(error, _Probed):  # a hook of the user's that wants a real input: then the buffer must do
-            seen.clear()
+        module(torch.ones(1, dtype=weight.dtype, device=weight.device))
+    except _Probed as probed:
+        return float(probed.args[0].double())
     finally:
-        module.training = training
         handle.remove()
-    if not seen or not plain.any():
-        return None
-    plain, hooked = plain.double().flatten(), seen[0].double().flatten()
-    return float(plain @ hooked / (plain @ plain))
+    return None
 
 
 # The optimizer
@@ -268,8 +272,8 @@ class _Held:
 
     @property
     def facts(self) -> OptimizerFacts:
-        """Those of the optimizer that the family is called after: the user may have named it for one of their own."""
-        return OPTIMIZERS[self.family]
+        """What is known about optimizers of its family: the user may have named that for an optimizer of their own."""
+        return next(row for row in OPTIMIZERS.values() if row.family == self.family)
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -306,7 +310,7 @@ def _family(optimizer: torch.optim.Optimizer) -> str | Finding:
         return family_of(optimizer)
     except ValueError as error:
         labels = {str(group["family"]) for group in optimizer.param_groups if "family" in group}
-        if len(labels) != 1 or facts_of(optimizer).no_rule:
+        if len(labels) != 1 or not labels <= set(FAMILIES.values()) or facts_of(optimizer).no_rule:
             return Finding(str(error), "optimizer")
         return labels.pop()  # an optimizer of the user's own, whose family they named in param_groups
 
@@ -328,7 +332,7 @@ def _ownership(parameters: dict[str, nn.Parameter], owners: Counter[str]) -> Ite
 
 
 def _learning_rates(held: _Held) -> Iterator[Finding]:
-    """What the first of these has to say: what comes later would follow from it."""
+    """What the first check that finds something says: the findings of later ones would follow from it."""
     checks = (_other_family, _not_hidden, _ratios, _rates)
     yield from next(filter(None, (list(check(held)) for check in checks)), [])
 
@@ -336,19 +340,19 @@ def _learning_rates(held: _Held) -> Iterator[Finding]:
 def _other_family(held: _Held) -> Iterator[Finding]:
     others = [group["family"] for group in held.groups if group.get("family", held.family) != held.family]
     if others:
-        kind = name_of(held.optimizer)
+        name = name_of(held.optimizer)
         text = (
-            f"the groups were made for the {others[0]} family but given to {kind}: "
-            f"pass optimizer={kind.lower()!r} to param_groups"
+            f"the groups were made for the {others[0]} family but given to {name}: "
+            f"pass optimizer={name.lower()!r} to param_groups"
         )
         yield Finding(text, "LR")
 
 
 def _not_hidden(held: _Held) -> Iterator[Finding]:
     if held.facts.hidden_only and any(row.role != "hidden" for row, _ in held.planned):
-        kind = held.facts.name
-        remedy = f"use param_groups(..., optimizer={kind.lower()!r}, only='hidden')"
-        yield Finding(f"{kind} was given parameters that are not hidden weights: {remedy}", "optimizer")
+        name = held.facts.name
+        remedy = f"use param_groups(..., optimizer={name.lower()!r}, only='hidden')"
+        yield Finding(f"{name} was given parameters that are not hidden weights: {remedy}", "optimizer")
 
 
 def _ratios(held: _Held) -> Iterator[Finding]:
@@ -357,7 +361,9 @@ def _ratios(held: _Held) -> Iterator[Finding]:
         scheduled = any("initial_lr" in group for _, group in held.planned)
         base, wrong = wrong_groups(held.optimizer)
         ratio = float(wrong[0]["lr"]) / (base * wrong[0]["lr_factor"]) if base else math.nan
-        yield Finding(problem, "scheduler" if scheduled else "LR", " | ".join(group["name"] for group in wrong), ratio)
+        names = " | ".join(group["name"] for group in wrong)
+        members = tuple(row.name for row, group in held.planned if group is wrong[0])
+        yield Finding(problem, "scheduler" if scheduled else "LR", names, ratio, members)
 
 
 def _rates(held: _Held) -> Iterator[Finding]:
@@ -385,16 +391,16 @@ def _rates(held: _Held) -> Iterator[Finding]:
 
 def _unused_decay(held: _Held) -> Iterator[Finding]:
     """Groups have a decay of their own, so one that is given to the optimizer does nothing."""
-    kind, given = type(held.optimizer), held.optimizer.defaults.get("weight_decay")
-    default = inspect.signature(kind).parameters.get("weight_decay")
+    given = held.optimizer.defaults.get("weight_decay")
+    default = inspect.signature(type(held.optimizer)).parameters.get("weight_decay")
     ours = [group for group in held.groups if "lr_factor" in group]
     if given is None or default is None or given == default.default or not ours:
         return
     used = [decay for group in ours for decay in (group["weight_decay"], group["weight_decay"] * group["lr_factor"])]
     if not any(math.isclose(given, decay, rel_tol=1e-6) for decay in used):
         text = (
-            f"weight_decay={given:g} was given to {kind.__name__}, where it does nothing, since every group has its own: "
-            "pass it to param_groups(..., weight_decay=...)"
+            f"weight_decay={given:g} was given to {name_of(held.optimizer)}, where it does nothing, since every group has its "
+            "own: pass it to param_groups(..., weight_decay=...)"
         )
         yield Finding(text, "optimizer")
 
@@ -412,5 +418,5 @@ def _other_size(held: _Held) -> Iterator[Finding]:
         yield Finding(f"{held.facts.name} {text}", "LR")
 
 
+# What is looked at in an optimizer, each a function from it to findings.
 _CHECKS = (_learning_rates, _unused_decay, _no_epsilon, _other_size)
-"""What is looked at in an optimizer, each a function from it to findings."""

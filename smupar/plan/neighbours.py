@@ -137,7 +137,7 @@ def scaling_from_sizes(
 
 
 def _matrix_scaling(tensor: ParameterView, setting: RoleSetting | None, sizes: Sizes | None) -> tuple[int, ...]:
-    """The dimensions that scale, by the user's role or by sizes. A lookup writes the width, the layer of the logits reads it."""
+    """The dimensions that scale, by the user's role or by sizes. A lookup writes the width, the logits' layer reads it."""
     ins, outs = tensor.in_dims[:1], (tensor.out_dim,)
     if sizes is not None:
         dims = (ins if sizes.reads else ()) + (outs if sizes.writes_width else ())
