@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import smupar
-from smupar.check.coordinates.measure import Recorder
+from smupar.check.coordinates.measure import Cell, SizeRecorder
 from smupar.plan import layers, role_table
 from smupar.plan.layers import LAYERS, kind_of
 
@@ -204,13 +204,13 @@ def test_sizes_of_a_registered_layer_are_those_of_the_same_linear():
     sizes = []
     for model, plan in twins():
         optimizer = torch.optim.AdamW(smupar.param_groups(model, plan, lr=0.01))
-        recorder = Recorder(model, plan)
+        recorder = SizeRecorder(model, plan)
         recorder.step = 1
         loss_fn(model, batches(1)[0]).backward()
         weights = recorder.before_update()
         optimizer.step()
         recorder.after_update(weights)
-        found = recorder.readings(rule="smupar", width=64, density=0.25, seed=0)
+        found = recorder.readings(Cell("smupar", 64, 0.25, 0))
         sizes.append({(reading.place, reading.quantity): reading.rms for reading in found})
     assert {("up", "dY"), ("down", "grad X"), ("head", "dY"), ("head", "grad X")} <= sizes[0].keys()
     assert sizes[0] == pytest.approx(sizes[1], rel=1e-3)

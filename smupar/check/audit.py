@@ -85,132 +85,157 @@ def differences(
     model: nn.Module, plan: Plan, optimizer: Any = None, *, lr: float | None = None, trained: bool | None = None
 ) -> list[Finding]:
     """What ``audit`` would raise, as a list."""
-    model = unwrapped(model)
+    model, all_optimizers = unwrapped(model), optimizers(optimizer)
     parameters = dict(model.named_parameters())
-    findings = [
-        Finding(f"{row.name!r} is not in the model: the plan is of another one, make a new plan", "another model", row.name)
-        for row in plan
-        if row.name not in parameters
-    ]
-    all_groups = [group for each in optimizers(optimizer) for group in each.param_groups]
-    users_own = {id(parameter) for group in all_groups if "lr_factor" not in group for parameter in group["params"]}
-    findings += [
-        Finding(
-            f"{name!r} is not in the plan: add it before parameterize, or give it a group with param_groups(extra=[...])",
-            "another model",
-            name,
-        )
-        for name, parameter in parameters.items()
-        if name not in plan and id(parameter) not in users_own
-    ]
-    rows = [row for row in plan if row.name in parameters]
     if trained is None:
-        trained = any(num_steps(each) for each in optimizers(optimizer))
+        trained = any(num_steps(each) for each in all_optimizers)
+    findings = list(_other_parameters(plan, parameters, all_optimizers))
+    rows = [row for row in plan if row.name in parameters]
     for row in rows:
         findings += _weights(model, weight_of(model, row.name), row, check_std=not trained and not masks_move(model))
     for row in rows:
         for path, factor in row.forward:
             findings += _forward_factor(model.get_submodule(path), path, factor, row, parameters[row.name].dtype)
-    return findings + _optimizers(model, plan, parameters, optimizers(optimizer), lr)
+    return findings + _optimizers(model, plan, parameters, all_optimizers, lr)
+
+
+def _other_parameters(
+    plan: Plan, parameters: dict[str, nn.Parameter], all_optimizers: list[torch.optim.Optimizer]
+) -> Iterator[Finding]:
+    """Findings about parameters that are in the plan or in the model only; those with a group of the user's own are fine."""
+    for row in plan:
+        if row.name not in parameters:
+            yield Finding(
+                f"{row.name!r} is not in the model: the plan is of another one, make a new plan", "another model", row.name
+            )
+    groups = [group for each in all_optimizers for group in each.param_groups if "lr_factor" not in group]
+    given_a_group = {id(parameter) for group in groups for parameter in group["params"]}
+    for name, parameter in parameters.items():
+        if name not in plan and id(parameter) not in given_a_group:
+            yield Finding(
+                f"{name!r} is not in the plan: add it before parameterize, or give it a group with param_groups(extra=[...])",
+                "another model",
+                name,
+            )
 
 
 # The weights
 
 
-def _weights(model: nn.Module, kept: MaskedWeight, row: PlanRow, *, check_std: bool) -> list[Finding]:
+def _weights(model: nn.Module, kept: MaskedWeight, row: PlanRow, *, check_std: bool) -> Iterator[Finding]:
     weight = kept.full()
     if tuple(weight.shape) != row.shape:
-        text = f"{row.name!r} has shape {tuple(weight.shape)}, the plan {row.shape}: make a plan for this model"
-        return [Finding(text, "another model", row.name)]
+        yield Finding(
+            f"{row.name!r} has shape {tuple(weight.shape)}, the plan {row.shape}: make a plan for this model",
+            "another model",
+            row.name,
+        )
+        return
     if row.masked and not kept.is_masked:
-        return [Finding(f"{row.name!r} has no mask: call smupar.attach(model, plan)", "mask missing", row.name)]
-    findings = _masked(model, kept, weight, row) if kept.is_masked else []  # by the plan, or added for masks that move
+        yield Finding(f"{row.name!r} has no mask: call smupar.attach(model, plan)", "mask missing", row.name)
+        return
+    if kept.is_masked:  # by the plan, or added for masks that move
+        yield from _masked(model, kept, weight, row)
     if not bool(torch.isfinite(weight).all()):
-        text = f"{row.name!r} holds values that are not finite: initialise it (after to_empty: parameterize(reset=True))"
-        findings.append(Finding(text, "init", row.name))
+        yield Finding(
+            f"{row.name!r} holds values that are not finite: initialise it (after to_empty: parameterize(reset=True))",
+            "init",
+            row.name,
+        )
     elif check_std and row.init_std is not None:
         padding = padding_row(kept.module)
         if padding is not None:
             weight = torch.cat([weight[:padding], weight[padding + 1 :]])
-        findings += _std(weight[kept.full_mask()] if row.masked else weight.flatten(), row)
-    return findings
+        yield from _std(weight[kept.full_mask()] if row.masked else weight.flatten(), row, row.init_std)
 
 
-def _masked(model: nn.Module, kept: MaskedWeight, weight: Tensor, row: PlanRow) -> list[Finding]:
+def _masked(model: nn.Module, kept: MaskedWeight, weight: Tensor, row: PlanRow) -> Iterator[Finding]:
     mask = kept.full_mask()
-    findings = _mask(weight, mask, row, check_density=not masks_move(model))
+    yield from _mask(weight, mask, row, check_density=not masks_move(model))
     if kept.parameter.requires_grad and not kept.masks_gradient:
-        text = f"{row.name!r}: its gradient is not masked, the hook is lost; call smupar.attach(model, plan)"
-        findings.append(Finding(text, "off-mask weights", row.name))
+        yield Finding(
+            f"{row.name!r}: its gradient is not masked, the hook is lost; call smupar.attach(model, plan)",
+            "off-mask weights",
+            row.name,
+        )
     path, is_parametrized, _ = row.name.partition(".parametrizations.")
     if is_parametrized:
         used = whole(getattr(model.get_submodule(path), row.name.split(".")[-2]).detach())
         if used.shape == mask.shape and used.masked_fill(mask, 0).count_nonzero():
-            text = f"{row.name!r} is masked, but what its parametrization makes of it is not: remove that, or keep it dense"
-            findings.append(Finding(text, "off-mask weights", row.name))
-    return findings
+            yield Finding(
+                f"{row.name!r} is masked, but what its parametrization makes of it is not: remove that, or keep it dense",
+                "off-mask weights",
+                row.name,
+            )
 
 
-def _mask(weight: Tensor, mask: Tensor, row: PlanRow, *, check_density: bool) -> list[Finding]:
-    num_kept, size = int(torch.count_nonzero(mask)), mask.numel()
-    expected = float(row.density)
-    slack = 0.0 if row.num_kept is not None else _SIGMAS * math.sqrt(expected * (1 - expected) / size)
-    findings = []
-    if check_density and abs(num_kept / size - expected) > slack + 1e-12:
-        text = (
-            f"{row.name!r}: its mask keeps {num_kept / size:.6g} of the weights, the plan says {expected:.6g}; "
-            "parameterize with that density, or draw the masks again"
+def _mask(weight: Tensor, mask: Tensor, row: PlanRow, *, check_density: bool) -> Iterator[Finding]:
+    density, expected = int(torch.count_nonzero(mask)) / mask.numel(), float(row.density)
+    slack = 0.0 if row.num_kept is not None else _SIGMAS * math.sqrt(expected * (1 - expected) / mask.numel())
+    if check_density and abs(density - expected) > slack + 1e-12:
+        yield Finding(
+            f"{row.name!r}: its mask keeps {density:.6g} of the weights, the plan says {expected:.6g}; "
+            "parameterize with that density, or draw the masks again",
+            "mask density",
+            row.name,
+            density / expected,
         )
-        findings.append(Finding(text, "mask density", row.name, num_kept / size / expected))
-    stray = int(torch.count_nonzero(weight.masked_fill(mask, 0)))
-    if stray:
-        text = (
-            f"{row.name!r}: {stray} weights off the mask are not 0; something wrote to them after parameterize, "
-            "or an optimizer mixes entries: call smupar.attach(model, plan, optimizer) and multiply the weight by its mask"
+    num_stray = int(torch.count_nonzero(weight.masked_fill(mask, 0)))
+    if num_stray:
+        yield Finding(
+            f"{row.name!r}: {num_stray} weights off the mask are not 0; something wrote to them after parameterize, "
+            "or an optimizer mixes entries: call smupar.attach(model, plan, optimizer) and multiply the weight by its mask",
+            "off-mask weights",
+            row.name,
         )
-        findings.append(Finding(text, "off-mask weights", row.name))
-    return findings
 
 
-def _std(kept: Tensor, row: PlanRow) -> list[Finding]:
-    assert row.init_std is not None
-    num_zero = kept.numel() - int(torch.count_nonzero(kept))
-    if row.init_std > 0 and num_zero > max(8, 1e-2 * kept.numel()) and num_zero < kept.numel():
-        text = (
-            f"{row.name!r}: {num_zero} of its {kept.numel()} kept weights are 0, as if masked a second time; "
-            "make it sparse through smupar alone"
+def _std(kept: Tensor, row: PlanRow, planned: float) -> Iterator[Finding]:
+    size = kept.numel()
+    num_zero = size - int(torch.count_nonzero(kept))
+    if planned > 0 and max(8, 1e-2 * size) < num_zero < size:
+        yield Finding(
+            f"{row.name!r}: {num_zero} of its {size} kept weights are 0, as if masked a second time; "
+            "make it sparse through smupar alone",
+            "mask density",
+            row.name,
+            1 - num_zero / size,
         )
-        return [Finding(text, "mask density", row.name, 1 - num_zero / kept.numel())]
+        return
     # In parts: the whole in double precision takes twice the memory, and in single precision a sum of so many drifts.
     squares = torch.stack([part.double().square().sum() for part in kept.split(2**22)])
-    measured = math.sqrt(squares.sum().item() / kept.numel())
-    rounding = torch.finfo(kept.dtype).eps
-    tolerance = row.init_std * (_SIGMAS / math.sqrt(2 * kept.numel()) + rounding)
-    if abs(measured - row.init_std) <= tolerance:
-        return []
-    text = (
-        f"{row.name!r}: init std is {measured:.4g}, the plan says {row.init_std:.4g}; "
-        "initialise before parameterize, not after; pass trained=True if training has begun"
-    )
-    return [Finding(text, "init", row.name, measured / row.init_std if row.init_std else math.inf)]
+    measured = math.sqrt(squares.sum().item() / size)
+    if abs(measured - planned) > planned * (_SIGMAS / math.sqrt(2 * size) + torch.finfo(kept.dtype).eps):
+        yield Finding(
+            f"{row.name!r}: init std is {measured:.4g}, the plan says {planned:.4g}; "
+            "initialise before parameterize, not after; pass trained=True if training has begun",
+            "init",
+            row.name,
+            measured / planned if planned else math.inf,
+        )
 
 
 # The forward pass
 
 
-def _forward_factor(module: nn.Module, path: str, factor: float, row: PlanRow, dtype: torch.dtype) -> list[Finding]:
+def _forward_factor(module: nn.Module, path: str, factor: float, row: PlanRow, dtype: torch.dtype) -> Iterator[Finding]:
     remedy = "call smupar.attach(model, plan)"
     cause = "input factor" if row.role == "embedding" and path == row.forward[0][0] else "output factor"
     if not scales_output(module) or not hasattr(module, FACTOR):
-        return [Finding(f"{path!r} ({row.name!r}) does not apply its forward factor {factor:.6g}: {remedy}", cause, path)]
-    held = getattr(module, FACTOR)
-    measured = _measured_factor(module)
-    if not math.isclose(float(held), factor, rel_tol=1e-6):
-        measured = float(held)  # rounded by .bfloat16() or changed
-    elif measured is None or math.isclose(measured, factor, rel_tol=max(1e-3, torch.finfo(dtype).eps)):
-        return []
-    text = f"{path!r} ({row.name!r}) multiplies its output by {measured:.8g}, the plan says {factor:.8g}: {remedy}"
-    return [Finding(text, cause, path, measured / factor)]
+        yield Finding(f"{path!r} ({row.name!r}) does not apply its forward factor {factor:.6g}: {remedy}", cause, path)
+        return
+    applied, tolerance = float(getattr(module, FACTOR)), 1e-6
+    if math.isclose(applied, factor, rel_tol=tolerance):  # else it was rounded by .bfloat16(), or changed
+        measured = _measured_factor(module)
+        applied, tolerance = factor if measured is None else measured, max(1e-3, torch.finfo(dtype).eps)
+    if math.isclose(applied, factor, rel_tol=tolerance):
+        return
+    yield Finding(
+        f"{path!r} ({row.name!r}) multiplies its output by {applied:.8g}, the plan says {factor:.8g}: {remedy}",
+        cause,
+        path,
+        applied / factor,
+    )
 
 
 @torch.no_grad()
@@ -261,7 +286,7 @@ def _probe_input(module: nn.Module, weight: Tensor) -> float | None:
 
 @dataclass(frozen=True)
 class _Held:
-    """An optimizer with what the plan says about its parameters."""
+    """An optimizer, with the rows of the plan for its parameters."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -318,17 +343,19 @@ def _family(optimizer: torch.optim.Optimizer) -> str | Finding:
 def _ownership(parameters: dict[str, nn.Parameter], owners: Counter[str]) -> Iterator[Finding]:
     for name, parameter in parameters.items():
         if parameter.requires_grad and not owners[name]:
-            text = (
+            yield Finding(
                 f"{name!r} is trained but in no optimizer group: build the groups with smupar.param_groups, "
-                "give it a group with extra=[...], or freeze it"
+                "give it a group with extra=[...], or freeze it",
+                "optimizer",
+                name,
             )
-            yield Finding(text, "optimizer", name)
         if owners[name] > 1:
-            text = (
+            yield Finding(
                 f"{name!r} is in {owners[name]} groups and would be stepped as often: "
-                "with two optimizers use param_groups(..., only='hidden') for one and only='rest' for the other"
+                "with two optimizers use param_groups(..., only='hidden') for one and only='rest' for the other",
+                "optimizer",
+                name,
             )
-            yield Finding(text, "optimizer", name)
 
 
 def _learning_rates(held: _Held) -> Iterator[Finding]:
@@ -341,11 +368,11 @@ def _other_family(held: _Held) -> Iterator[Finding]:
     others = [group["family"] for group in held.groups if group.get("family", held.family) != held.family]
     if others:
         name = name_of(held.optimizer)
-        text = (
+        yield Finding(
             f"the groups were made for the {others[0]} family but given to {name}: "
-            f"pass optimizer={name.lower()!r} to param_groups"
+            f"pass optimizer={name.lower()!r} to param_groups",
+            "LR",
         )
-        yield Finding(text, "LR")
 
 
 def _not_hidden(held: _Held) -> Iterator[Finding]:
@@ -381,12 +408,14 @@ def _rates(held: _Held) -> Iterator[Finding]:
     base = held.lr if held.lr is not None else flat[0] if flat else bases.most_common(1)[0][0]
     for name, factor, rate in started:
         if not math.isclose(rate, base * factor, rel_tol=1e-3):
-            text = (
+            yield Finding(
                 f"{name!r}: learning rate is {rate:.4g}, the plan says {base * factor:.4g} "
                 f"(base {base:.4g} x {factor:.6g}, {held.family} family); "
-                "build the optimizer from smupar.param_groups(model, plan, lr=...)"
+                "build the optimizer from smupar.param_groups(model, plan, lr=...)",
+                "LR",
+                name,
+                rate / (base * factor),
             )
-            yield Finding(text, "LR", name, rate / (base * factor))
 
 
 def _unused_decay(held: _Held) -> Iterator[Finding]:
@@ -398,18 +427,20 @@ def _unused_decay(held: _Held) -> Iterator[Finding]:
         return
     used = [decay for group in ours for decay in (group["weight_decay"], group["weight_decay"] * group["lr_factor"])]
     if not any(math.isclose(given, decay, rel_tol=1e-6) for decay in used):
-        text = (
+        yield Finding(
             f"weight_decay={given:g} was given to {name_of(held.optimizer)}, where it does nothing, since every group has its "
-            "own: pass it to param_groups(..., weight_decay=...)"
+            "own: pass it to param_groups(..., weight_decay=...)",
+            "optimizer",
         )
-        yield Finding(text, "optimizer")
 
 
 def _no_epsilon(held: _Held) -> Iterator[Finding]:
     masked = any(weight_of(held.model, name).is_masked for name in held.names)
     if masked and any(group.get("eps") == 0 for group in held.groups):
-        text = "an epsilon of 0 divides 0 by 0 where weights are off the mask, and they become no numbers: leave it at 1e-8"
-        yield Finding(text, "optimizer")
+        yield Finding(
+            "an epsilon of 0 divides 0 by 0 where weights are off the mask, and they become no numbers: leave it at 1e-8",
+            "optimizer",
+        )
 
 
 def _other_size(held: _Held) -> Iterator[Finding]:

@@ -262,9 +262,9 @@ def register_layer(
 def _checked_dims(layer: type[nn.Module], in_dim: int | tuple[int, ...], out_dim: int) -> tuple[int, ...]:
     if not inspect.isclass(layer) or not issubclass(layer, nn.Module) or layer is nn.Module:
         raise ValueError(f"register_layer takes a class derived from nn.Module, got {layer!r}")
-    known = kind_of(layer.__new__(layer))
-    if layer.__module__.startswith("torch.") and known.weights and not known.is_registered:
-        raise ValueError(f"{layer.__name__} is known already ({known.name}): register a class of your own")
+    inherited = kind_of(layer.__new__(layer))
+    if layer.__module__.startswith("torch.") and inherited.weights and not inherited.is_registered:
+        raise ValueError(f"{layer.__name__} is known already ({inherited.name}): register a class of your own")
     in_dims = in_dim if isinstance(in_dim, tuple) else (in_dim,)
     dims = (*in_dims, out_dim)
     if not in_dims or any(isinstance(dim, bool) or not isinstance(dim, int) or dim < 0 for dim in dims):

@@ -107,7 +107,7 @@ def planned(model: nn.Module, base: nn.Module, settings: Settings) -> Plan:
 
 
 def cautions(plan: Plan) -> list[str]:
-    """The notes of a plan that its maker should hear as warnings, at the line that asked for it."""
+    """The notes of a plan that deserve a warning at the line that asked for the plan."""
     return [note.text for note in plan.notes if note.is_caution]
 
 
@@ -118,7 +118,7 @@ def warn(cautions: list[str], *, stacklevel: int) -> None:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """The settings that need no model, checked."""
+    """The settings that need no model, after checks."""
 
     rule: Rule
     base_spread: Allocation

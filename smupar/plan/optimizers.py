@@ -29,7 +29,7 @@ class OptimizerFacts:
     no_moves: str = ""  # why masks cannot move under it
 
     def num_states_with(self, momentum: float) -> int:
-        """SGD keeps nothing where it has no momentum."""
+        """How many state tensors it keeps for a weight: none for SGD without momentum."""
         return 0 if self.family == "sgd" and momentum == 0 else self.num_states
 
 

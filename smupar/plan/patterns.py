@@ -39,7 +39,7 @@ PATTERNS = '"random" | "bernoulli" | "fan_in" | "2:4" (any N:M) | "2:4-transposa
 
 @dataclass(frozen=True)
 class Pattern:
-    """Exact-count uniform random positions; the other patterns override ``count`` and ``draw``."""
+    """Uniformly chosen positions, in an exact number; the other patterns override ``count`` and ``draw``."""
 
     name: str = "random"
     # Neurons are removed from the network, so that widths change and what is left is dense.
@@ -127,8 +127,8 @@ class NM(Pattern):
 
 
 class TransposableNM(NM):
-    """N:M along the inputs AND along the outputs, so that the backward pass is N:M as well: every M x M tile has row and
-    column sums N (a circulant tile with rows and columns shuffled)."""
+    """N:M along the inputs and along the outputs, so that the backward pass is N:M as well. Every M x M tile has row and
+    column sums N: it is a circulant matrix with rows and columns shuffled."""
 
     def count(self, shape: Shape, in_dims: Dims, density: Fraction) -> int | None:
         if len(shape) != 2:
@@ -146,7 +146,7 @@ class TransposableNM(NM):
 
 
 @dataclass(frozen=True)
-class Block(Pattern):
+class SquareBlocks(Pattern):
     """Square blocks are kept or dropped whole."""
 
     size: int = 16
@@ -245,7 +245,7 @@ def parse_pattern(text: str | Pattern) -> Pattern:
             raise ValueError(f"pattern {text!r}: N:M needs 0 < N < M")
         return (TransposableNM if match[3] else NM)(text, n, m)
     if match := re.fullmatch(r"block-(\d*[1-9]\d*)", text):
-        return Block(text, int(match[1]))
+        return SquareBlocks(text, int(match[1]))
     raise ValueError(f"unknown pattern {text!r}: choose one of {PATTERNS}.")
 
 

@@ -70,7 +70,7 @@ class PlanRow:
 
 @dataclass
 class Plan:
-    """All rows, and what made them. Prints as a table; ``pending`` holds what only the user can set, until it is settled."""
+    """All rows, and the settings they come from. ``pending`` holds what only the user can set, until it is settled."""
 
     rule: str
     rows: tuple[PlanRow, ...]
@@ -107,13 +107,13 @@ class Plan:
         return 1 - float(sum(math.prod(row.shape) * row.density for row in hidden) / total) if total else 0.0
 
     def attention_scale(self, head_dim: int) -> float:
-        """What q.k must be multiplied with (Table 1). Put it into your model, then ``settle("attention_scale")``."""
+        """The number that q.k must be multiplied by (Table 1). Put it into your model, then ``settle("attention_scale")``."""
         if head_dim < 1:
             raise ValueError(f"head_dim must be a positive whole number, got {head_dim!r}")
         return get_rule(self.rule).attention_scale(int(head_dim))
 
     def settle(self, reminder: str) -> None:
-        """Says that something the plan cannot set itself is done, or need not be: "attention_scale", "output_factor" or
+        """Tells the plan that something it cannot set itself is done, or need not be: "attention_scale", "output_factor" or
         "input_factor". A plan that does not ask for it stays as it is, so that one script serves every rule."""
         if reminder not in REMINDERS:
             raise ValueError(f"no plan has a reminder called {reminder!r}: choose one of {', '.join(REMINDERS)}")

@@ -1,4 +1,4 @@
-"""How roles are decided: one ordered table of conditions, of which the first that holds counts. docs/any_model.md prints it.
+"""How roles are decided: by the first line that holds of one ordered table of conditions. docs/any_model.md prints it.
 
 A second table says when the sizes of a model that is as wide as its base leave doubt; it comes first.
 """
@@ -15,7 +15,7 @@ from smupar.plan.parameters import ParameterView
 
 @dataclass(frozen=True)
 class Case:
-    """A line of a table: what a parameter is that meets the condition, and none of an earlier line."""
+    """A line of a table: the role of a parameter that meets this condition and no earlier one."""
 
     when: str
     holds: Callable[..., bool]  # takes (parameter, neighbours), or the sizes of a matrix
@@ -53,7 +53,7 @@ def _is_square(tensor: ParameterView) -> bool:
 
 
 def _is_unknown_weight(tensor: ParameterView) -> bool:
-    """Called ``weight``, with one dimension that scales, of a module that may sum over it."""
+    """Whether it is a ``weight`` with one scaling dimension, of a module that may sum over it."""
     named = tensor.name.endswith(".weight") and not tensor.layer.by_element
     return tensor.layout == "raw" and named and len(tensor.scaling) == 1
 

@@ -44,7 +44,7 @@ ORIGINAL = Note("parametrized", "parametrized: these numbers are the original's,
 
 @dataclass(frozen=True)
 class ParamRole:
-    """Where one parameter stands in the neighbours."""
+    """Where one parameter stands in the network."""
 
     name: str
     role: str

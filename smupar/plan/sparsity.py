@@ -37,7 +37,7 @@ class Sparsity:
         return self.densities.get(role.name, Fraction(1))
 
     def num_kept(self, role: ParamRole) -> int | None:
-        """None where the pattern leaves it to chance."""
+        """How many weights the mask keeps; None where the pattern leaves it to chance."""
         density = self.density(role)
         exact = role.name in self.given or density == 1
         counted = exact or self.pattern.count(role.shape, role.in_dims, density) is not None
@@ -49,7 +49,7 @@ class Sparsity:
         return "given" if role.name in self.given else self.pattern.name
 
     def multipliers(self, role: ParamRole) -> tuple[Fraction, Fraction, Fraction]:
-        """m_in, m_out and m_rho. Dead neurons change the widths; the density is that among the live ones."""
+        """m_in, m_out and m_rho. Dead neurons change the widths; the density counts weights between live ones."""
         reads = any(dim in role.scaling for dim in role.in_dims)
         writes = any(dim not in role.in_dims for dim in role.scaling)
         width_in = role.width_in * (self.live if reads else 1)
@@ -85,7 +85,7 @@ def make_sparse(
     base: Allocation,
     masks: Mapping[str, Tensor],
 ) -> Sparsity:
-    """What is kept of every weight if hidden ones get this density, and the base had that one."""
+    """What is kept of every weight if hidden weights have ``density`` and those of the base had ``base``."""
     hidden = {role.name: role for role in roles if role.role == "hidden"}
     base_densities = base.densities({name: role.shape for name, role in hidden.items()})
     given = _given_masks(model, roles, masks)
@@ -173,7 +173,7 @@ def _without_neurons(
 
 
 def _refuse_flattened(model: nn.Module, roles: list[ParamRole]) -> None:
-    """Refuses a linear layer that reads a flattened image: several of its inputs come from one channel, unseen which."""
+    """Refuses a layer that reads a flattened image: several of its inputs come from one channel, and nothing tells which."""
     modules = dict(model.named_modules(remove_duplicate=False))
     channels: set[int] = set()  # written by convolutions
     features: set[int] = set()  # written by linear layers

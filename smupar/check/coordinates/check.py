@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import islice, product
@@ -255,7 +255,7 @@ class _GridRun:
         ]
 
     def _probe(self, batch: Any) -> None:
-        """The first batch again, leaving no trace: the same dropout each time, running statistics put back."""
+        """Runs the first batch again without a trace: the same dropout each time, and running statistics put back."""
         norms = filter(has_running_statistics, self.model.modules())
         statistics = [(norm, name, buffer.clone()) for norm in norms for name, buffer in norm.named_buffers(recurse=False)]
         with self.recorder.probe(), torch.random.fork_rng():
@@ -293,18 +293,18 @@ class _GridRun:
                 self.faults.append(Finding(f"from step {step}: {problem}", "scheduler", names))
 
 
-def _decay_faults(all_: list[torch.optim.Optimizer]) -> list[Finding]:
+def _decay_faults(all_optimizers: list[torch.optim.Optimizer]) -> Iterator[Finding]:
     """Groups whose decay per step differs: decay follows the learning rate's factor."""
-    faults = []
-    for optimizer in all_:
+    for optimizer in all_optimizers:
         groups = [group for group in optimizer.param_groups if "lr_factor" in group and group.get("weight_decay")]
         usual = next((group["weight_decay"] for group in groups if group["lr_factor"] == 1), None)
         for group in groups:
             share = group["lr_factor"] * group["weight_decay"] / usual if usual else 1.0
             if not math.isclose(share, 1, rel_tol=1e-4):
-                text = (
+                yield Finding(
                     f"group {group['name']!r} decays {share:.4g} times as fast as the embedding: weight decay is coupled to "
-                    "the learning rate; use param_groups(..., decay='independent')"
+                    "the learning rate; use param_groups(..., decay='independent')",
+                    "decay",
+                    group["name"],
+                    share,
                 )
-                faults.append(Finding(text, "decay", group["name"], share))
-    return faults

@@ -93,7 +93,7 @@ def _from_faults(
 
 
 def _embedding_cause(finding: Finding, plan: Plan) -> str | None:
-    """An embedding whose init or rate is off by just what a hidden weight of its width would get."""
+    """The cause, if a finding is about an embedding whose init or rate is off by the factor of a hidden weight."""
     named = (plan[name] for name in finding.parameters or (finding.name,) if name in plan)
     row = next((row for row in named if row.role == "embedding"), None)
     if finding.cause not in ("init", "LR") or row is None:
@@ -125,7 +125,7 @@ def _from_slopes(rule: str, failing: list[Slope], has_readout: bool) -> list[Dia
 
 
 def folded(slopes: Iterable[Slope]) -> list[str]:
-    """Where slopes were taken, equal places of all blocks as one."""
+    """The places of slopes, with equal places of all blocks as one."""
     places = dict.fromkeys(slope.place for slope in slopes)
     globs = {place: layer_glob(place) for place in places}
     return list(dict.fromkeys((globs[place] if globs[place].strip("*.") else place) or "logits" for place in places))

@@ -39,7 +39,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Reading:
-    """One size: of a layer's or block's quantity at a step (1 is the first forward pass) of one run."""
+    """The size of one quantity of a layer or block, at one step of a run; the first forward pass is step 1."""
 
     rule: str
     width: int
@@ -61,7 +61,7 @@ class Reading:
 
 
 class SizeRecorder:
-    """Hooks on the layers and blocks of a model; ``readings`` of the finished steps."""
+    """Measures through hooks on the layers and blocks of a model; ``readings`` gives the sizes of the finished steps."""
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self.model, self.plan = model, plan
@@ -145,7 +145,7 @@ class SizeRecorder:
             self._taken.clear()
 
     def before_update(self) -> dict[str, Tensor]:
-        """After backward: gradients. Returns the weights, for ``after_update``."""
+        """Takes the sizes of gradients, after the backward pass. Returns the weights, for ``after_update``."""
         parameters = dict(self.model.named_parameters())
         weights = {}
         for path, (name, _) in self.layers.items():
@@ -166,7 +166,7 @@ class SizeRecorder:
 
     @torch.no_grad()
     def after_update(self, weights: dict[str, Tensor]) -> None:
-        """After the optimizer's step: its effect on the outputs, weights alone."""
+        """Takes the effects of the update on the outputs, of weights alone, after the optimizer's step."""
         parameters = dict(self.model.named_parameters())
         for path, (name, _) in self.layers.items():
             if path in self._inputs:

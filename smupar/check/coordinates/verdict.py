@@ -137,7 +137,7 @@ def thresholds(slope: Slope) -> tuple[float, float]:
 
 
 def judge(slope: Slope) -> str:
-    """ "" where nothing is promised, else one of the four verdicts."""
+    """One of the four verdicts, or "" where nothing is promised."""
     if slope.quantity not in JUDGED or (slope.quantity == GRAD_X and slope.role == "embedding"):
         return ""  # no rule speaks of the gradient that flows out of the network into its data
     if _is_known_exception(slope):
@@ -160,7 +160,7 @@ def _is_known_exception(slope: Slope) -> bool:
 
 
 def decides(slope: Slope) -> bool:
-    """Whether a slope counts for the verdict; the others say from which step on."""
+    """Whether a slope counts for the verdict; the others only tell from which step on sizes drift."""
     return slope.step in (1, LATER)
 
 
