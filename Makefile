@@ -31,8 +31,7 @@ bench: $(VENV)/.runtime
 
 # Pages that are generated from code; the tests fail when they are stale.
 docs: $(VENV)/.runtime
-	$(BIN)/smupar rules --markdown > docs/rules.md
-	$(BIN)/python -m smupar.plan.optimizers docs/optimizers.md
+	$(BIN)/python docs/generate.py
 
 # The documentation as a site in build/site, with every link and reference checked; serve it by .venv/bin/mkdocs serve.
 site: $(VENV)/.docs

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from smupar.optim.guard import LRRatioWarning, guard
     from smupar.plan.allocations import er, erk, uniform
     from smupar.plan.layers import register_layer
+    from smupar.plan.make import make_plan
     from smupar.plan.plan import Plan, PlanWarning
-    from smupar.plan.planner import make_plan
     from smupar.updates.meter import UpdatesWarning, follow_updates, record_updates
     from smupar.updates.trace import Trace
 
@@ -33,7 +33,7 @@ __version__ = "0.1.0"
 _WHERE = {
     "parameterize": "model.parameterize",
     "attach": "model.parameterize",
-    "make_plan": "plan.planner",
+    "make_plan": "plan.make",
     "Plan": "plan.plan",
     "PlanWarning": "plan.plan",
     "register_layer": "plan.layers",

@@ -1,4 +1,4 @@
-"""Table 1 of the paper as data. Everything else in the package executes this object; no factor is written anywhere else.
+"""Table 1 of the paper as data. The package takes the factors of init, learning rates and forward passes from here.
 
 A *rule* is a column of Table 1 (SP, muP, SmuPar and the two ablations of App. C), a *role* is the kind of tensor a row
 speaks of. Each entry is a product of powers of the tensor's own multipliers:
@@ -35,10 +35,8 @@ class Power:
         powers = [("m_in", self.m_in), ("m_out", self.m_out), ("m_rho", self.m_rho)]
         above = [symbol] + [_written(name, exponent) for name, exponent in powers if exponent > 0]
         below = [_written(name, -exponent) for name, exponent in powers if exponent < 0]
-        top = " ".join(above)
-        if not below:
-            return top
-        return f"{top} / {below[0]}" if len(below) == 1 else f"{top} / ({' '.join(below)})"
+        divisor = f" / ({' '.join(below)})" if len(below) > 1 else f" / {below[0]}" if below else ""
+        return " ".join(above) + divisor
 
 
 def _written(name: str, exponent: int) -> str:
@@ -136,8 +134,8 @@ SMUPAR_LR_ONLY = replace(MUP, name="smupar-lr-only", title="muP + SmuPar LR only
 
 RULES = {rule.name: rule for rule in (SP, MUP, SMUPAR, SMUPAR_INIT_ONLY, SMUPAR_LR_ONLY)}
 
+# Roles whose tensors weight decay shrinks, by what a run can choose.
 DECAYED = {"all": ROLES, "matrices": ("embedding", "hidden", "unembedding"), "hidden": ("hidden",)}
-"""Roles whose tensors weight decay shrinks, by what a run can choose."""
 
 
 def get_rule(name: str) -> Rule:
@@ -148,11 +146,6 @@ def get_rule(name: str) -> Rule:
 
 def table() -> list[list[str]]:
     """Table 1 in words, header first: what, one column for each rule, source."""
-    rules = list(RULES.values())
-    rows = [["what", *(rule.title for rule in rules), "source"]]
-
-    def row(what: str, source: str, entry: Callable[[Rule], str]) -> None:
-        rows.append([what, *(entry(rule) for rule in rules), source])
 
     def init(role: str) -> Callable[[Rule], str]:
         return lambda rule: rule.init_var[role].times("s^2")
@@ -163,29 +156,31 @@ def table() -> list[list[str]]:
     def forward(role: str, alpha: str, product: str) -> Callable[[Rule], str]:
         return lambda rule: rule.forward[role].times(f"{alpha} {product}" if rule.has_alphas else product)
 
-    muon = "ours: Muon sizes its own update"
+    def attention(rule: Rule) -> str:
+        return "q.k / d_head" if rule.attention_exponent == -1 else "q.k / sqrt(d_head)"
+
     sgd_vector = "muP; not printed in the paper"
-    row("embedding init variance", "Table 1", init("embedding"))
-    row("embedding LR (Adam family)", "Table 1", lr("adam", "embedding"))
-    row("embedding LR (SGD family)", sgd_vector, lr("sgd", "embedding"))
-    row("embedding forward", "Table 1", forward("embedding", "alpha_in", "x W"))
-    row("hidden init variance", "Table 1", init("hidden"))
-    row("hidden LR (Adam family)", "Table 1", lr("adam", "hidden"))
-    row("hidden LR (SGD family)", "App. D, and muP where m_out differs from m_in", lr("sgd", "hidden"))
-    row("hidden LR (Muon)", muon, lr("muon", "hidden"))
-    row("unembedding init variance", "as the tied one", init("unembedding"))
-    row("unembedding LR (Adam family)", "as the tied one", lr("adam", "unembedding"))
-    row("unembedding LR (SGD family)", sgd_vector, lr("sgd", "unembedding"))
-    row("unembedding forward", "Table 1", forward("unembedding", "alpha_out", "x W^T"))
-    row("norms, biases LR (Adam family)", "matches muP", lr("adam", "vector"))
-    row("norms, biases LR (SGD family)", sgd_vector, lr("sgd", "vector"))
-    row("tensors that do not scale, LR", "muP", lr("adam", "fixed"))
-    row(
-        "attention logits",
-        "Table 1",
-        lambda rule: "q.k / d_head" if rule.attention_exponent == -1 else "q.k / sqrt(d_head)",
-    )
-    return rows
+    lines: list[tuple[str, Callable[[Rule], str], str]] = [
+        ("embedding init variance", init("embedding"), "Table 1"),
+        ("embedding LR (Adam family)", lr("adam", "embedding"), "Table 1"),
+        ("embedding LR (SGD family)", lr("sgd", "embedding"), sgd_vector),
+        ("embedding forward", forward("embedding", "alpha_in", "x W"), "Table 1"),
+        ("hidden init variance", init("hidden"), "Table 1"),
+        ("hidden LR (Adam family)", lr("adam", "hidden"), "Table 1"),
+        ("hidden LR (SGD family)", lr("sgd", "hidden"), "App. D, and muP where m_out differs from m_in"),
+        ("hidden LR (Muon)", lr("muon", "hidden"), "ours: Muon sizes its own update"),
+        ("unembedding init variance", init("unembedding"), "as the tied one"),
+        ("unembedding LR (Adam family)", lr("adam", "unembedding"), "as the tied one"),
+        ("unembedding LR (SGD family)", lr("sgd", "unembedding"), sgd_vector),
+        ("unembedding forward", forward("unembedding", "alpha_out", "x W^T"), "Table 1"),
+        ("norms, biases LR (Adam family)", lr("adam", "vector"), "matches muP"),
+        ("norms, biases LR (SGD family)", lr("sgd", "vector"), sgd_vector),
+        ("tensors that do not scale, LR", lr("adam", "fixed"), "muP"),
+        ("attention logits", attention, "Table 1"),
+    ]
+    rules = RULES.values()
+    header = ["what", *(rule.title for rule in rules), "source"]
+    return [header, *([what, *map(entry, rules), source] for what, entry, source in lines)]
 
 
 def markdown() -> str:

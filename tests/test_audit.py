@@ -550,6 +550,17 @@ def test_adafactor_is_found():
         assert "measured updates" in line
 
 
+def test_groups_that_name_an_unknown_family_are_found():
+    class Mine(torch.optim.AdamW):
+        pass
+
+    model, plan = mlp()
+    optimizer = Mine(smupar.param_groups(model, plan, lr=0.01))
+    for group in optimizer.param_groups:
+        group["family"] = "mine"
+    assert "no learning-rate rule is known for optimizer 'Mine'" in only_finding(model, plan, optimizer)
+
+
 def test_unknown_optimizer_is_found_unless_its_groups_name_a_family():
     class Signum(torch.optim.SGD):
         """An optimizer of the user's own."""

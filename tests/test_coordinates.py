@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import smupar
-from smupar.check.coordinates.measure import CHANGE, DY, GRAD_W, GRAD_X, JUDGED, Reading, Recorder, Y
+from smupar.check.coordinates.measure import CHANGE, DY, GRAD_W, GRAD_X, JUDGED, Reading, SizeRecorder, Y
 from smupar.check.coordinates.report import Report
 from smupar.check.coordinates.verdict import EXCEPTION, FAIL, LATER, PASS, UNCLEAR, Slope, judge, overall, slopes
 from smupar.lm.config.run import ModelConfig
@@ -529,7 +529,7 @@ def test_batches_may_be_an_endless_generator_and_every_run_gets_the_same():
 def test_recorder_keeps_as_many_tensors_after_ten_steps_as_after_one():
     model, plan = _twin(Fork)
     stepper = torch.optim.AdamW(smupar.param_groups(model, plan, lr=0.01))
-    recorder = Recorder(model, plan)
+    recorder = SizeRecorder(model, plan)
 
     def held():
         values = [value for value in vars(recorder).values() if isinstance(value, dict)]

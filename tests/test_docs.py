@@ -19,6 +19,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MKDOCS = yaml.load((ROOT / "mkdocs.yml").read_text(), Loader=yaml.BaseLoader)  # a loader that resolves no tags
 
 
+GENERATED = runpy.run_path(str(ROOT / "docs" / "generate.py"))["pages"]()
+
+
 def _blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
 
@@ -28,6 +31,11 @@ def test_page_code_runs(page):
     namespace: dict[str, object] = {}
     for block in _blocks(page, "python"):
         exec(compile(block, str(page), "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", GENERATED, ids=lambda page: page.name)
+def test_generated_page_is_what_the_code_says(page):
+    assert page.read_text(encoding="utf-8") == GENERATED[page], "stale: run `make docs`"
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "plan.md"], ids=lambda page: page.name)

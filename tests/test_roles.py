@@ -1095,7 +1095,7 @@ def test_frozen_table_is_overwritten_with_a_warning_or_kept():
         frozen = nn.Embedding.from_pretrained(torch.arange(4.0)[:, None].expand(4, width).clone())
         return nn.ModuleDict({"pos": frozen, "mix": nn.Linear(width, width), "head": nn.Linear(width, 3)})
 
-    with pytest.warns(smupar.PlanWarning, match="'pos.weight' is frozen and initialised anew"):
+    with pytest.warns(smupar.PlanWarning, match="'pos.weight' is frozen and initialised all the same"):
         smupar.make_plan(make(32), base=make(8))
     model = make(32)
     smupar.parameterize(model, base=make(8), roles={"pos.weight": "fixed"})

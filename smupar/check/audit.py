@@ -22,8 +22,8 @@ from smupar.model.sharding import is_sharded, whole
 from smupar.model.stepping import optimizers
 from smupar.model.weights import MaskedWeight, weight_of
 from smupar.optim.guard import guard, num_steps, ratio_problem, wrong_groups
-from smupar.plan.layers import is_plain_lookup, kind_of
-from smupar.plan.optimizers import OPTIMIZERS, OptimizerFacts, facts_of, family_of, name_of
+from smupar.plan.layers import is_plain_lookup, kind_of, padding_row
+from smupar.plan.optimizers import FAMILIES, OPTIMIZERS, OptimizerFacts, facts_of, family_of, name_of
 from smupar.plan.plan import Plan, PlanRow, PlanWarning
 from smupar.plan.reminders import shows_scale
 
@@ -33,12 +33,13 @@ _SIGMAS = 6.0
 
 @dataclass(frozen=True)
 class Finding:
-    """A line for the reader, with what a program wants to know: the cause, the parameter, its ratio to the plan."""
+    """A line for the reader, with what a program wants to know: the cause, what it is about, its ratio to the plan."""
 
     text: str
     cause: str
-    name: str = ""
+    name: str = ""  # of the parameter, layer or groups
     ratio: float = math.nan  # what was measured over what was planned; nan where that means nothing
+    parameters: tuple[str, ...] = ()  # those that have this ratio, if the name is not a parameter's
 
     def __str__(self) -> str:
         return self.text
@@ -84,172 +85,200 @@ def differences(
     model: nn.Module, plan: Plan, optimizer: Any = None, *, lr: float | None = None, trained: bool | None = None
 ) -> list[Finding]:
     """What ``audit`` would raise, as a list."""
-    model = unwrapped(model)
+    model, all_optimizers = unwrapped(model), optimizers(optimizer)
     parameters = dict(model.named_parameters())
-    findings = [
-        Finding(f"{row.name!r} is not in the model: the plan is of another one, make a new plan", "another model", row.name)
-        for row in plan
-        if row.name not in parameters
-    ]
-    own = {id(p) for one in optimizers(optimizer) for g in one.param_groups if "lr_factor" not in g for p in g["params"]}
-    findings += [
-        Finding(
-            f"{name!r} is not in the plan: add it before parameterize, or give it a group with param_groups(extra=[...])",
-            "another model",
-            name,
-        )
-        for name, parameter in parameters.items()
-        if name not in plan and id(parameter) not in own
-    ]
-    rows = [row for row in plan if row.name in parameters]
     if trained is None:
-        trained = any(num_steps(one) for one in optimizers(optimizer))
+        trained = any(num_steps(each) for each in all_optimizers)
+    findings = list(_other_parameters(plan, parameters, all_optimizers))
+    rows = [row for row in plan if row.name in parameters]
     for row in rows:
         findings += _weights(model, weight_of(model, row.name), row, check_std=not trained and not masks_move(model))
     for row in rows:
         for path, factor in row.forward:
             findings += _forward_factor(model.get_submodule(path), path, factor, row, parameters[row.name].dtype)
-    return findings + _optimizers(model, plan, parameters, optimizers(optimizer), lr)
+    return findings + _optimizers(model, plan, parameters, all_optimizers, lr)
+
+
+def _other_parameters(
+    plan: Plan, parameters: dict[str, nn.Parameter], all_optimizers: list[torch.optim.Optimizer]
+) -> Iterator[Finding]:
+    """Findings about parameters that are in the plan or in the model only; those with a group of the user's own are fine."""
+    for row in plan:
+        if row.name not in parameters:
+            yield Finding(
+                f"{row.name!r} is not in the model: the plan is of another one, make a new plan", "another model", row.name
+            )
+    groups = [group for each in all_optimizers for group in each.param_groups if "lr_factor" not in group]
+    given_a_group = {id(parameter) for group in groups for parameter in group["params"]}
+    for name, parameter in parameters.items():
+        if name not in plan and id(parameter) not in given_a_group:
+            yield Finding(
+                f"{name!r} is not in the plan: add it before parameterize, or give it a group with param_groups(extra=[...])",
+                "another model",
+                name,
+            )
 
 
 # The weights
 
 
-def _weights(model: nn.Module, kept: MaskedWeight, row: PlanRow, *, check_std: bool) -> list[Finding]:
+def _weights(model: nn.Module, kept: MaskedWeight, row: PlanRow, *, check_std: bool) -> Iterator[Finding]:
     weight = kept.full()
     if tuple(weight.shape) != row.shape:
-        text = f"{row.name!r} has shape {tuple(weight.shape)}, the plan {row.shape}: make a plan for this model"
-        return [Finding(text, "another model", row.name)]
+        yield Finding(
+            f"{row.name!r} has shape {tuple(weight.shape)}, the plan {row.shape}: make a plan for this model",
+            "another model",
+            row.name,
+        )
+        return
     if row.masked and not kept.is_masked:
-        return [Finding(f"{row.name!r} has no mask: call smupar.attach(model, plan)", "mask missing", row.name)]
-    findings = _masked(model, kept, weight, row) if kept.is_masked else []  # by the plan, or added for masks that move
+        yield Finding(f"{row.name!r} has no mask: call smupar.attach(model, plan)", "mask missing", row.name)
+        return
+    if kept.is_masked:  # by the plan, or added for masks that move
+        yield from _masked(model, kept, weight, row)
     if not bool(torch.isfinite(weight).all()):
-        text = f"{row.name!r} holds values that are not finite: initialise it (after to_empty: parameterize(reset=True))"
-        findings.append(Finding(text, "init", row.name))
+        yield Finding(
+            f"{row.name!r} holds values that are not finite: initialise it (after to_empty: parameterize(reset=True))",
+            "init",
+            row.name,
+        )
     elif check_std and row.init_std is not None:
-        padding = getattr(kept.module, "padding_idx", None)
-        if padding is not None:  # that row is 0
+        padding = padding_row(kept.module)
+        if padding is not None:
             weight = torch.cat([weight[:padding], weight[padding + 1 :]])
-        findings += _std(weight[kept.full_mask()] if row.masked else weight.flatten(), row)
-    return findings
+        yield from _std(weight[kept.full_mask()] if row.masked else weight.flatten(), row, row.init_std)
 
 
-def _masked(model: nn.Module, kept: MaskedWeight, weight: Tensor, row: PlanRow) -> list[Finding]:
+def _masked(model: nn.Module, kept: MaskedWeight, weight: Tensor, row: PlanRow) -> Iterator[Finding]:
     mask = kept.full_mask()
-    findings = _mask(weight, mask, row, check_density=not masks_move(model))
+    yield from _mask(weight, mask, row, check_density=not masks_move(model))
     if kept.parameter.requires_grad and not kept.masks_gradient:
-        text = f"{row.name!r}: its gradient is not masked, the hook is lost; call smupar.attach(model, plan)"
-        findings.append(Finding(text, "off-mask weights", row.name))
-    path, made, _ = row.name.partition(".parametrizations.")
-    if made:
+        yield Finding(
+            f"{row.name!r}: its gradient is not masked, the hook is lost; call smupar.attach(model, plan)",
+            "off-mask weights",
+            row.name,
+        )
+    path, is_parametrized, _ = row.name.partition(".parametrizations.")
+    if is_parametrized:
         used = whole(getattr(model.get_submodule(path), row.name.split(".")[-2]).detach())
         if used.shape == mask.shape and used.masked_fill(mask, 0).count_nonzero():
-            text = f"{row.name!r} is masked, but what its parametrization makes of it is not: remove that, or keep it dense"
-            findings.append(Finding(text, "off-mask weights", row.name))
-    return findings
+            yield Finding(
+                f"{row.name!r} is masked, but what its parametrization makes of it is not: remove that, or keep it dense",
+                "off-mask weights",
+                row.name,
+            )
 
 
-def _mask(weight: Tensor, mask: Tensor, row: PlanRow, *, check_density: bool) -> list[Finding]:
-    num_kept, size = int(torch.count_nonzero(mask)), mask.numel()
-    expected = float(row.density)
-    slack = 0.0 if row.num_kept is not None else _SIGMAS * math.sqrt(expected * (1 - expected) / size)
-    findings = []
-    if check_density and abs(num_kept / size - expected) > slack + 1e-12:
-        text = (
-            f"{row.name!r}: its mask keeps {num_kept / size:.6g} of the weights, the plan says {expected:.6g}; "
-            "parameterize with that density, or draw the masks again"
+def _mask(weight: Tensor, mask: Tensor, row: PlanRow, *, check_density: bool) -> Iterator[Finding]:
+    density, expected = int(torch.count_nonzero(mask)) / mask.numel(), float(row.density)
+    slack = 0.0 if row.num_kept is not None else _SIGMAS * math.sqrt(expected * (1 - expected) / mask.numel())
+    if check_density and abs(density - expected) > slack + 1e-12:
+        yield Finding(
+            f"{row.name!r}: its mask keeps {density:.6g} of the weights, the plan says {expected:.6g}; "
+            "parameterize with that density, or draw the masks again",
+            "mask density",
+            row.name,
+            density / expected,
         )
-        findings.append(Finding(text, "mask density", row.name, num_kept / size / expected))
-    stray = int(torch.count_nonzero(weight.masked_fill(mask, 0)))
-    if stray:
-        text = (
-            f"{row.name!r}: {stray} weights off the mask are not 0; something wrote to them after parameterize, "
-            "or an optimizer mixes entries: call smupar.attach(model, plan, optimizer) and multiply the weight by its mask"
+    num_stray = int(torch.count_nonzero(weight.masked_fill(mask, 0)))
+    if num_stray:
+        yield Finding(
+            f"{row.name!r}: {num_stray} weights off the mask are not 0; something wrote to them after parameterize, "
+            "or an optimizer mixes entries: call smupar.attach(model, plan, optimizer) and multiply the weight by its mask",
+            "off-mask weights",
+            row.name,
         )
-        findings.append(Finding(text, "off-mask weights", row.name))
-    return findings
 
 
-def _std(kept: Tensor, row: PlanRow) -> list[Finding]:
-    assert row.init_std is not None
-    num_zero = kept.numel() - int(torch.count_nonzero(kept))
-    if row.init_std > 0 and num_zero > max(8, 1e-2 * kept.numel()) and num_zero < kept.numel():
-        text = (
-            f"{row.name!r}: {num_zero} of its {kept.numel()} kept weights are 0, as if masked a second time; "
-            "make it sparse through smupar alone"
+def _std(kept: Tensor, row: PlanRow, planned: float) -> Iterator[Finding]:
+    size = kept.numel()
+    num_zero = size - int(torch.count_nonzero(kept))
+    if planned > 0 and max(8, 1e-2 * size) < num_zero < size:
+        yield Finding(
+            f"{row.name!r}: {num_zero} of its {size} kept weights are 0, as if masked a second time; "
+            "make it sparse through smupar alone",
+            "mask density",
+            row.name,
+            1 - num_zero / size,
         )
-        return [Finding(text, "mask density", row.name, 1 - num_zero / kept.numel())]
+        return
     # In parts: the whole in double precision takes twice the memory, and in single precision a sum of so many drifts.
     squares = torch.stack([part.double().square().sum() for part in kept.split(2**22)])
-    measured = math.sqrt(squares.sum().item() / kept.numel())
-    rounding = torch.finfo(kept.dtype).eps
-    tolerance = row.init_std * (_SIGMAS / math.sqrt(2 * kept.numel()) + rounding)
-    if abs(measured - row.init_std) <= tolerance:
-        return []
-    text = (
-        f"{row.name!r}: init std is {measured:.4g}, the plan says {row.init_std:.4g}; "
-        "initialise before parameterize, not after; pass trained=True if training has begun"
-    )
-    return [Finding(text, "init", row.name, measured / row.init_std if row.init_std else math.inf)]
+    measured = math.sqrt(squares.sum().item() / size)
+    if abs(measured - planned) > planned * (_SIGMAS / math.sqrt(2 * size) + torch.finfo(kept.dtype).eps):
+        yield Finding(
+            f"{row.name!r}: init std is {measured:.4g}, the plan says {planned:.4g}; "
+            "initialise before parameterize, not after; pass trained=True if training has begun",
+            "init",
+            row.name,
+            measured / planned if planned else math.inf,
+        )
 
 
 # The forward pass
 
 
-def _forward_factor(module: nn.Module, path: str, factor: float, row: PlanRow, dtype: torch.dtype) -> list[Finding]:
+def _forward_factor(module: nn.Module, path: str, factor: float, row: PlanRow, dtype: torch.dtype) -> Iterator[Finding]:
     remedy = "call smupar.attach(model, plan)"
     cause = "input factor" if row.role == "embedding" and path == row.forward[0][0] else "output factor"
     if not scales_output(module) or not hasattr(module, FACTOR):
-        return [Finding(f"{path!r} ({row.name!r}) does not apply its forward factor {factor:.6g}: {remedy}", cause, path)]
-    held = getattr(module, FACTOR)
-    measured = _measured_factor(module)
-    if not math.isclose(float(held), factor, rel_tol=1e-6):
-        measured = float(held)  # rounded by .bfloat16() or changed
-    elif measured is None or math.isclose(measured, factor, rel_tol=max(1e-3, torch.finfo(dtype).eps)):
-        return []
-    text = f"{path!r} ({row.name!r}) multiplies its output by {measured:.8g}, the plan says {factor:.8g}: {remedy}"
-    return [Finding(text, cause, path, measured / factor)]
-
-
-class _Probed(Exception):  # noqa: N818  # leaves a forward pass as soon as its hooks have spoken
-    pass
+        yield Finding(f"{path!r} ({row.name!r}) does not apply its forward factor {factor:.6g}: {remedy}", cause, path)
+        return
+    applied, tolerance = float(getattr(module, FACTOR)), 1e-6
+    if math.isclose(applied, factor, rel_tol=tolerance):  # else it was rounded by .bfloat16(), or changed
+        measured = _measured_factor(module)
+        applied, tolerance = factor if measured is None else measured, max(1e-3, torch.finfo(dtype).eps)
+    if math.isclose(applied, factor, rel_tol=tolerance):
+        return
+    yield Finding(
+        f"{path!r} ({row.name!r}) multiplies its output by {applied:.8g}, the plan says {factor:.8g}: {remedy}",
+        cause,
+        path,
+        applied / factor,
+    )
 
 
 @torch.no_grad()
 def _measured_factor(module: nn.Module) -> float | None:
-    """What the layer's hooks do to a probe: to the input a layer gets, or to the row that a lookup returns."""
+    """What the layer's hooks do to a probe: to the input that a layer gets, or to the row that a lookup returns."""
     kind = kind_of(module)
     weight = getattr(module, kind.weights, None)
-    if not isinstance(weight, Tensor) or is_sharded(weight):
+    if not isinstance(weight, Tensor) or is_sharded(weight) or (kind.is_lookup and not is_plain_lookup(module)):
         return None
-    seen: list[Tensor] = []
-    if kind.is_lookup:
-        if not is_plain_lookup(module):
-            return None
-        row = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).argmax()[None]
-        probe, plain = row, weight[row]
-        handle = module.register_forward_hook(lambda _, args, output: seen.append(output))
-    else:
-        probe = plain = torch.ones(1, dtype=weight.dtype, device=weight.device)
-
-        def stop(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            seen.append(args[0])
-            raise _Probed
-
-        handle = module.register_forward_pre_hook(stop)
     training, module.training = module.training, False  # noise that a hook adds in training is no factor
     try:
-        module(probe)
-    except Exception as error:
-        if not isinstance(error, _Probed):  # a hook of the user's that wants a real input: then the buffer must do
-            seen.clear()
+        return _probe_lookup(module, weight) if kind.is_lookup else _probe_input(module, weight)
+    except Exception:  # a hook of the user's that wants a real input: then the buffer must do
+        return None
     finally:
         module.training = training
+
+
+def _probe_lookup(module: nn.Module, weight: Tensor) -> float | None:
+    """The factor between the largest row of a table and what looking it up returns."""
+    index = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).argmax()[None]
+    row = weight[index].double().flatten()
+    return float(row @ module(index).double().flatten() / (row @ row)) if row.any() else None
+
+
+class _Probed(Exception):  # noqa: N818  # carries the input out of a forward pass that cannot go on with a probe
+    pass
+
+
+def _probe_input(module: nn.Module, weight: Tensor) -> float | None:
+    """What the hooks before the forward pass make of an input of 1."""
+
+    def stop(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        raise _Probed(args[0])
+
+    handle = module.register_forward_pre_hook(stop)
+    try:
+        module(torch.ones(1, dtype=weight.dtype, device=weight.device))
+    except _Probed as probed:
+        return float(probed.args[0].double())
+    finally:
         handle.remove()
-    if not seen or not plain.any():
-        return None
-    plain, hooked = plain.double().flatten(), seen[0].double().flatten()
-    return float(plain @ hooked / (plain @ plain))
+    return None
 
 
 # The optimizer
@@ -257,7 +286,7 @@ def _measured_factor(module: nn.Module) -> float | None:
 
 @dataclass(frozen=True)
 class _Held:
-    """An optimizer with what the plan says about its parameters."""
+    """An optimizer, with the rows of the plan for its parameters."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -268,8 +297,8 @@ class _Held:
 
     @property
     def facts(self) -> OptimizerFacts:
-        """Those of the optimizer that the family is called after: the user may have named it for one of their own."""
-        return OPTIMIZERS[self.family]
+        """What is known about optimizers of its family: the user may have named that for an optimizer of their own."""
+        return next(row for row in OPTIMIZERS.values() if row.family == self.family)
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -306,7 +335,7 @@ def _family(optimizer: torch.optim.Optimizer) -> str | Finding:
         return family_of(optimizer)
     except ValueError as error:
         labels = {str(group["family"]) for group in optimizer.param_groups if "family" in group}
-        if len(labels) != 1 or facts_of(optimizer).no_rule:
+        if len(labels) != 1 or not labels <= set(FAMILIES.values()) or facts_of(optimizer).no_rule:
             return Finding(str(error), "optimizer")
         return labels.pop()  # an optimizer of the user's own, whose family they named in param_groups
 
@@ -314,21 +343,23 @@ def _family(optimizer: torch.optim.Optimizer) -> str | Finding:
 def _ownership(parameters: dict[str, nn.Parameter], owners: Counter[str]) -> Iterator[Finding]:
     for name, parameter in parameters.items():
         if parameter.requires_grad and not owners[name]:
-            text = (
+            yield Finding(
                 f"{name!r} is trained but in no optimizer group: build the groups with smupar.param_groups, "
-                "give it a group with extra=[...], or freeze it"
+                "give it a group with extra=[...], or freeze it",
+                "optimizer",
+                name,
             )
-            yield Finding(text, "optimizer", name)
         if owners[name] > 1:
-            text = (
+            yield Finding(
                 f"{name!r} is in {owners[name]} groups and would be stepped as often: "
-                "with two optimizers use param_groups(..., only='hidden') for one and only='rest' for the other"
+                "with two optimizers use param_groups(..., only='hidden') for one and only='rest' for the other",
+                "optimizer",
+                name,
             )
-            yield Finding(text, "optimizer", name)
 
 
 def _learning_rates(held: _Held) -> Iterator[Finding]:
-    """What the first of these has to say: what comes later would follow from it."""
+    """What the first check that finds something says: the findings of later ones would follow from it."""
     checks = (_other_family, _not_hidden, _ratios, _rates)
     yield from next(filter(None, (list(check(held)) for check in checks)), [])
 
@@ -336,19 +367,19 @@ def _learning_rates(held: _Held) -> Iterator[Finding]:
 def _other_family(held: _Held) -> Iterator[Finding]:
     others = [group["family"] for group in held.groups if group.get("family", held.family) != held.family]
     if others:
-        kind = name_of(held.optimizer)
-        text = (
-            f"the groups were made for the {others[0]} family but given to {kind}: "
-            f"pass optimizer={kind.lower()!r} to param_groups"
+        name = name_of(held.optimizer)
+        yield Finding(
+            f"the groups were made for the {others[0]} family but given to {name}: "
+            f"pass optimizer={name.lower()!r} to param_groups",
+            "LR",
         )
-        yield Finding(text, "LR")
 
 
 def _not_hidden(held: _Held) -> Iterator[Finding]:
     if held.facts.hidden_only and any(row.role != "hidden" for row, _ in held.planned):
-        kind = held.facts.name
-        remedy = f"use param_groups(..., optimizer={kind.lower()!r}, only='hidden')"
-        yield Finding(f"{kind} was given parameters that are not hidden weights: {remedy}", "optimizer")
+        name = held.facts.name
+        remedy = f"use param_groups(..., optimizer={name.lower()!r}, only='hidden')"
+        yield Finding(f"{name} was given parameters that are not hidden weights: {remedy}", "optimizer")
 
 
 def _ratios(held: _Held) -> Iterator[Finding]:
@@ -357,7 +388,9 @@ def _ratios(held: _Held) -> Iterator[Finding]:
         scheduled = any("initial_lr" in group for _, group in held.planned)
         base, wrong = wrong_groups(held.optimizer)
         ratio = float(wrong[0]["lr"]) / (base * wrong[0]["lr_factor"]) if base else math.nan
-        yield Finding(problem, "scheduler" if scheduled else "LR", " | ".join(group["name"] for group in wrong), ratio)
+        names = " | ".join(group["name"] for group in wrong)
+        members = tuple(row.name for row, group in held.planned if group is wrong[0])
+        yield Finding(problem, "scheduler" if scheduled else "LR", names, ratio, members)
 
 
 def _rates(held: _Held) -> Iterator[Finding]:
@@ -375,35 +408,39 @@ def _rates(held: _Held) -> Iterator[Finding]:
     base = held.lr if held.lr is not None else flat[0] if flat else bases.most_common(1)[0][0]
     for name, factor, rate in started:
         if not math.isclose(rate, base * factor, rel_tol=1e-3):
-            text = (
+            yield Finding(
                 f"{name!r}: learning rate is {rate:.4g}, the plan says {base * factor:.4g} "
                 f"(base {base:.4g} x {factor:.6g}, {held.family} family); "
-                "build the optimizer from smupar.param_groups(model, plan, lr=...)"
+                "build the optimizer from smupar.param_groups(model, plan, lr=...)",
+                "LR",
+                name,
+                rate / (base * factor),
             )
-            yield Finding(text, "LR", name, rate / (base * factor))
 
 
 def _unused_decay(held: _Held) -> Iterator[Finding]:
     """Groups have a decay of their own, so one that is given to the optimizer does nothing."""
-    kind, given = type(held.optimizer), held.optimizer.defaults.get("weight_decay")
-    default = inspect.signature(kind).parameters.get("weight_decay")
+    given = held.optimizer.defaults.get("weight_decay")
+    default = inspect.signature(type(held.optimizer)).parameters.get("weight_decay")
     ours = [group for group in held.groups if "lr_factor" in group]
     if given is None or default is None or given == default.default or not ours:
         return
     used = [decay for group in ours for decay in (group["weight_decay"], group["weight_decay"] * group["lr_factor"])]
     if not any(math.isclose(given, decay, rel_tol=1e-6) for decay in used):
-        text = (
-            f"weight_decay={given:g} was given to {kind.__name__}, where it does nothing, since every group has its own: "
-            "pass it to param_groups(..., weight_decay=...)"
+        yield Finding(
+            f"weight_decay={given:g} was given to {name_of(held.optimizer)}, where it does nothing, since every group has its "
+            "own: pass it to param_groups(..., weight_decay=...)",
+            "optimizer",
         )
-        yield Finding(text, "optimizer")
 
 
 def _no_epsilon(held: _Held) -> Iterator[Finding]:
     masked = any(weight_of(held.model, name).is_masked for name in held.names)
     if masked and any(group.get("eps") == 0 for group in held.groups):
-        text = "an epsilon of 0 divides 0 by 0 where weights are off the mask, and they become no numbers: leave it at 1e-8"
-        yield Finding(text, "optimizer")
+        yield Finding(
+            "an epsilon of 0 divides 0 by 0 where weights are off the mask, and they become no numbers: leave it at 1e-8",
+            "optimizer",
+        )
 
 
 def _other_size(held: _Held) -> Iterator[Finding]:
@@ -412,5 +449,5 @@ def _other_size(held: _Held) -> Iterator[Finding]:
         yield Finding(f"{held.facts.name} {text}", "LR")
 
 
+# What is looked at in an optimizer, each a function from it to findings.
 _CHECKS = (_learning_rates, _unused_decay, _no_epsilon, _other_size)
-"""What is looked at in an optimizer, each a function from it to findings."""

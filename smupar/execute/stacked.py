@@ -22,8 +22,8 @@ from smupar.model.parameterize import add_missing_factors
 from smupar.model.weights import StackedWeight, weight_of
 from smupar.optim.groups import groups_by_optimizer
 from smupar.plan.optimizers import OPTIMIZERS, OptimizerFacts, facts_of, family_of, names_with
+from smupar.plan.parameters import parent_path
 from smupar.plan.plan import Plan
-from smupar.plan.tensors import parent_path
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 

@@ -25,8 +25,8 @@ from smupar.dynamic.sparsifiers import Sparsifier
 from smupar.integrations.state import carry_state
 from smupar.model.parameterize import add_masks, attach, is_parameterized, mask_of, parameterize
 from smupar.optim.groups import param_groups
+from smupar.plan.make import Settings
 from smupar.plan.plan import Plan
-from smupar.plan.planner import Settings
 from smupar.updates.meter import Follower, Recorder
 
 Make = Callable[[nn.Module, Plan, Any], Any]

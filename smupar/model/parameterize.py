@@ -30,11 +30,11 @@ from smupar.model.stepping import Step, on_every_step, optimizers, seam_of
 from smupar.model.storage import watch_optimizers
 from smupar.model.weights import weight_of, weights
 from smupar.plan.layers import kind_of
+from smupar.plan.make import MaskSetting, Settings, cautions, planned, warn
 from smupar.plan.optimizers import facts_of
+from smupar.plan.parameters import parent_path
 from smupar.plan.patterns import read_masks
 from smupar.plan.plan import Plan, PlanWarning
-from smupar.plan.planner import MaskSetting, Settings, cautions, planned, warn
-from smupar.plan.tensors import parent_path
 
 FACTOR = "smupar_factor"
 _MARK, _MOVING = "_smupar_attached", "_smupar_masks_move"

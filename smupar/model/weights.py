@@ -24,8 +24,8 @@ from smupar.model.csr import MASK
 from smupar.model.gradients import DenseGradient, gradient_mask, mask_gradient
 from smupar.model.sharding import is_sharded, like, local, num_ranks, sharded_like, whole, zero_off_mask
 from smupar.plan.layers import kind_of
+from smupar.plan.parameters import parent_path
 from smupar.plan.plan import Plan
-from smupar.plan.tensors import parent_path
 
 ONE = [0]
 """The only model there is."""

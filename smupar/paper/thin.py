@@ -5,7 +5,7 @@ from __future__ import annotations
 from smupar.lm.config.run import RunConfig
 from smupar.paper.figure import STABLE, Claim, Figure, Rows, curves, panel, sweep_values
 from smupar.paper.settings import Scale
-from smupar.plan.planner import MIN_WEIGHTS_PER_NEURON
+from smupar.plan.make import MIN_WEIGHTS_PER_NEURON
 from smupar.study.optima import moved
 
 WEIGHTS_PER_NEURON = {"cpu": (16, 8, 4), "small": (64, 16, 8, 4, 2), "paper": (64, 16, 8, 4, 2)}

@@ -1,10 +1,10 @@
-"""From Table 1, a model and densities to a plan: pure, nothing is changed.
+"""From Table 1, a model and densities to a plan. Nothing here changes a model.
 
-layers, tensors, network   what a model's parameters are
-role_table, roles          which row of Table 1 each belongs to
-patterns, allocations      which weights are kept, and how many in each layer
-sparsity                   what that makes of each weight
-optimizers                 what is known about optimizers
-planner, plan, reminders   ``make_plan``, the plan, and what only the user can set
-globs                      settings by parameter name
+layers, parameters, neighbours  what a model's parameters are
+role_table, roles               which row of Table 1 each belongs to
+patterns, allocations           which weights are kept, and how many in each layer
+sparsity                        what that makes of each weight
+optimizers                      what is known about optimizers
+make, plan, reminders           ``make_plan``, the plan, and what only the user can set
+settings                        settings by parameter name, and choices
 """

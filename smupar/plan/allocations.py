@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Real
 
+from smupar.plan.parameters import Shape
 from smupar.plan.settings import match_globs
-from smupar.plan.tensors import Shape
 
 
 def as_density(value: float | Fraction, what: str = "density") -> Fraction:
@@ -32,11 +32,11 @@ class Allocation:
     """How one overall density is spread over tensors: every tensor gets min(1, scale * share) with one common scale."""
 
     density: float
-    kind: str
+    name: str
 
     def densities(self, shapes: Mapping[str, Shape]) -> dict[str, Fraction]:
         overall = as_density(self.density)
-        if self.kind == "uniform":
+        if self.name == "uniform":
             return dict.fromkeys(shapes, overall)
         share = {name: self._share(shape) for name, shape in shapes.items()}
         size = {name: math.prod(shape) for name, shape in shapes.items()}
@@ -53,7 +53,7 @@ class Allocation:
             dense |= full
 
     def _share(self, shape: Shape) -> Fraction:
-        dims = shape if self.kind == "erk" else shape[:2]
+        dims = shape if self.name == "erk" else shape[:2]
         return Fraction(sum(dims), math.prod(dims))
 
 

@@ -1,15 +1,15 @@
 """One table of the layers that smupar knows, asked by everybody who must tell a Linear from a convolution.
 
 A kind of layer says which of its parameters is a weight matrix, which dimensions of it one output reads and which dimension is
-written, what the layer reads (rows, images or indices), and how to multiply by a weight. ``register_layer`` adds a layer of the
-user's own.
+written, what the layer reads (rows, images or indices), how far its forward pass is understood, and how to multiply by a
+weight. ``register_layer`` adds a layer of the user's own.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -24,7 +24,23 @@ ROWS, IMAGES, INDICES = "rows", "images", "indices"
 GROUPED_DIM = 1  # of a convolution's weight, transposed or not: it counts the channels of one group
 LINEAR = "linear"  # a product: x @ W.T or x @ W, whichever dimension is read
 
-Product = Callable[..., Tensor]  # (weight, input) -> output without bias; a layer of the table's comes before them
+# How far the forward pass of a layer is understood; each level includes those before it.
+OPAQUE = 0
+SCALABLE = 1  # the output is linear in the weight, so that a factor on what the layer reads or gives is a factor on the weight
+MEASURABLE = 2  # a coordinate check can measure what one update does to its output
+PLAIN = 3  # the forward pass is the product plus ``bias`` and nothing else, so that CSR can take its place
+
+Product = Callable[[nn.Module, Tensor, Tensor], Tensor]  # (layer, weight, input) -> output without bias
+
+
+@dataclass(frozen=True)
+class _ProductOfWeight:
+    """A product as users write it, (weight, input) -> output. Equal functions make equal products."""
+
+    function: Callable[[Tensor, Tensor], Tensor]
+
+    def __call__(self, layer: nn.Module, weight: Tensor, x: Tensor) -> Tensor:
+        return self.function(weight, x)
 
 
 @dataclass(frozen=True)
@@ -32,17 +48,14 @@ class LayerKind:
     """What is known about one kind of layer."""
 
     name: str
-    matches: Callable[[nn.Module], bool]
+    matches: Callable[[nn.Module], bool] = field(compare=False)
     weights: str = ""  # glob for the names of its weight matrices; "" if the module does not tell what its tensors do
     in_dims: tuple[int, ...] = (1,)  # dimensions of the weight that one output reads; IMAGES also read the kernel's
     out_dim: int = 0
     reads: str = ROWS
-    # The output is linear in the weight, so that a factor on what the layer reads or gives is a factor on the weight.
-    is_linear: bool = False
+    understood: int = OPAQUE
     takes_factor: bool = True  # hooks can multiply what it reads or gives
-    is_measured: bool = False  # a coordinate check can measure what one update does to its output
     product: Product | str | None = None  # how ``record_updates`` multiplies by a weight; None: it cannot
-    is_plain: bool = False  # the forward pass is the product plus ``bias`` and nothing else, so that CSR can take its place
     is_registered: bool = False
     rest: str = ""  # what its other tensors of several dimensions are: "vector", "raw", or "" if their sizes decide
     by_element: bool = False  # its tensors act element by element, as norms do
@@ -53,6 +66,18 @@ class LayerKind:
     def is_lookup(self) -> bool:
         return self.reads == INDICES
 
+    @property
+    def is_linear(self) -> bool:
+        return self.understood >= SCALABLE
+
+    @property
+    def is_measured(self) -> bool:
+        return self.understood >= MEASURABLE
+
+    @property
+    def is_plain(self) -> bool:
+        return self.understood >= PLAIN
+
     def owns(self, leaf: str) -> bool:
         """Whether a parameter of this name is a weight matrix of the layer."""
         return fnmatchcase(leaf, self.weights)
@@ -60,7 +85,7 @@ class LayerKind:
     def multiply(self, layer: nn.Module, weight: Tensor, x: Tensor, in_dim: int | None = None) -> Tensor:
         """The product of the layer's input with a weight, without bias; ``in_dim`` as the plan has it."""
         if callable(self.product):
-            return self.product(weight, x) if self.is_registered else self.product(layer, weight, x)
+            return self.product(layer, weight, x)
         return x @ (weight.T if (self.in_dims[0] if in_dim is None else in_dim) == 1 else weight)
 
     def output(self, layer: nn.Module, x: Tensor) -> Tensor:
@@ -74,23 +99,24 @@ class LayerKind:
         if self.is_registered:
             return self.multiply(layer, change, x)
         bias = getattr(layer, "bias", None)
-        kept = parameter.data, None if bias is None else bias.data
+        values = parameter.data, None if bias is None else bias.data
         try:
             parameter.data = change
             if bias is not None:
                 bias.data = torch.zeros_like(bias)
             return layer.forward(x)
         finally:
-            parameter.data = kept[0]
+            parameter.data = values[0]
             if bias is not None:
-                bias.data = kept[1]
+                bias.data = values[1]
 
 
 def kind_of(module: nn.Module) -> LayerKind:
     """The first kind that fits: the user's own, then the table's."""
     for base in type(module).__mro__:
         if base in _REGISTERED:  # a class derived from it may have another forward pass
-            return _REGISTERED[base] if base is type(module) else replace(_REGISTERED[base], is_plain=False)
+            kind = _REGISTERED[base]
+            return replace(kind, understood=min(kind.understood, MEASURABLE)) if base is not type(module) else kind
     return next(kind for kind in LAYERS if kind.matches(module))
 
 
@@ -106,6 +132,26 @@ def is_depthwise(module: nn.Module, scaling: tuple[int, ...]) -> bool:
 def is_plain_lookup(module: nn.Module) -> bool:
     """Whether its forward pass is torch's own and writes nothing, so that it may be run to look at a row."""
     return type(module) is nn.Embedding and module.max_norm is None
+
+
+def padding_row(module: nn.Module) -> int | None:
+    """The row of a lookup table that stays 0, as torch makes it."""
+    return getattr(module, "padding_idx", None) if kind_of(module).is_lookup else None
+
+
+def has_running_statistics(module: nn.Module) -> bool:
+    """Whether it is a norm that keeps averages over batches in its buffers."""
+    return isinstance(module, nn.modules.batchnorm._NormBase)
+
+
+def draws_random_numbers(module: nn.Module) -> bool:
+    """Whether its forward pass is random as it stands."""
+    return isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0
+
+
+def reads_weights_of_its_layers(module: nn.Module) -> bool:
+    """Whether it may use the weights of the layers in it without calling them, as nn.TransformerEncoderLayer in evaluation."""
+    return isinstance(module, nn.TransformerEncoderLayer)
 
 
 def _instance_of(*classes: type[nn.Module]) -> Callable[[nn.Module], bool]:
@@ -127,10 +173,8 @@ def _rnn_size(module: Any) -> int:
     return size
 
 
-_TABLE = LayerKind(
-    "`nn.Embedding`", _instance_of(nn.Embedding), "weight", (0,), 1, reads=INDICES, is_linear=True, is_measured=True
-)
-_LINEAR = LayerKind("`nn.Linear`", lambda module: type(module) is nn.Linear, "weight", is_linear=True, is_measured=True)
+_TABLE = LayerKind("`nn.Embedding`", _instance_of(nn.Embedding), "weight", (0,), 1, reads=INDICES, understood=MEASURABLE)
+_LINEAR = LayerKind("`nn.Linear`", lambda module: type(module) is nn.Linear, "weight", understood=MEASURABLE)
 _CONV = replace(_LINEAR, name="`nn.Conv1d`, `Conv2d`, `Conv3d`", reads=IMAGES)
 _RNN = LayerKind("`nn.RNN`, `LSTM`, `GRU`", _instance_of(nn.RNNBase), "*", outside="weight_ih_l0", written=_rnn_size)
 # Tensors of weight_norm and the like, several of which make one weight.
@@ -138,8 +182,8 @@ PARAMETRIZED = LayerKind("parametrizations of several tensors", _instance_of(Par
 
 LAYERS = (
     _TABLE,
-    replace(_TABLE, name="`nn.EmbeddingBag`", matches=_instance_of(nn.EmbeddingBag), is_measured=False),
-    replace(_LINEAR, product=LINEAR, is_plain=True),
+    replace(_TABLE, name="`nn.EmbeddingBag`", matches=_instance_of(nn.EmbeddingBag), understood=SCALABLE),
+    replace(_LINEAR, product=LINEAR, understood=PLAIN),
     # nn.MultiheadAttention reads the weight of its out_proj without calling it.
     replace(
         _LINEAR,
@@ -148,7 +192,7 @@ LAYERS = (
     ),
     replace(_LINEAR, name="classes derived from `nn.Linear`", matches=_instance_of(nn.Linear), product=LINEAR),
     replace(
-        _LINEAR, name="`Conv1D` of transformers", matches=_is_conv1d, in_dims=(0,), out_dim=1, product=LINEAR, is_plain=True
+        _LINEAR, name="`Conv1D` of transformers", matches=_is_conv1d, in_dims=(0,), out_dim=1, product=LINEAR, understood=PLAIN
     ),
     replace(_CONV, matches=_instance_of(nn.Conv1d, nn.Conv2d, nn.Conv3d), product=_convolve),
     replace(_CONV, name="transposed convolutions", matches=_instance_of(_ConvTransposeNd), in_dims=(0,), out_dim=1),
@@ -207,23 +251,20 @@ def register_layer(
         in_dims,
         out_dim,
         reads=INDICES if lookup else ROWS,
-        is_linear=True,
-        is_measured=product is not None,
-        product=product,
-        is_plain=product == LINEAR,
+        understood=SCALABLE if product is None else PLAIN if product == LINEAR else MEASURABLE,
+        product=_ProductOfWeight(product) if callable(product) else product,
         is_registered=True,
     )
-    earlier = _REGISTERED.setdefault(layer, kind)
-    if replace(earlier, matches=kind.matches) != kind:
+    if _REGISTERED.setdefault(layer, kind) != kind:
         raise ValueError(f"{layer.__name__} is registered already, with other facts: register it once, beside the class")
 
 
 def _checked_dims(layer: type[nn.Module], in_dim: int | tuple[int, ...], out_dim: int) -> tuple[int, ...]:
     if not inspect.isclass(layer) or not issubclass(layer, nn.Module) or layer is nn.Module:
         raise ValueError(f"register_layer takes a class derived from nn.Module, got {layer!r}")
-    known = kind_of(layer.__new__(layer))
-    if layer.__module__.startswith("torch.") and known.weights and not known.is_registered:
-        raise ValueError(f"{layer.__name__} is known already ({known.name}): register a class of your own")
+    inherited = kind_of(layer.__new__(layer))
+    if layer.__module__.startswith("torch.") and inherited.weights and not inherited.is_registered:
+        raise ValueError(f"{layer.__name__} is known already ({inherited.name}): register a class of your own")
     in_dims = in_dim if isinstance(in_dim, tuple) else (in_dim,)
     dims = (*in_dims, out_dim)
     if not in_dims or any(isinstance(dim, bool) or not isinstance(dim, int) or dim < 0 for dim in dims):
@@ -256,18 +297,8 @@ def check_registered(module: nn.Module) -> None:
         return
     weight = getattr(module, kind.weights, None)
     if not isinstance(weight, Tensor) or weight.ndim <= max(*kind.in_dims, kind.out_dim):
-        found = "has none" if weight is None else f"it has shape {tuple(getattr(weight, 'shape', ()))}"
+        actual = "has none" if weight is None else f"it has shape {tuple(getattr(weight, 'shape', ()))}"
         raise ValueError(
             f"{type(module).__name__} was registered with weight={kind.weights!r}, in_dim={kind.in_dims}, "
-            f"out_dim={kind.out_dim}, but {found}: correct the call of register_layer"
+            f"out_dim={kind.out_dim}, but {actual}: correct the call of register_layer"
         )
-
-
-def markdown() -> str:
-    """The layers that tell what their weights do, as docs/any_model.md shows them."""
-    lines = ["| layer | weights | reads | writes |", "|---|---|---|---|"]
-    for kind in LAYERS:
-        if kind.weights:
-            reads = f"dimension {kind.in_dims[0]}" + (" and the kernel" if kind.reads == IMAGES else "")
-            lines.append(f"| {kind.name} | `{kind.weights}` | {reads} | dimension {kind.out_dim} |")
-    return "\n".join(lines)

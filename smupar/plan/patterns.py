@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from smupar.plan.allocations import round_half_up
-from smupar.plan.tensors import Shape
+from smupar.plan.parameters import Shape
 
 Dims = tuple[int, ...]  # the dimensions one output neuron reads: (1,) of a Linear, (1, 2, 3) of a Conv2d, input channel first
 
@@ -39,11 +39,11 @@ PATTERNS = '"random" | "bernoulli" | "fan_in" | "2:4" (any N:M) | "2:4-transposa
 
 @dataclass(frozen=True)
 class Pattern:
-    """Exact-count uniform random positions; the other patterns override ``count`` and ``draw``."""
+    """Uniformly chosen positions, in an exact number; the other patterns override ``count`` and ``draw``."""
 
     name: str = "random"
+    # Neurons are removed from the network, so that widths change and what is left is dense.
     whole_neurons: ClassVar[bool] = False
-    """Neurons are removed from the network, so that widths change and what is left is dense."""
     takes_any_density: ClassVar[bool] = True
 
     @property
@@ -127,8 +127,8 @@ class NM(Pattern):
 
 
 class TransposableNM(NM):
-    """N:M along the inputs AND along the outputs, so that the backward pass is N:M as well: every M x M tile has row and
-    column sums N (a circulant tile with rows and columns shuffled)."""
+    """N:M along the inputs and along the outputs, so that the backward pass is N:M as well. Every M x M tile has row and
+    column sums N: it is a circulant matrix with rows and columns shuffled."""
 
     def count(self, shape: Shape, in_dims: Dims, density: Fraction) -> int | None:
         if len(shape) != 2:
@@ -146,7 +146,7 @@ class TransposableNM(NM):
 
 
 @dataclass(frozen=True)
-class Block(Pattern):
+class SquareBlocks(Pattern):
     """Square blocks are kept or dropped whole."""
 
     size: int = 16
@@ -195,7 +195,7 @@ def num_live_neurons(period: int, density: Fraction) -> int:
     near = Fraction(9, 10) * density <= Fraction(num_live, period) <= Fraction(11, 10) * density
     if not near or num_live == period:
         raise ValueError(
-            f"density {float(density):g} is not to be had with whole neurons: the greatest common divisor of all widths is "
+            f"density {float(density):g} cannot be reached with whole neurons: the greatest common divisor of all widths is "
             f"{period}, so the nearest is {num_live}/{period}; choose another density, or widths with a larger one"
         )
     return num_live
@@ -239,13 +239,13 @@ def parse_pattern(text: str | Pattern) -> Pattern:
     plain = {"random": Pattern, "bernoulli": Bernoulli, "fan_in": ConstantFanIn, "neuron": Neuron}
     if text in plain:
         return plain[text](text)
-    if found := re.fullmatch(r"(\d+):(\d+)(-transposable)?", text):
-        n, m = int(found[1]), int(found[2])
+    if match := re.fullmatch(r"(\d+):(\d+)(-transposable)?", text):
+        n, m = int(match[1]), int(match[2])
         if not 0 < n < m:
             raise ValueError(f"pattern {text!r}: N:M needs 0 < N < M")
-        return (TransposableNM if found[3] else NM)(text, n, m)
-    if found := re.fullmatch(r"block-(\d*[1-9]\d*)", text):
-        return Block(text, int(found[1]))
+        return (TransposableNM if match[3] else NM)(text, n, m)
+    if match := re.fullmatch(r"block-(\d*[1-9]\d*)", text):
+        return SquareBlocks(text, int(match[1]))
     raise ValueError(f"unknown pattern {text!r}: choose one of {PATTERNS}.")
 
 
@@ -266,8 +266,8 @@ def read_masks(masks: Mapping[str, Tensor] | str | PathLike[str] | None) -> dict
         raise ValueError(f"{path} cannot be read as a state dict or file of masks: {error}") from error
     if not isinstance(tensors, Mapping) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise ValueError(f"{path} holds no state dict: masks are read from one, or from a file of masks by parameter name")
-    found = {name: tensor for name, tensor in tensors.items() if name.endswith("_mask")}
-    found = found or {name: tensor for name, tensor in tensors.items() if tensor.dtype == torch.bool}
-    if not found:
+    saved = {name: tensor for name, tensor in tensors.items() if name.endswith("_mask")}
+    saved = saved or {name: tensor for name, tensor in tensors.items() if tensor.dtype == torch.bool}
+    if not saved:
         raise ValueError(f"{path} holds no masks: no entry is called <param>_mask or holds bools")
-    return {name.removeprefix("_orig_mod."): tensor for name, tensor in found.items()}
+    return {name.removeprefix("_orig_mod."): tensor for name, tensor in saved.items()}

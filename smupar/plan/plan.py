@@ -1,6 +1,6 @@
 """The Plan: one row for each parameter with every number that parameterization will use. Prints, saves, compares.
 
-``planner.make_plan`` makes one, ``apply.parameterize`` carries it out; optimizer groups, audits and reports read it.
+``make.make_plan`` makes one, ``parameterize`` carries it out; optimizer groups, audits and reports read it.
 Multipliers and densities are exact fractions, so that identities of Table 1 hold bit for bit at any width.
 """
 
@@ -30,8 +30,7 @@ class PlanWarning(UserWarning):
     """The plan is valid, but something about it deserves a look."""
 
 
-PLAN_FILE = "smupar_plan.json"
-"""Beside the weights of a Hugging Face model: they are no model without it."""
+PLAN_FILE = "smupar_plan.json"  # beside the weights of a Hugging Face model: they are no model without it
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class PlanRow:
         return self.lr_factors[family]
 
     def decay_factor(self, family: str) -> float:
-        """On weight decay, so that LR times decay stays what the user tuned."""
+        """The factor on weight decay with which learning rate times decay stays what the user tuned."""
         return 1 / self.lr_factor(family)
 
     @property
@@ -71,7 +70,7 @@ class PlanRow:
 
 @dataclass
 class Plan:
-    """All rows, and what made them. Prints as a table; ``pending`` holds what only the user can set, until it is settled."""
+    """All rows, and the settings they come from. ``pending`` holds what only the user can set, until it is settled."""
 
     rule: str
     rows: tuple[PlanRow, ...]
@@ -108,13 +107,13 @@ class Plan:
         return 1 - float(sum(math.prod(row.shape) * row.density for row in hidden) / total) if total else 0.0
 
     def attention_scale(self, head_dim: int) -> float:
-        """What q.k must be multiplied with (Table 1). Put it into your model, then ``settle("attention_scale")``."""
+        """The number that q.k must be multiplied by (Table 1). Put it into your model, then ``settle("attention_scale")``."""
         if head_dim < 1:
             raise ValueError(f"head_dim must be a positive whole number, got {head_dim!r}")
         return get_rule(self.rule).attention_scale(int(head_dim))
 
     def settle(self, reminder: str) -> None:
-        """Says that something the plan cannot set itself is done, or need not be: "attention_scale", "output_factor" or
+        """Tells the plan that something it cannot set itself is done, or need not be: "attention_scale", "output_factor" or
         "input_factor". A plan that does not ask for it stays as it is, so that one script serves every rule."""
         if reminder not in REMINDERS:
             raise ValueError(f"no plan has a reminder called {reminder!r}: choose one of {', '.join(REMINDERS)}")
@@ -135,8 +134,7 @@ class Plan:
     # Reading and writing
 
     def to_json(self) -> str:
-        plan = asdict(self)
-        return json.dumps({"format": FORMAT, **plan}, default=str, indent=1)  # Fractions become "17/4"
+        return json.dumps({"format": FORMAT, **asdict(self)}, default=str, indent=1)  # Fractions become "17/4"
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -226,7 +224,7 @@ def _table(plan: Plan) -> str:
         "LR SGD",
         "forward",
     ]
-    # Blocks with equal numbers share a line: layer numbers become a star, with the number of parameters behind it.
+    # Blocks with equal numbers share a line: layer numbers become a star, followed by the number of parameters.
     blocks: dict[str, set[tuple[str, ...]]] = {}
     for row in plan:
         blocks.setdefault(layer_glob(row.name), set()).add(_cells(row))

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from smupar.plan.roles import ParamRole
 from smupar.rules import Rule
 
-REMINDERS = ("attention_scale", "output_factor", "input_factor")
-"""``Plan.settle`` takes these names."""
+REMINDERS = ("attention_scale", "output_factor", "input_factor")  # ``Plan.settle`` takes these names
 
 _ATTENTION = re.compile(r"att(ention|n)|qkv|query|q_proj|(^|_)(to_)?w?q$", re.IGNORECASE)
 _SCALES = ("scale", "scaling", "softmax_scale", "attention_scale", "attn_scale")
@@ -23,12 +22,8 @@ def make_reminders(
     model: nn.Module, roles: list[ParamRole], rule: Rule, output_factor: float, input_factor: float
 ) -> dict[str, str]:
     """Reminder -> what to do, for everything the model asks of its user under this rule."""
-    found = {
-        "attention_scale": _about_attention(model, rule),
-        "output_factor": _about_output(roles, output_factor),
-        "input_factor": _about_input(roles, input_factor),
-    }
-    return {name: text for name, text in found.items() if text}
+    texts = (_about_attention(model, rule), _about_output(roles, output_factor), _about_input(roles, input_factor))
+    return {name: text for name, text in zip(REMINDERS, texts, strict=True) if text}
 
 
 def attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -52,13 +47,13 @@ def _about_output(roles: list[ParamRole], factor: float) -> str:
     missing = _unreached(roles, "unembedding")
     if missing is None or factor == 1:
         return ""
-    found = (
+    cause = (
         f"no layer of {', '.join(missing)} could be scaled:"
         if missing
         else "no module that makes the outputs was found. If the model does so itself (F.linear with the embedding),"
     )
     return (
-        f"{found} multiply its logits by plan.output_factor = {factor:g}, in training and evaluation; "
+        f"{cause} multiply its logits by plan.output_factor = {factor:g}, in training and evaluation; "
         "then plan.settle('output_factor')."
     )
 
@@ -67,18 +62,18 @@ def _about_input(roles: list[ParamRole], factor: float) -> str:
     missing = _unreached(roles, "embedding")
     if missing is None or factor == 1:
         return ""
-    found = (
+    cause = (
         f"{', '.join(missing)} belongs to no layer that could be scaled: multiply what the model reads from it by"
         if missing
         else "no layer that reads the inputs was found, so nothing applies it: multiply what the model makes of them by"
     )
-    return f"{found} alpha_input = {factor:g}; then plan.settle('input_factor')."
+    return f"{cause} alpha_input = {factor:g}; then plan.settle('input_factor')."
 
 
-def _unreached(roles: list[ParamRole], wanted: str) -> list[str] | None:
-    """Parameters of this role that no hook can scale; none if the model shows no such role; None if all are reached."""
-    missing = [role.name for role in roles if role.role == wanted and not role.uses]
-    reached = any(use == wanted for role in roles for _, use in role.uses)
+def _unreached(roles: list[ParamRole], role_name: str) -> list[str] | None:
+    """Parameters of this role that no hook can scale: an empty list if the model has no such role, None if all are reached."""
+    missing = [role.name for role in roles if role.role == role_name and not role.uses]
+    reached = any(use == role_name for role in roles for _, use in role.uses)
     return None if reached and not missing else missing
 
 
@@ -86,13 +81,13 @@ def _unreached(roles: list[ParamRole], wanted: str) -> list[str] | None:
 
 
 def shows_scale(model: nn.Module, scale_of: Callable[[int], float]) -> bool:
-    """Whether every attention of the model keeps the wanted scale in an attribute, beside the size of its heads.
+    """Whether every attention of the model keeps the scale of the plan in an attribute, beside the size of its heads.
 
     An attention that keeps either of them elsewhere is not seen: then its user must say that the scale is set.
     """
     seen = [f"{path}." for path, module in model.named_modules() if _shows(module, scale_of)]
     weights = [f"{path}." for path, part in attentions(model) if any(parameter.ndim > 1 for parameter in part.parameters())]
-    return bool(seen) and all(any(path.startswith(own) or own.startswith(path) for own in seen) for path in weights)
+    return bool(seen) and all(any(path.startswith(other) or other.startswith(path) for other in seen) for path in weights)
 
 
 def _shows(module: nn.Module, scale_of: Callable[[int], float]) -> bool:
@@ -107,5 +102,5 @@ def _number(module: nn.Module, names: tuple[str, ...]) -> float | None:
     numbers = (
         value for value in values if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
     )
-    found = next(numbers, None)
-    return None if found is None or (isinstance(found, Tensor) and found.is_meta) else float(found)
+    number = next(numbers, None)
+    return None if number is None or (isinstance(number, Tensor) and number.is_meta) else float(number)

@@ -1,4 +1,4 @@
-"""How roles are decided: one ordered table of conditions, of which the first that holds counts. docs/any_model.md prints it.
+"""How roles are decided: by the first line that holds of one ordered table of conditions. docs/any_model.md prints it.
 
 A second table says when the sizes of a model that is as wide as its base leave doubt; it comes first.
 """
@@ -9,25 +9,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from smupar.plan import layers
-from smupar.plan.network import Network, RoleSetting
-from smupar.plan.tensors import ModelTensor
+from smupar.plan.neighbours import Neighbours, RoleSetting
+from smupar.plan.parameters import ParameterView
 
 
 @dataclass(frozen=True)
 class Case:
-    """A line of a table: what a parameter is that meets the condition, and none of an earlier line."""
+    """A line of a table: the role of a parameter that meets this condition and no earlier one."""
 
     when: str
-    holds: Callable[..., bool]  # of (tensor, network), or of the sizes of a matrix
+    holds: Callable[..., bool]  # takes (parameter, neighbours), or the sizes of a matrix
     role: str  # or ASK
     reason: str
     guess: str = ""  # the role that a question suggests
-    guess_dim: Callable[[ModelTensor], int] | None = None  # the dimension that it reads, if the guess is a hidden weight
+    guess_dim: Callable[[ParameterView], int] | None = None  # the dimension that it reads, if the guess is a hidden weight
 
-    def suggestion(self, tensor: ModelTensor) -> RoleSetting:
+    def suggestion(self, tensor: ParameterView) -> RoleSetting:
         return self.guess if self.guess_dim is None else (self.guess, self.guess_dim(tensor))
 
-    def why(self, tensor: ModelTensor) -> str:
+    def why(self, tensor: ParameterView) -> str:
         owner = type(tensor.module).__name__
         return self.reason.format(owner=owner, groups=tensor.groups, size=tensor.read_size if tensor.in_dims else "")
 
@@ -35,39 +35,39 @@ class Case:
 ASK = "ask"
 
 
-def case_of(tensor: ModelTensor, network: Network) -> Case:
+def case_of(tensor: ParameterView, neighbours: Neighbours) -> Case:
     """The line of the tables that decides about a parameter, unless the user did."""
-    sizes = network.sizes.get(tensor.name)
+    sizes = neighbours.sizes.get(tensor.name)
     doubts = (case for case in DOUBTS if sizes is not None and case.holds(sizes))
-    return next(doubts, None) or next(case for case in ROLE_TABLE if case.holds(tensor, network))
+    return next(doubts, None) or next(case for case in ROLE_TABLE if case.holds(tensor, neighbours))
 
 
-def _is_part_of_weight(tensor: ModelTensor) -> bool:
+def _is_part_of_weight(tensor: ParameterView) -> bool:
     layer = tensor.layer
-    return tensor.kind == "raw" and (layer is layers.PARAMETRIZED or (layer.is_linear and not layer.is_registered))
+    return tensor.layout == "raw" and (layer is layers.PARAMETRIZED or (layer.is_linear and not layer.is_registered))
 
 
-def _is_square(tensor: ModelTensor) -> bool:
+def _is_square(tensor: ParameterView) -> bool:
     shapes = (tensor.shape, tensor.base_shape)
-    return tensor.kind == "raw" and all(len(shape) == 2 and shape[0] == shape[1] for shape in shapes)
+    return tensor.layout == "raw" and all(len(shape) == 2 and shape[0] == shape[1] for shape in shapes)
 
 
-def _is_unknown_weight(tensor: ModelTensor) -> bool:
-    """Called ``weight``, with one dimension that scales, of a module that may sum over it."""
+def _is_unknown_weight(tensor: ParameterView) -> bool:
+    """Whether it is a ``weight`` with one scaling dimension, of a module that may sum over it."""
     named = tensor.name.endswith(".weight") and not tensor.layer.by_element
-    return tensor.kind == "raw" and named and len(tensor.scaling) == 1
+    return tensor.layout == "raw" and named and len(tensor.scaling) == 1
 
 
 ROLE_TABLE = (
     Case(
         "belongs to the layer that `get_output_embeddings` returns",
-        lambda t, n: t.kind == "matrix" and n.is_output(t),
+        lambda t, n: t.layout == "matrix" and t.is_output,
         "unembedding",
         "the model says that it makes the logits",
     ),
     Case(
         "is a lookup table, or belongs to what `get_input_embeddings` returns, and its rows do not scale",
-        lambda t, n: n.is_input(t) and not t.writes_scaling,
+        lambda t, n: t.is_input and not t.writes_scaling,
         "fixed",
         "nothing scales",
     ),
@@ -79,7 +79,7 @@ ROLE_TABLE = (
     ),
     Case(
         "is any other lookup table, or belongs to what `get_input_embeddings` returns",
-        lambda t, n: n.is_input(t),
+        lambda t, n: t.is_input,
         "embedding",
         "it reads the data",
     ),
@@ -145,7 +145,7 @@ ROLE_TABLE = (
     ),
     Case(
         "belongs to an unknown module, and model and base are equally wide",
-        lambda t, n: t.kind == "raw" and n.equal_widths,
+        lambda t, n: t.layout == "raw" and n.equal_widths,
         ASK,
         "belongs to a {owner}, which does not tell its inputs",
         "vector",
@@ -174,13 +174,13 @@ ROLE_TABLE = (
     ),
     Case(
         "is a square matrix of an unknown module, and both dimensions scale",
-        lambda t, n: t.kind == "raw" and len(t.scaling) > 1 and _is_square(t),
+        lambda t, n: t.layout == "raw" and len(t.scaling) > 1 and _is_square(t),
         "hidden",
         "square, read as (out, in)",
     ),
     Case(
         "belongs to an unknown module and has several dimensions that scale",
-        lambda t, n: t.kind == "raw" and len(t.scaling) > 1,
+        lambda t, n: t.layout == "raw" and len(t.scaling) > 1,
         ASK,
         "belongs to a {owner}, which does not tell its inputs",
         "hidden",
@@ -188,7 +188,7 @@ ROLE_TABLE = (
     ),
     Case(
         "has a dimension that scales and no layer that sums over it",
-        lambda t, n: t.kind != "matrix" and bool(t.scaling),
+        lambda t, n: t.layout != "matrix" and bool(t.scaling),
         "vector",
         "norms, biases, class tokens, positions, depthwise convolutions",
     ),
@@ -226,21 +226,3 @@ DOUBTS = (
         "unembedding",
     ),
 )
-
-
-def fill(page: str) -> str:
-    """docs/any_model.md with the tables between its markers as they are here."""
-    for name, table in (("layers", layers.markdown()), ("roles", _markdown(ROLE_TABLE)), ("doubts", _markdown(DOUBTS))):
-        before, start, rest = page.partition(f"<!-- table of {name} -->\n")
-        _, end, after = rest.partition("<!-- end of the table -->")
-        page = f"{before}{start}\n{table}\n\n{end}{after}"
-    return page
-
-
-def _markdown(cases: tuple[Case, ...]) -> str:
-    lines = ["| | a parameter that ... | is | why |", "|---|---|---|---|"]
-    for number, case in enumerate(cases, 1):
-        role = f"asked for ({case.guess}?)" if case.role == ASK else case.role
-        reason = case.reason.format(owner="module", groups="several", size="a size")
-        lines.append(f"| {number} | {case.when} | {role} | {reason} |")
-    return "\n".join(lines)

@@ -7,17 +7,17 @@ owns a parameter tells which dimensions it reads and writes. What shapes and mod
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from fractions import Fraction
 
 from torch import nn
 
 from smupar.plan.layers import kind_of
-from smupar.plan.network import Network, RoleSetting
+from smupar.plan.neighbours import Neighbours, RoleSetting
+from smupar.plan.parameters import ParameterView, Shape, view_parameters
 from smupar.plan.role_table import ASK, Case, case_of
 from smupar.plan.settings import layer_glob, match_globs
-from smupar.plan.tensors import ModelTensor, Shape, read_tensors
 from smupar.rules import ROLES
 
 
@@ -38,7 +38,7 @@ GUESSED = Note(
     "taken for hidden, and made sparse, because its outputs are a multiple of what layers read: a readout would look the same. "
     "Pass delta=, the same model at any other width, to be sure",
 )
-FROZEN = Note("frozen", "frozen and initialised anew all the same: give it the role 'fixed' if it is to keep its values")
+FROZEN = Note("frozen", "frozen and initialised all the same: give it the role 'fixed' if it is to keep its values")
 ORIGINAL = Note("parametrized", "parametrized: these numbers are the original's, the layer uses what is computed from it")
 
 
@@ -66,23 +66,23 @@ def infer_roles(
     roles: Mapping[str, RoleSetting] | None = None,
 ) -> list[ParamRole]:
     """The role of every parameter, in the model's order. Raises ValueError with the ``roles={...}`` line that would help."""
-    tensors = read_tensors(model, base, delta)
+    tensors = view_parameters(model, base, delta)
     asked = match_globs(roles or {}, [tensor.name for tensor in tensors], what="roles", among="parameters")
     for tensor in tensors:
         if tensor.name in asked:
             _check_setting(tensor, asked[tensor.name])
-    network = Network(model, tensors, asked)
-    decided = [(tensor, case_of(tensor, network)) for tensor in network.tensors]
+    neighbours = Neighbours(tensors, asked)
+    decided = [(tensor, case_of(tensor, neighbours)) for tensor in neighbours.tensors]
     questions = [(tensor, case) for tensor, case in decided if case.role == ASK and tensor.name not in asked]
     if questions:
-        raise ValueError(_question(network, questions))
+        raise ValueError(_question(neighbours, questions))
     return [
-        _as_asked(tensor, asked[tensor.name]) if tensor.name in asked else _as_decided(tensor, case, network.guessed)
+        _as_asked(tensor, asked[tensor.name]) if tensor.name in asked else _as_decided(tensor, case, neighbours)
         for tensor, case in decided
     ]
 
 
-def _check_setting(tensor: ModelTensor, setting: RoleSetting) -> None:
+def _check_setting(tensor: ParameterView, setting: RoleSetting) -> None:
     role, in_dim = (setting, None) if isinstance(setting, str) else (setting[0], setting[-1])
     fits = in_dim is None or (role == "hidden" and isinstance(in_dim, int) and 0 <= in_dim < len(tensor.shape))
     if role not in ROLES or not fits:
@@ -92,7 +92,7 @@ def _check_setting(tensor: ModelTensor, setting: RoleSetting) -> None:
         )
     if role == "hidden" and len(tensor.shape) < 2:
         raise ValueError(f"roles: {tensor.name!r} of shape {tensor.shape} is no matrix and cannot be hidden")
-    if role == "hidden" and in_dim is None and tensor.kind != "matrix":
+    if role == "hidden" and in_dim is None and tensor.layout != "matrix":
         raise ValueError(
             f"roles: {tensor.name!r} of shape {tensor.shape} belongs to a {type(tensor.module).__name__}, "
             f"which does not tell its inputs; write roles={{{tensor.name!r}: ('hidden', IN_DIM)}} "
@@ -103,20 +103,19 @@ def _check_setting(tensor: ModelTensor, setting: RoleSetting) -> None:
 # Asking
 
 
-def _question(network: Network, questions: list[tuple[ModelTensor, Case]]) -> str:
+def _question(neighbours: Neighbours, questions: list[tuple[ParameterView, Case]]) -> str:
     """One error that lists everything that is open, with the line that would answer it."""
     lines = [f"  {tensor.name} {tensor.shape}, base {tensor.base_shape}: {case.why(tensor)}" for tensor, case in questions[:12]]
     if len(questions) > 12:
         lines.append(f"  ... and {len(questions) - 12} more")
     guesses = {tensor.name: case.suggestion(tensor) for tensor, case in questions}
-    suggested: dict[str, RoleSetting] = {}
-    exact: dict[str, bool] = {}
-    for name, role in guesses.items():
-        glob = layer_glob(name)
-        if glob not in exact:
-            matched = [other.name for other in network.tensors if fnmatchcase(other.name, glob)]
-            exact[glob] = all(guesses.get(other) == role for other in matched)
-        suggested[glob if exact[glob] else name] = role
+    globs = {name: layer_glob(name) for name in guesses}
+    # A glob may stand for its names if it matches no parameter whose role is another, or known.
+    fits = {
+        glob: len({guesses.get(tensor.name) for tensor in neighbours.tensors if fnmatchcase(tensor.name, glob)}) == 1
+        for glob in set(globs.values())
+    }
+    suggested = {globs[name] if fits[globs[name]] else name: role for name, role in guesses.items()}
     equal = (
         "\nThe model is as wide as its base. Instead of roles you may pass delta=, the same model at any other width, "
         "to show which dimensions scale."
@@ -127,66 +126,60 @@ def _question(network: Network, questions: list[tuple[ModelTensor, Case]]) -> st
         + "\nSay what they are (embedding, hidden, unembedding, vector, fixed); if these guesses are right, pass:\n"
         + f"  roles={suggested!r}\n"
         + "Hidden weights are scaled and made sparse; the unembedding makes the model's outputs."
-        + (equal if network.equal_widths else "")
+        + (equal if neighbours.equal_widths else "")
     )
 
 
 # Building the answer
 
 
-def _as_asked(tensor: ModelTensor, setting: RoleSetting) -> ParamRole:
+def _as_asked(tensor: ParameterView, setting: RoleSetting) -> ParamRole:
     role, in_dim = (setting, None) if isinstance(setting, str) else setting
     if role in ("vector", "fixed"):
         return _param_role(tensor, role)
-    if in_dim is not None and (tensor.kind != "matrix" or in_dim != tensor.in_dims[0]):
+    if in_dim is not None and (tensor.layout != "matrix" or in_dim != tensor.in_dims[0]):
         others = [dim for dim in range(len(tensor.shape)) if dim != in_dim]
         outs = [dim for dim in others if dim in tensor.scaling] or others
-        return _param_role(tensor, role, in_dims=(in_dim,), out_dim=outs[-1])
-    if tensor.kind == "matrix":
-        return _param_role(tensor, role)
-    dims = tensor.scaling or (len(tensor.shape) - 1,)
-    ins, out = ((), dims[-1]) if role == "embedding" else (dims, -1)
-    return _param_role(tensor, role, in_dims=ins, out_dim=out)
+        tensor = replace(tensor, in_dims=(in_dim,), out_dim=outs[-1])
+    elif tensor.layout != "matrix":
+        dims = tensor.scaling or (len(tensor.shape) - 1,)
+        ins, out = ((), dims[-1]) if role == "embedding" else (dims, -1)
+        tensor = replace(tensor, in_dims=ins, out_dim=out)
+    return _param_role(tensor, role)
 
 
-def _as_decided(tensor: ModelTensor, case: Case, guessed: set[str]) -> ParamRole:
-    if case.role == "hidden" and tensor.kind == "raw":
-        return _param_role(tensor, "hidden", in_dims=(1,), out_dim=0, note=Note("square", case.reason))
+def _as_decided(tensor: ParameterView, case: Case, neighbours: Neighbours) -> ParamRole:
+    if case.role == "hidden" and tensor.layout == "raw":
+        return _param_role(replace(tensor, in_dims=(1,), out_dim=0), "hidden", Note("square", case.reason))
     # What is frozen may hold values on purpose: sines, pretrained weights.
     if tensor.frozen and case.role in ("embedding", "hidden", "unembedding"):
-        return _param_role(tensor, case.role, note=FROZEN)
-    return _param_role(tensor, case.role, note=GUESSED if case.role == "hidden" and tensor.name in guessed else None)
+        return _param_role(tensor, case.role, FROZEN)
+    return _param_role(tensor, case.role, GUESSED if case.role == "hidden" and neighbours.is_guess(tensor) else None)
 
 
-def _param_role(
-    tensor: ModelTensor,
-    role: str,
-    *,
-    in_dims: tuple[int, ...] | None = None,
-    out_dim: int | None = None,
-    note: Note | None = None,
-) -> ParamRole:
-    in_dims = tensor.in_dims if in_dims is None else in_dims
-    out_dim = tensor.out_dim if out_dim is None else out_dim
-    reads, writes = role in ("hidden", "unembedding"), role in ("hidden", "embedding")
-    is_table = role == "embedding" and tensor.is_lookup
+def _param_role(tensor: ParameterView, role: str, note: Note | None = None) -> ParamRole:
+    out_dims = (tensor.out_dim,)
+    if role == "embedding" and tensor.is_lookup:  # it reads one row; where it is tied, the logits read the row's entries
+        base_fan_in = tensor.base_fan_in(out_dims if tensor.makes_logits else ())
+    else:
+        base_fan_in = tensor.base_fan_in(tensor.in_dims)
     return ParamRole(
         name=tensor.name,
         role=role,
         shape=tensor.shape,
-        in_dims=in_dims if reads or writes else (),
+        in_dims=() if role in ("vector", "fixed") else tensor.in_dims,
         scaling=tensor.scaling,
-        width_in=tensor.ratio(in_dims if reads else ()),
-        width_out=tensor.ratio((out_dim,) if writes else tensor.scaling if role == "vector" else ()),
-        base_fan_in=tensor.base_fan_in((out_dim,) if tensor.makes_logits else ()) if is_table else tensor.base_fan_in(in_dims),
+        width_in=tensor.ratio(tensor.in_dims if role in ("hidden", "unembedding") else ()),
+        width_out=tensor.ratio({"hidden": out_dims, "embedding": out_dims, "vector": tensor.scaling}.get(role, ())),
+        base_fan_in=base_fan_in,
         uses=_uses(tensor, role),
         note=ORIGINAL if ".parametrizations." in f".{tensor.name}" else note,
     )
 
 
-def _uses(tensor: ModelTensor, role: str) -> tuple[tuple[str, str], ...]:
+def _uses(tensor: ParameterView, role: str) -> tuple[tuple[str, str], ...]:
     """(module path, role) of each module whose input or output can be multiplied for this weight alone."""
-    if role not in ("embedding", "unembedding") or tensor.kind != "matrix" or not tensor.layer.takes_factor:
+    if role not in ("embedding", "unembedding") or tensor.layout != "matrix" or not tensor.layer.takes_factor:
         return ()
     tied = [(path, kind_of(module)) for path, module in tensor.tied]
     # A layer that is tied to a lookup table reads it backwards.

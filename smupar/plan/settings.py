@@ -16,22 +16,15 @@ def match_globs(settings: Mapping[str, T], names: Iterable[str], *, what: str, a
     ``what`` names the argument and ``among`` the kind of names in errors.
     """
     names = list(names)
-    found: dict[str, T] = {}
-    used: set[str] = set()
-    for name in names:
-        for glob, value in settings.items():
-            if fnmatchcase(name, glob):
-                found[name] = value
-                used.add(glob)
-                break
+    first_glob = {name: next((glob for glob in settings if fnmatchcase(name, glob)), None) for name in names}
     for glob in settings:
-        if glob in used:
+        if glob in first_glob.values():
             continue
         if any(fnmatchcase(name, glob) for name in names):
             raise ValueError(f"{what}: {glob!r} has no effect, earlier globs take all its matches; put it before them")
         shown = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
         raise ValueError(f"{what}: {glob!r} matches none of the {among}: {shown or 'there are none'}")
-    return found
+    return {name: settings[glob] for name, glob in first_glob.items() if glob is not None}
 
 
 def choice(what: str, value: object, allowed: Iterable[object]) -> None:

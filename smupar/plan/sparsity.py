@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from smupar.plan.allocations import Allocation, allocate, as_density
 from smupar.plan.layers import IMAGES, ROWS, kind_of
+from smupar.plan.parameters import parent_path
 from smupar.plan.patterns import Pattern, num_live_neurons
 from smupar.plan.roles import ParamRole
 
@@ -36,7 +37,7 @@ class Sparsity:
         return self.densities.get(role.name, Fraction(1))
 
     def num_kept(self, role: ParamRole) -> int | None:
-        """None where the pattern leaves it to chance."""
+        """How many weights the mask keeps; None where the pattern leaves it to chance."""
         density = self.density(role)
         exact = role.name in self.given or density == 1
         counted = exact or self.pattern.count(role.shape, role.in_dims, density) is not None
@@ -48,7 +49,7 @@ class Sparsity:
         return "given" if role.name in self.given else self.pattern.name
 
     def multipliers(self, role: ParamRole) -> tuple[Fraction, Fraction, Fraction]:
-        """m_in, m_out and m_rho. Dead neurons change the widths; the density is that among the live ones."""
+        """m_in, m_out and m_rho. Dead neurons change the widths; the density counts weights between live ones."""
         reads = any(dim in role.scaling for dim in role.in_dims)
         writes = any(dim not in role.in_dims for dim in role.scaling)
         width_in = role.width_in * (self.live if reads else 1)
@@ -84,7 +85,7 @@ def make_sparse(
     base: Allocation,
     masks: Mapping[str, Tensor],
 ) -> Sparsity:
-    """What is kept of every weight if hidden ones get this density, and the base had that one."""
+    """What is kept of every weight if hidden weights have ``density`` and those of the base had ``base``."""
     hidden = {role.name: role for role in roles if role.role == "hidden"}
     base_densities = base.densities({name: role.shape for name, role in hidden.items()})
     given = _given_masks(model, roles, masks)
@@ -107,16 +108,16 @@ def make_sparse(
 # Masks of the user's own
 
 
-def _given_masks(model: nn.Module, every: list[ParamRole], masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _given_masks(model: nn.Module, all_roles: list[ParamRole], masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The user's own masks by parameter name; keys may be those of a state dict (``<name>_mask``)."""
-    roles = {role.name: role for role in every}
+    roles = {role.name: role for role in all_roles}
     given: dict[str, Tensor] = {}
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     aliases = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
     for key, mask in masks.items():
         name = key if key in roles else key.removesuffix("_mask")
-        own = aliases.get(name, name)
-        if own != name and any(other in masks for other in (own, f"{own}_mask")):
+        first_name = aliases.get(name, name)
+        if first_name != name and any(other in masks for other in (first_name, f"{first_name}_mask")):
             continue  # a state dict has the mask of a shared layer under each of its names
         if name in given:
             raise ValueError(f"masks: {name!r} is there twice, as {name!r} and as {name + '_mask'!r}")
@@ -172,20 +173,24 @@ def _without_neurons(
 
 
 def _refuse_flattened(model: nn.Module, roles: list[ParamRole]) -> None:
+    """Refuses a layer that reads a flattened image: several of its inputs come from one channel, and nothing tells which."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    owned = [(role, modules.get(role.name.rpartition(".")[0])) for role in roles if role.scaling and role.in_dims]
-    known = [(role, kind_of(module)) for role, module in owned if module is not None]
-    layers = [(role, kind) for role, kind in known if kind.is_linear]
-    channels = {role.shape[kind.out_dim] for role, kind in layers if kind.reads == IMAGES}
-    linear = [(role, kind) for role, kind in layers if kind.reads == ROWS]
-    written = {role.shape[kind.out_dim] for role, kind in linear}
-    for role, kind in linear:
-        read = role.shape[kind.in_dims[0]]
-        if role.in_dims[0] in role.scaling and read not in written | channels:
-            flat = next((size for size in channels if read % size == 0), None)
-            if flat is not None:
-                raise ValueError(
-                    f"{role.name!r} reads {read} values, {read // flat} of each of {flat} channels if an image was "
-                    "flattened: pattern 'neuron' cannot tell which of them are alive. Average over the image first, or "
-                    "choose another pattern"
-                )
+    channels: set[int] = set()  # written by convolutions
+    features: set[int] = set()  # written by linear layers
+    readers: list[tuple[str, int]] = []
+    for role in roles:
+        module = modules.get(parent_path(role.name)) if role.scaling and role.in_dims else None
+        kind = None if module is None else kind_of(module)
+        if kind is None or not kind.is_linear or kind.is_lookup:
+            continue
+        (channels if kind.reads == IMAGES else features).add(role.shape[kind.out_dim])
+        if kind.reads == ROWS and role.in_dims[0] in role.scaling:
+            readers.append((role.name, role.shape[kind.in_dims[0]]))
+    for name, size in readers:
+        num_channels = next((num for num in channels if size % num == 0), None)
+        if num_channels is not None and size not in features | channels:
+            raise ValueError(
+                f"{name!r} reads {size} values, {size // num_channels} of each of {num_channels} channels if an image was "
+                "flattened: pattern 'neuron' cannot tell which of them are alive. Average over the image first, or "
+                "choose another pattern"
+            )

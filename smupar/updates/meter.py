@@ -21,8 +21,8 @@ from smupar.model.weights import MaskedWeight, weight_of
 from smupar.optim.layer_rates import LayerRates, group_of_weight, layer_rates
 from smupar.plan.layers import IMAGES, kind_of
 from smupar.plan.optimizers import facts_of, name_of
+from smupar.plan.parameters import parent_path
 from smupar.plan.plan import Plan
-from smupar.plan.tensors import parent_path
 from smupar.updates.measuring import CLAMP, NUM_TOKENS, Probe, averaged, exact, some_rows
 from smupar.updates.trace import Guide, Trace, due
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from itertools import islice, product
 from typing import Any, SupportsIndex, Unpack
 
@@ -20,32 +20,22 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from smupar.check.audit import Finding, differences, unsettled
-from smupar.check.coordinates.measure import JUDGED, Recorder
+from smupar.check.coordinates.measure import JUDGED, Cell, SizeRecorder
 from smupar.check.coordinates.report import Report
 from smupar.model.parameterize import parameterize
 from smupar.model.stepping import optimizers
 from smupar.optim.groups import param_groups
 from smupar.optim.guard import LRRatioWarning, ratio_problem, wrong_groups
-from smupar.plan.layers import kind_of
+from smupar.plan.layers import has_running_statistics, kind_of
+from smupar.plan.make import Settings
+from smupar.plan.parameters import parent_path
 from smupar.plan.patterns import parse_pattern
 from smupar.plan.plan import Plan, PlanWarning
-from smupar.plan.planner import Settings
-from smupar.plan.tensors import parent_path
 from smupar.rules import get_rule
 
 MakeModel = Callable[[int], nn.Module]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 MakeOptimizer = type[torch.optim.Optimizer] | Callable[[nn.Module, Plan], Optimizers]
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One run of the grid."""
-
-    rule: str
-    width: int
-    density: float
-    seed: int
 
 
 def coord_check(
@@ -97,14 +87,14 @@ def coord_check(
         grid = _Grid(make_model, int(base_width), widths, densities)
     cells = [Cell(*cell) for cell in product(rule_list, grid.widths, grid.densities, seed_list)]
     shown = tqdm(cells, desc="coordinate check", unit="run", disable=not progress, file=sys.stderr, leave=False)
-    runs = [_Run(cell, grid, training).carried_out(taken) for cell in shown]
+    runs = [_GridRun(cell, grid, training).carried_out(taken) for cell in shown]
     readings = [reading for run in runs for reading in run.readings]
     if not any(reading.quantity in JUDGED for reading in readings):
         raise ValueError("nothing could be measured: none of the model's layers is called as a module and returns a tensor")
     plans: dict[tuple[str, int, float], Plan] = {}
     for run in runs:
         plans.setdefault((run.cell.rule, run.cell.width, run.cell.density), run.plan)
-    return Report(readings, faults={astuple(run.cell): run.faults for run in runs if run.faults}, plans=plans)
+    return Report(readings, faults={run.cell: run.faults for run in runs if run.faults}, plans=plans)
 
 
 def _listed(value: Any) -> Iterable[Any]:
@@ -125,7 +115,7 @@ class _Training:
     settings: Settings
 
     def refuse(self, rules: tuple[str, ...], densities: float | Sequence[float]) -> None:
-        """What makes no sense, before anything runs."""
+        """Refuses what makes no sense, before anything runs."""
         if not rules:
             raise ValueError("rules is empty: name at least one, such as rules=['smupar']")
         for rule in rules:
@@ -149,10 +139,10 @@ class _Training:
             lr = self.lr[plan.rule] if isinstance(self.lr, Mapping) else self.lr
             groups = param_groups(model, plan, lr=lr, weight_decay=self.weight_decay, optimizer=self.optimizer)
             return [self.optimizer(groups)]
-        made = optimizers(self.optimizer(model, plan))
-        if not made:
+        returned = optimizers(self.optimizer(model, plan))
+        if not returned:
             raise ValueError("the optimizer function returned no optimizer: it must return one, or a list of them")
-        return made
+        return returned
 
 
 class _Grid:
@@ -193,19 +183,21 @@ def _shapes(model: nn.Module) -> list[tuple[int, ...]]:
     return [tuple(parameter.shape) for parameter in model.parameters()]
 
 
-class _Run:
+class _GridRun:
+    """One model of the grid, built, trained for a few steps and measured."""
+
     def __init__(self, cell: Cell, grid: _Grid, training: _Training) -> None:
         self.cell, self.grid, self.training = cell, grid, training
         self.faults: list[Finding] = []
 
-    def carried_out(self, batches: list[Any]) -> _Run:
+    def carried_out(self, batches: list[Any]) -> _GridRun:
         with torch.random.fork_rng(), warnings.catch_warnings():
             warnings.simplefilter("ignore", PlanWarning)  # the report says it once
             warnings.simplefilter("ignore", LRRatioWarning)
             torch.manual_seed(self.cell.seed)
             self.build()
             self.train(batches)
-        self.readings = self.recorder.readings(**vars(self.cell))
+        self.readings = self.recorder.readings(self.cell)
         # A report needs neither models nor optimizers: those of a large grid would not fit into memory together.
         del self.model, self.recorder, self.optimizers, self.schedulers
         return self
@@ -214,8 +206,8 @@ class _Run:
         cell, grid, training = self.cell, self.grid, self.training
         self.model = grid.make_model(cell.width)
         delta = grid.delta if cell.width == grid.base_width else None
-        own: Settings = {"rule": cell.rule, "density": training.density(cell), "seed": cell.seed, "delta": delta}
-        settings: Settings = {**training.settings, **own}
+        of_cell: Settings = {"rule": cell.rule, "density": training.density(cell), "seed": cell.seed, "delta": delta}
+        settings: Settings = {**training.settings, **of_cell}
         self.plan = parameterize(self.model, base=grid.base, reset=False, **settings)
         if training.prepare is not None:
             training.prepare(self.model, self.plan)
@@ -229,7 +221,7 @@ class _Run:
             if row.role == "hidden" and kind_of(self.model.get_submodule(parent_path(row.name))).is_lookup
         ]
         self.faults += _decay_faults(self.optimizers)
-        self.recorder = Recorder(self.model, self.plan)
+        self.recorder = SizeRecorder(self.model, self.plan)
 
     def train(self, batches: list[Any]) -> None:
         self._probe(batches[0])
@@ -249,29 +241,28 @@ class _Run:
             self.recorder.after_update(weights)
             self._probe(batches[0])
         self.recorder.close()
-        known = {(finding.cause, finding.name) for finding in self.faults}
+        known_faults = {(finding.cause, finding.name) for finding in self.faults}
         after = differences(self.model, self.plan, self.optimizers, trained=True)
         if not self.recorder.moved():
             after.append(Finding("no update changed the output of any layer: is the learning rate 0?", "no updates"))
-        unmeasured = self.recorder.unmeasured()
-        if unmeasured:
-            text = "seen only through the block that holds them, if at all; their updates are not measured"
-            self.faults += [Finding(text, "unmeasured", name) for name in unmeasured]
+        text = "seen only through the block that holds them, if at all; their updates are not measured"
+        self.faults += [Finding(text, "unmeasured", name) for name in self.recorder.unmeasured()]
         self.faults += [
             Finding(f"{path!r} has a factor and was never called", "uncalled", path) for path in self.recorder.uncalled()
         ]
-        self.faults += [finding for finding in after if (finding.cause, finding.name) not in known and finding.cause != "LR"]
+        self.faults += [
+            finding for finding in after if (finding.cause, finding.name) not in known_faults and finding.cause != "LR"
+        ]
 
     def _probe(self, batch: Any) -> None:
-        """The first batch again, leaving no trace: the same dropout each time, running statistics put back."""
-        norms = [module for module in self.model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
-        kept = [{name: buffer.clone() for name, buffer in module.named_buffers(recurse=False)} for module in norms]
+        """Runs the first batch again without a trace: the same dropout each time, and running statistics put back."""
+        norms = filter(has_running_statistics, self.model.modules())
+        statistics = [(norm, name, buffer.clone()) for norm in norms for name, buffer in norm.named_buffers(recurse=False)]
         with self.recorder.probe(), torch.random.fork_rng():
             torch.manual_seed(0)
             self.training.loss_fn(self.model, copy(batch))
-        for module, buffers in zip(norms, kept, strict=True):
-            for name, buffer in buffers.items():
-                getattr(module, name).copy_(buffer)
+        for norm, name, before in statistics:
+            getattr(norm, name).copy_(before)
 
     def _loss(self, batch: Any, step: int) -> Tensor | None:
         loss = self.training.loss_fn(self.model, copy(batch))
@@ -302,18 +293,18 @@ class _Run:
                 self.faults.append(Finding(f"from step {step}: {problem}", "scheduler", names))
 
 
-def _decay_faults(all_: list[torch.optim.Optimizer]) -> list[Finding]:
+def _decay_faults(all_optimizers: list[torch.optim.Optimizer]) -> Iterator[Finding]:
     """Groups whose decay per step differs: decay follows the learning rate's factor."""
-    found = []
-    for optimizer in all_:
+    for optimizer in all_optimizers:
         groups = [group for group in optimizer.param_groups if "lr_factor" in group and group.get("weight_decay")]
         usual = next((group["weight_decay"] for group in groups if group["lr_factor"] == 1), None)
         for group in groups:
             share = group["lr_factor"] * group["weight_decay"] / usual if usual else 1.0
             if not math.isclose(share, 1, rel_tol=1e-4):
-                text = (
+                yield Finding(
                     f"group {group['name']!r} decays {share:.4g} times as fast as the embedding: weight decay is coupled to "
-                    "the learning rate; use param_groups(..., decay='independent')"
+                    "the learning rate; use param_groups(..., decay='independent')",
+                    "decay",
+                    group["name"],
+                    share,
                 )
-                found.append(Finding(text, "decay", group["name"], share))
-    return found

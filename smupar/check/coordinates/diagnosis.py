@@ -10,13 +10,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from smupar.check.audit import Finding
-from smupar.check.coordinates.measure import GRAD_X
+from smupar.check.coordinates.measure import GRAD_X, Cell
 from smupar.check.coordinates.verdict import FAIL, LATER, Slope, decides
 from smupar.plan.plan import Plan
 from smupar.plan.settings import layer_glob
 from smupar.rules import get_rule
-
-Run = tuple[str, int, float, int]  # rule, width, density, seed
 
 REMEDIES = {
     "init": "init not corrected: initialise before parameterize, not after, so that its init stands",
@@ -69,66 +67,65 @@ class Diagnosis:
 
 
 def diagnose(
-    rule: str, slopes: Iterable[Slope], faults: Mapping[Run, list[Finding]], plans: Mapping[tuple[str, int, float], Plan]
+    rule: str, slopes: Iterable[Slope], faults: Mapping[Cell, list[Finding]], plans: Mapping[tuple[str, int, float], Plan]
 ) -> list[Diagnosis]:
-    own_plans = {cell: plan for cell, plan in plans.items() if cell[0] == rule}
-    found = _from_faults(rule, faults, own_plans) + _thin(rule, own_plans)
+    """The causes of one rule's faults and failing slopes."""
+    plans = {key: plan for key, plan in plans.items() if key[0] == rule}
+    diagnoses = _from_faults(rule, faults, plans) + _thin(rule, plans)
     failing = [slope for slope in slopes if slope.rule == rule and slope.verdict == FAIL and decides(slope)]
-    if failing and not any(not diagnosis.is_caution for diagnosis in found):
-        has_readout = any(len(row.forward) > 1 or row.role == "unembedding" for plan in own_plans.values() for row in plan)
-        found += _from_slopes(rule, failing, has_readout)
-    return found
+    if failing and all(diagnosis.is_caution for diagnosis in diagnoses):
+        has_readout = any(len(row.forward) > 1 or row.role == "unembedding" for plan in plans.values() for row in plan)
+        diagnoses += _from_slopes(rule, failing, has_readout)
+    return diagnoses
 
 
 def _from_faults(
-    rule: str, faults: Mapping[Run, list[Finding]], plans: Mapping[tuple[str, int, float], Plan]
+    rule: str, faults: Mapping[Cell, list[Finding]], plans: Mapping[tuple[str, int, float], Plan]
 ) -> list[Diagnosis]:
     lines: dict[str, dict[str, str]] = defaultdict(dict)  # cause -> place -> what was seen
-    for (run_rule, width, density, _), findings in faults.items():
-        if run_rule != rule:
-            continue
-        for finding in findings:
-            cause = _embedding_cause(finding, plans[run_rule, width, density]) or finding.cause
-            lines[cause].setdefault(finding.name, f"Seen at width {width}, density {density:g}: {finding}")
+    for cell, findings in faults.items():
+        for finding in findings if cell.rule == rule else []:
+            cause = _embedding_cause(finding, plans[rule, cell.width, cell.density]) or finding.cause
+            lines[cause].setdefault(finding.name, f"Seen at width {cell.width}, density {cell.density:g}: {finding}")
     return [
         Diagnosis(rule, cause, tuple(name for name in seen if name), next(iter(seen.values()))) for cause, seen in lines.items()
     ]
 
 
 def _embedding_cause(finding: Finding, plan: Plan) -> str | None:
-    """An embedding whose init or rate is off by just what a hidden weight of its width would get."""
-    row = next((row for row in plan if row.name == finding.name), None)
-    if row is None and finding.name.startswith("embedding"):  # a group of them
-        row = next((row for row in plan if row.role == "embedding"), None)
+    """The cause, if a finding is about an embedding whose init or rate is off by the factor of a hidden weight."""
+    named = (plan[name] for name in finding.parameters or (finding.name,) if name in plan)
+    row = next((row for row in named if row.role == "embedding"), None)
     if finding.cause not in ("init", "LR") or row is None:
         return None
     hidden = get_rule(plan.rule).init_var["hidden"] if finding.cause == "init" else get_rule(plan.rule).lr["adam"]["hidden"]
     factor = float(hidden.of(row.width_out, row.width_out, 1)) ** (0.5 if finding.cause == "init" else 1)
     close = factor != 1 and abs(finding.ratio / factor - 1) < 0.05
-    return "embedding as hidden" if row.role == "embedding" and close else None
+    return "embedding as hidden" if close else None
 
 
 def _thin(rule: str, plans: Mapping[tuple[str, int, float], Plan]) -> list[Diagnosis]:
-    seen = {}
-    for (_, width, density), plan in plans.items():
-        for note in plan.notes:
-            if note.kind == "thin":
-                seen[f"width {width}, density {density:g}"] = note
+    seen = {
+        f"width {width}, density {density:g}": note
+        for (_, width, density), plan in plans.items()
+        for note in plan.notes
+        if note.kind == "thin"
+    }
     return [Diagnosis(rule, "thin", (), f"At {'; '.join(seen)}: {next(iter(seen.values()))}")] if seen else []
 
 
 def _from_slopes(rule: str, failing: list[Slope], has_readout: bool) -> list[Diagnosis]:
-    found = []
-    for axis in dict.fromkeys(slope.axis for slope in failing):
-        own = [slope for slope in failing if slope.axis == axis]
-        cause = _cause(rule, axis, own, has_readout)
-        places = tuple(folded(own))
-        found.append(Diagnosis(rule, cause, places, _evidence(own)))
-    return found
+    by_axis: dict[str, list[Slope]] = defaultdict(list)
+    for slope in failing:
+        by_axis[slope.axis].append(slope)
+    return [
+        Diagnosis(rule, _cause(rule, axis, slopes, has_readout), tuple(folded(slopes)), _evidence(slopes))
+        for axis, slopes in by_axis.items()
+    ]
 
 
 def folded(slopes: Iterable[Slope]) -> list[str]:
-    """Where slopes were taken, equal places of all blocks as one."""
+    """The places of slopes, with equal places of all blocks as one."""
     places = dict.fromkeys(slope.place for slope in slopes)
     globs = {place: layer_glob(place) for place in places}
     return list(dict.fromkeys((globs[place] if globs[place].strip("*.") else place) or "logits" for place in places))

@@ -7,9 +7,10 @@ update does to the output on the same inputs. All on up to ``MAX_ROWS`` rows of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from torch import Tensor, nn
 
 from smupar.model.parameterize import FACTOR
 from smupar.plan.layers import IMAGES, kind_of
+from smupar.plan.parameters import parent_path
 from smupar.plan.plan import Plan
-from smupar.plan.tensors import parent_path
 
 MAX_ROWS = 256
 MAX_IMAGES = 8  # of a convolution, whose rows are all positions of an image
@@ -27,8 +28,18 @@ JUDGED = (Y, GRAD_X, DY)
 
 
 @dataclass(frozen=True)
+class Cell:
+    """One run of the grid."""
+
+    rule: str
+    width: int
+    density: float
+    seed: int
+
+
+@dataclass(frozen=True)
 class Reading:
-    """One size: of a layer's or block's quantity at a step (1 is the first forward pass) of one run."""
+    """The size of one quantity of a layer or block, at one step of a run; the first forward pass is step 1."""
 
     rule: str
     width: int
@@ -45,12 +56,12 @@ class Reading:
 
     @property
     def norm(self) -> float:
-        """Of all entries together: for the weight gradient, its norm, the gradient flow."""
+        """The norm of all entries together; that of a weight gradient is called the gradient flow."""
         return self.rms * math.sqrt(self.num_entries)
 
 
-class Recorder:
-    """Hooks on the layers and blocks of a model; ``readings`` of the finished steps."""
+class SizeRecorder:
+    """Measures through hooks on the layers and blocks of a model; ``readings`` gives the sizes of the finished steps."""
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self.model, self.plan = model, plan
@@ -66,12 +77,10 @@ class Recorder:
         self._inputs: dict[str, Tensor] = {}
         self._output_grads: dict[str, Tensor] = {}
         self._first_outputs: dict[str, Tensor] = {}
-        self._called: set[str] = set()
-        self._seen: set[str] = set()
-        self._differentiated: set[str] = set()
+        self._taken: set[tuple[str, str]] = set()  # (path, quantity) of this pass
         self._probing = False
         self._handles = [
-            modules[path].register_forward_hook(self._after_forward(path), with_kwargs=True)
+            modules[path].register_forward_hook(partial(self._after_forward, path), with_kwargs=True)
             for path in (*self.layers, *(path for path in self.blocks if path not in self.layers))
         ]
 
@@ -81,37 +90,35 @@ class Recorder:
 
     # Hooks
 
-    def _after_forward(self, path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            self._called.add(path)
-            y = _first_tensor(output)
-            x = _first_tensor((*args, *kwargs.values()))
-            if y is None or not y.is_floating_point():
-                return
-            if self._probing:
+    def _after_forward(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        x, y = _first_tensor((*args, *kwargs.values())), _first_tensor(output)
+        if y is None or not y.is_floating_point():
+            return
+        if self._probing:
+            if self._is_first(path, CHANGE):
                 self._compare(path, y.detach())
-                return
-            if self.step == 0:
-                return
-            if path not in self._seen:  # a layer may be used again in one pass: its first use counts
-                self._seen.add(path)
-                self._note(path, Y, y.detach())
-            if not y.requires_grad or path in self._differentiated:  # checkpointing runs a layer a second time, with gradients
-                return
-            self._differentiated.add(path)
-            if path in self.layers:
-                if x is not None:
-                    self._inputs[path] = _rows(module, x.detach())
-                    y.register_hook(lambda grad: self._output_grads.__setitem__(path, _rows(module, grad, output=True)))
-            elif x is not None and x.is_floating_point() and x.requires_grad:
-                x.register_hook(lambda grad: self._note(path, GRAD_X, grad / self.plan.output_factor))
+            return
+        if self._is_first(path, Y):
+            self._note(path, Y, y.detach())
+        # Checkpointing runs a layer without gradients, and a second time with them.
+        if y.requires_grad and self._is_first(path, GRAD_X) and x is not None:
+            self._watch_gradient(path, module, x, y)
 
-        return hook
+    def _is_first(self, path: str, quantity: str) -> bool:
+        """Whether a quantity is taken for the first time in this pass: a layer may be used again, and its first use counts."""
+        if (path, quantity) in self._taken:
+            return False
+        self._taken.add((path, quantity))
+        return True
+
+    def _watch_gradient(self, path: str, module: nn.Module, x: Tensor, y: Tensor) -> None:
+        if path in self.layers:
+            self._inputs[path] = _rows(module, x.detach())
+            y.register_hook(lambda grad: self._output_grads.__setitem__(path, _rows(module, grad, output=True)))
+        elif x.is_floating_point() and x.requires_grad:
+            x.register_hook(lambda grad: self._note(path, GRAD_X, grad / self.plan.output_factor))
 
     def _compare(self, path: str, y: Tensor) -> None:
-        if path in self._compared:
-            return
-        self._compared.add(path)
         y = y.flatten()[:: max(1, y.numel() // 65536)].clone()
         if path not in self._first_outputs:
             self._first_outputs[path] = y
@@ -131,14 +138,14 @@ class Recorder:
     def probe(self) -> Iterator[None]:
         """A forward pass whose outputs are compared with those of the first such pass."""
         self._probing = True
-        self._compared: set[str] = set()
         try:
             yield
         finally:
             self._probing = False
+            self._taken.clear()
 
     def before_update(self) -> dict[str, Tensor]:
-        """After backward: gradients. Returns the weights, for ``after_update``."""
+        """Takes the sizes of gradients, after the backward pass. Returns the weights, for ``after_update``."""
         parameters = dict(self.model.named_parameters())
         weights = {}
         for path, (name, _) in self.layers.items():
@@ -159,7 +166,7 @@ class Recorder:
 
     @torch.no_grad()
     def after_update(self, weights: dict[str, Tensor]) -> None:
-        """After the optimizer's step: its effect on the outputs, weights alone."""
+        """Takes the effects of the update on the outputs, of weights alone, after the optimizer's step."""
         parameters = dict(self.model.named_parameters())
         for path, (name, _) in self.layers.items():
             if path in self._inputs:
@@ -169,8 +176,7 @@ class Recorder:
                 self._note(path, DY, effect * getattr(module, FACTOR, 1.0) if kind.is_lookup else effect)
         self._inputs.clear()
         self._output_grads.clear()
-        self._seen.clear()
-        self._differentiated.clear()
+        self._taken.clear()
 
     def unmeasured(self) -> list[str]:
         """Hidden weights whose output or update was not seen: not a known layer, or used without being called."""
@@ -181,31 +187,31 @@ class Recorder:
     def uncalled(self) -> list[str]:
         """Layers with a forward factor whose weight the model uses, if at all, without calling them: nothing applies it."""
         uses = [(path, factor) for row in self.plan for path, factor in row.forward if path in self.layers]
-        return [path for path, factor in uses if factor != 1 and path not in self._called]
+        called = {path for _, path, quantity, *_ in self.sizes if quantity == Y}
+        return [path for path, factor in uses if factor != 1 and path not in called]
 
     def moved(self) -> bool:
         """Whether any update changed any output."""
         return any(float(rms) > 0 for _, _, quantity, rms, *_ in self.sizes if quantity in (DY, CHANGE))
 
-    def readings(self, **run: Any) -> list[Reading]:
+    def readings(self, cell: Cell) -> list[Reading]:
         """Everything measured so far, labelled with the run."""
-        found = []
-        for step, path, quantity, rms, mean_abs, num_entries in self.sizes:
-            kind, role = ("layer", self.layers[path][1]) if path in self.layers else ("block", self.blocks[path])
-            found.append(
-                Reading(
-                    **run,
-                    step=step,
-                    place=path,
-                    kind=kind,
-                    role=role,
-                    quantity=quantity,
-                    rms=float(rms),
-                    mean_abs=float(mean_abs),
-                    num_entries=num_entries,
-                )
+        roles = {path: ("block", role) for path, role in self.blocks.items()}
+        roles |= {path: ("layer", role) for path, (_, role) in self.layers.items()}
+        return [
+            Reading(
+                **vars(cell),
+                step=step,
+                place=path,
+                kind=roles[path][0],
+                role=roles[path][1],
+                quantity=quantity,
+                rms=float(rms),
+                mean_abs=float(mean_abs),
+                num_entries=num_entries,
             )
-        return found
+            for step, path, quantity, rms, mean_abs, num_entries in self.sizes
+        ]
 
 
 def _layers(model: nn.Module, plan: Plan) -> Iterator[tuple[str, str, str]]:
@@ -250,5 +256,5 @@ def _first_tensor(value: Any) -> Tensor | None:
     if isinstance(value, Mapping):
         return _first_tensor(tuple(value.values()))
     if isinstance(value, (tuple, list)):
-        return next((found for item in value if (found := _first_tensor(item)) is not None), None)
+        return next((tensor for item in value if (tensor := _first_tensor(item)) is not None), None)
     return None

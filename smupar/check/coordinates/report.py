@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from smupar.check.audit import Finding
-from smupar.check.coordinates.diagnosis import Diagnosis, Run, diagnose, folded
-from smupar.check.coordinates.measure import JUDGED, Reading
+from smupar.check.coordinates.diagnosis import Diagnosis, diagnose, folded
+from smupar.check.coordinates.measure import JUDGED, Cell, Reading
 from smupar.check.coordinates.verdict import FAIL, LATER, PASS, UNCLEAR, Slope, decides, overall, slopes, thresholds
 from smupar.plan.plan import Plan
 from smupar.rules import get_rule
@@ -28,14 +28,14 @@ class Report:
     where nothing else was run."""
 
     readings: list[Reading]
-    faults: Mapping[Run, list[Finding]]
+    faults: Mapping[Cell, list[Finding]]
     plans: Mapping[tuple[str, int, float], Plan]
     slopes: list[Slope] = field(init=False)
     diagnoses: list[Diagnosis] = field(init=False)
 
     def __post_init__(self) -> None:
         self.slopes = slopes(self.readings)
-        self.diagnoses = [found for rule in self.rules for found in diagnose(rule, self.slopes, self.faults, self.plans)]
+        self.diagnoses = [cause for rule in self.rules for cause in diagnose(rule, self.slopes, self.faults, self.plans)]
 
     @property
     def rules(self) -> list[str]:
@@ -44,12 +44,9 @@ class Report:
     @property
     def verdicts(self) -> dict[str, str]:
         """Rule -> "pass", "fail" or "more seeds"."""
-        found = {}
-        for rule in self.rules:
-            faulty = any(diagnosis.rule == rule and not diagnosis.is_caution for diagnosis in self.diagnoses)
-            measured = overall(slope for slope in self.slopes if slope.rule == rule)
-            found[rule] = FAIL if faulty else measured
-        return found
+        faulty = {diagnosis.rule for diagnosis in self.diagnoses if not diagnosis.is_caution}
+        measured = {rule: overall(slope for slope in self.slopes if slope.rule == rule) for rule in self.rules}
+        return {rule: FAIL if rule in faulty else measured[rule] for rule in self.rules}
 
     def axis_verdict(self, rule: str, axis: str) -> str:
         """What the sizes alone say over one axis."""
@@ -83,8 +80,8 @@ class Report:
         for quantity in JUDGED:
             failing = [slope for slope in deciding if slope.quantity == quantity and slope.verdict == FAIL]
             lines += [_failing(quantity, failing)] if failing else []
-        own = [diagnosis for diagnosis in self.diagnoses if diagnosis.rule == rule]
-        return lines + [f"  {'note' if diagnosis.is_caution else 'likely cause'}: {diagnosis}" for diagnosis in own]
+        diagnoses = [diagnosis for diagnosis in self.diagnoses if diagnosis.rule == rule]
+        return lines + [f"  {'note' if diagnosis.is_caution else 'likely cause'}: {diagnosis}" for diagnosis in diagnoses]
 
     # Files
 
@@ -143,10 +140,10 @@ def _failing(quantity: str, failing: list[Slope]) -> str:
     return f"  {quantity} from step {first} in {shown}; worst {_told(max(failing, key=_excess))}"
 
 
-def _axes(own: list[Slope]) -> str:
+def _axes(deciding: list[Slope]) -> str:
     parts = []
     for axis in ("width", "density"):
-        at = sorted({slope.at for slope in own if slope.axis == axis}, reverse=True)
+        at = sorted({slope.at for slope in deciding if slope.axis == axis}, reverse=True)
         if at:
             parts.append(f"{axis} (at {'density' if axis == 'width' else 'width'} {', '.join(f'{value:g}' for value in at)})")
     return " and ".join(parts)

@@ -46,22 +46,19 @@ class Slope:
 
     @property
     def group(self) -> tuple[object, ...]:
-        """Slopes that share their spread: with its few seeds a readout alone would say little."""
+        """What slopes that share their spread have in common: with its few seeds a readout alone would say little."""
         return self.rule, self.axis, self.at, self.kind, self.quantity, self.step
 
 
 def slopes(readings: Iterable[Reading]) -> list[Slope]:
     """Every slope that the grid allows, judged where Table 1 promises something."""
     readings = list(readings)
-    found = []
-    for axis in ("width", "density"):
-        if len({getattr(reading, axis) for reading in readings}) > 1:
-            found += _judged(_fitted(readings, axis))
-    return found
+    axes = [axis for axis in ("width", "density") if len({getattr(reading, axis) for reading in readings}) > 1]
+    return [slope for axis in axes for slope in _judged(_fitted(readings, axis))]
 
 
 @dataclass(frozen=True)
-class Series:
+class SizeSeries:
     """Sizes of one quantity in one place at one step, over the values of an axis."""
 
     rule: str
@@ -76,26 +73,26 @@ class Series:
 def _fitted(readings: list[Reading], axis: str) -> list[tuple[Slope, list[float]]]:
     """Each series' mean slope, with the slopes of its seeds."""
     by_seed = _slopes_by_seed(readings, axis)
-    later: dict[Series, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    later: dict[SizeSeries, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for series, slope_of in by_seed.items():
         for seed, slope in slope_of.items():
             if series.step > 1:
                 later[replace(series, step=LATER)][seed].append(slope)
     means = {series: {seed: _mean(steps) for seed, steps in of_seed.items()} for series, of_seed in later.items()}
     return [
-        (Slope(axis=axis, **vars(series), slope=_mean(seeds), ci=math.nan, num_seeds=len(seeds)), seeds)
+        (Slope(axis=axis, **vars(series), slope=_mean(seed_slopes), ci=math.nan, num_seeds=len(seed_slopes)), seed_slopes)
         for series, slope_of in {**by_seed, **means}.items()
-        if (seeds := list(slope_of.values()))
+        if (seed_slopes := list(slope_of.values()))
     ]
 
 
-def _slopes_by_seed(readings: list[Reading], axis: str) -> dict[Series, dict[int, float]]:
+def _slopes_by_seed(readings: list[Reading], axis: str) -> dict[SizeSeries, dict[int, float]]:
     other = "density" if axis == "width" else "width"
-    points: dict[Series, dict[int, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    points: dict[SizeSeries, dict[int, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for reading in readings:
         if reading.rms > 0 and math.isfinite(reading.rms):  # a zero-initialised readout: nothing to see before its first step
             where = reading.place, reading.kind, reading.role, reading.quantity, reading.step
-            series = Series(reading.rule, getattr(reading, other), *where)
+            series = SizeSeries(reading.rule, getattr(reading, other), *where)
             points[series][reading.seed].append((math.log2(getattr(reading, axis)), math.log2(reading.rms)))
     return {
         series: {seed: _fit(pairs) for seed, pairs in of_seed.items() if len({x for x, _ in pairs}) > 1}
@@ -114,17 +111,19 @@ def _fit(points: list[tuple[float, float]]) -> float:
 
 
 def _judged(fitted: list[tuple[Slope, list[float]]]) -> list[Slope]:
+    """Slopes with their intervals and verdicts, from each slope and those of its seeds."""
     squares: dict[tuple[object, ...], float] = defaultdict(float)
     freedom: dict[tuple[object, ...], int] = defaultdict(int)
-    for slope, each in fitted:
-        squares[slope.group] += sum((seed - slope.slope) ** 2 for seed in each)
-        freedom[slope.group] += len(each) - 1
+    for slope, seed_slopes in fitted:
+        squares[slope.group] += sum((seed_slope - slope.slope) ** 2 for seed_slope in seed_slopes)
+        freedom[slope.group] += len(seed_slopes) - 1
     judged = []
-    for slope, each in fitted:
-        if len(each) > 1:
+    for slope, seed_slopes in fitted:
+        num_seeds = len(seed_slopes)
+        if num_seeds > 1:
             spread = math.sqrt(squares[slope.group] / freedom[slope.group])
-            places = min(_INDEPENDENT_PLACES, freedom[slope.group] // (len(each) - 1))
-            slope = replace(slope, ci=_t(max(1, places) * (len(each) - 1)) * spread / math.sqrt(len(each)))
+            places = min(_INDEPENDENT_PLACES, freedom[slope.group] // (num_seeds - 1))
+            slope = replace(slope, ci=_t(max(1, places) * (num_seeds - 1)) * spread / math.sqrt(num_seeds))
         judged.append(replace(slope, verdict=judge(slope)))
     return judged
 
@@ -138,7 +137,7 @@ def thresholds(slope: Slope) -> tuple[float, float]:
 
 
 def judge(slope: Slope) -> str:
-    """ "" where nothing is promised, else one of the four verdicts."""
+    """One of the four verdicts, or "" where nothing is promised."""
     if slope.quantity not in JUDGED or (slope.quantity == GRAD_X and slope.role == "embedding"):
         return ""  # no rule speaks of the gradient that flows out of the network into its data
     if _is_known_exception(slope):
@@ -157,15 +156,14 @@ def _is_known_exception(slope: Slope) -> bool:
     the readout has learned. So do attention logits where the head size grows, and gradients of queries and keys with them."""
     logits = slope.role in ("unembedding", "logits") and slope.quantity == Y and slope.step <= 3
     queries = bool(_QUERY.search(slope.place)) and slope.quantity == GRAD_X and slope.step == 1
-    known = slope.axis == "width" and slope.rule != "sp" and (logits or queries)
-    return known and -0.65 < slope.slope < LAYER_AT_STEP_1[0]
+    return slope.axis == "width" and slope.rule != "sp" and (logits or queries) and -0.65 < slope.slope < LAYER_AT_STEP_1[0]
 
 
 def decides(slope: Slope) -> bool:
-    """Whether a slope counts for the verdict; the others say from which step on."""
+    """Whether a slope counts for the verdict; the others only tell from which step on sizes drift."""
     return slope.step in (1, LATER)
 
 
-def overall(found: Iterable[Slope]) -> str:
-    verdicts = {slope.verdict for slope in found if decides(slope)}
+def overall(judged: Iterable[Slope]) -> str:
+    verdicts = {slope.verdict for slope in judged if decides(slope)}
     return FAIL if FAIL in verdicts else UNCLEAR if UNCLEAR in verdicts else PASS

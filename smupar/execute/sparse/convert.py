@@ -22,9 +22,9 @@ from smupar.model.parameterize import attach, check_plan, is_parameterized, unwr
 from smupar.model.storage import watch_optimizers
 from smupar.model.weights import MaskedWeight, weight_of
 from smupar.output.tables import aligned
+from smupar.plan.parameters import parent_path
 from smupar.plan.plan import Plan
 from smupar.plan.settings import layer_glob
-from smupar.plan.tensors import parent_path
 
 _ACTIVATIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

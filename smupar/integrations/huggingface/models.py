@@ -14,8 +14,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from smupar.integrations.huggingface.families import FAMILIES, Family, attentions, base_config, set_attention_scale
 from smupar.integrations.huggingface.folders import keep_plan
 from smupar.model import parameterize as apply
+from smupar.plan.make import Settings
 from smupar.plan.plan import Plan, PlanWarning
-from smupar.plan.planner import Settings
 
 # Keys and values of heads that are as many at every width look like readouts by their shape.
 _HIDDEN = ("*.k_proj.weight", "*.v_proj.weight")

@@ -1,4 +1,4 @@
-"""Parameters as the models show them: names, shapes at two widths, and what the owning module does with each dimension."""
+"""The parameters of model and base, by name: shapes at both widths, and what the owning module does with each dimension."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class ModelTensor:
+class ParameterView:
     """One parameter of the model, beside the same one of the base."""
 
     name: str
@@ -26,24 +26,34 @@ class ModelTensor:
     shape: Shape
     base_shape: Shape
     scaling: tuple[int, ...]  # dimensions whose size follows the width
-    kind: str  # "matrix": its module says what it reads and writes; "vector": acts element by element; "raw": unknown
+    layout: str  # "matrix": its module says what it reads and writes; "vector": acts element by element; "raw": unknown
     in_dims: tuple[int, ...] = ()  # dimensions one output reads, input channel first
     out_dim: int = -1
     groups: int = 1
     frozen: bool = False
+    declared: str = ""  # "input" or "output" if the model's own getters return the module, as in Hugging Face models
 
     @property
     def is_lookup(self) -> bool:
         return self.layer.is_lookup
 
     @property
+    def is_input(self) -> bool:
+        return self.layout == "matrix" and (self.is_lookup or self.declared == "input")
+
+    @property
+    def is_output(self) -> bool:
+        """Whether the user's model says that this weight makes its logits."""
+        return self.declared == "output" and not self.is_lookup
+
+    @property
     def is_recurrent(self) -> bool:
-        """A weight of an RNN that reads the RNN's own state, or the layer below it."""
+        """Whether it is a weight of an RNN that reads the RNN's own state, or the layer below it."""
         return self.layer.outside is not None and not self.name.rpartition(".")[2].startswith(self.layer.outside)
 
     @property
     def makes_logits(self) -> bool:
-        """An embedding table that is tied to a readout."""
+        """Whether it is an embedding table that is tied to a readout."""
         return self.is_lookup and any(not kind_of(module).is_lookup for _, module in self.tied)
 
     @property
@@ -81,45 +91,53 @@ def parent_path(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def read_tensors(model: nn.Module, base: nn.Module, delta: nn.Module | None) -> list[ModelTensor]:
+def view_parameters(model: nn.Module, base: nn.Module, delta: nn.Module | None) -> list[ParameterView]:
     """Every parameter of ``model``, in its order, after checking that the models are one network at several widths."""
     names = _names(model)
-    own = _shapes(model, "the model")
-    base_shapes = _shapes_like(model, own, names, base, "base")
-    other_shapes = [base_shapes] if delta is None else [base_shapes, _shapes_like(model, own, names, delta, "delta")]
+    shapes = _shapes(model, "the model")
+    base_shapes = _shapes_like(model, shapes, names, base, "base")
+    other_shapes = [base_shapes] if delta is None else [base_shapes, _shapes_like(model, shapes, names, delta, "delta")]
     modules, parameters = dict(model.named_modules(remove_duplicate=False)), dict(model.named_parameters())
+    declared = {id(_embeddings(model, f"get_{end}_embeddings")): end for end in ("output", "input")}
     for module in model.modules():
         check_registered(module)
-    tensors = []
-    for name, shape in own.items():
+    views = []
+    for name, shape in shapes.items():
         # A tied weight may be registered under its head's name first; its table is what it is. A module may have several names.
         holders: dict[int, tuple[str, nn.Module, str]] = {}
-        for held in (_holder(modules, one) for one in (name, *names[name])):
-            holders.setdefault(id(held[1]), held)
-        (path, module, leaf), *others = sorted(holders.values(), key=lambda held: _how_unclear(held[1]))
-        tied = tuple((other_path, other) for other_path, other, _ in others)
+        for holder in (_holder(modules, alias) for alias in (name, *names[name])):
+            holders.setdefault(id(holder[1]), holder)
+        (path, module, leaf), *others = sorted(holders.values(), key=lambda holder: _how_unclear(holder[1]))
         scaling = tuple(dim for dim in range(len(shape)) if any(other[name][dim] != shape[dim] for other in other_shapes))
-        kind, in_dims, out_dim = _layout(module, leaf, shape, scaling)
-        groups = num_groups(module) if kind == "matrix" else 1
-        frozen = not parameters[name].requires_grad
-        tensors.append(
-            ModelTensor(
-                name,
-                path,
-                module,
-                kind_of(module),
-                tied,
-                shape,
-                base_shapes[name],
-                scaling,
-                kind,
-                in_dims,
-                out_dim,
-                groups,
-                frozen,
+        layout, in_dims, out_dim = _layout(module, leaf, shape, scaling)
+        views.append(
+            ParameterView(
+                name=name,
+                path=path,
+                module=module,
+                layer=kind_of(module),
+                tied=tuple((other_path, other) for other_path, other, _ in others),
+                shape=shape,
+                base_shape=base_shapes[name],
+                scaling=scaling,
+                layout=layout,
+                in_dims=in_dims,
+                out_dim=out_dim,
+                groups=num_groups(module) if layout == "matrix" else 1,
+                frozen=not parameters[name].requires_grad,
+                declared=declared.get(id(module), ""),
             )
         )
-    return tensors
+    return views
+
+
+def _embeddings(model: nn.Module, getter: str) -> nn.Module | None:
+    """What a Hugging Face style getter returns, where the model has it."""
+    try:
+        module = getattr(model, getter)()
+    except (NotImplementedError, AttributeError):  # the getter exists on every Hugging Face model, also on those without one
+        return None
+    return module if isinstance(module, nn.Module) else None
 
 
 def _how_unclear(module: nn.Module) -> int:
@@ -157,35 +175,40 @@ def _all_names(names: dict[str, tuple[str, ...]]) -> set[str]:
 
 
 def _shapes_like(
-    model: nn.Module, own: dict[str, Shape], names: dict[str, tuple[str, ...]], other: nn.Module, what: str
+    model: nn.Module, shapes: dict[str, Shape], names: dict[str, tuple[str, ...]], other: nn.Module, what: str
 ) -> dict[str, Shape]:
     """Parameter shapes of ``other``, after checking that it is the same network at another width."""
     if not (isinstance(model, type(other)) or isinstance(other, type(model))):
         raise ValueError(f"{what} is a {type(other).__name__}, the model a {type(model).__name__}: both must be of one class")
-    other_names, shapes = _names(other), _shapes(other, what)
+    other_names, other_shapes = _names(other), _shapes(other, what)
     if _all_names(names) == _all_names(other_names) and set(names) != set(other_names):
         name = sorted(set(names) ^ set(other_names))[0]
         raise ValueError(
             f"{name!r} is tied to another parameter in one of model and {what} and not in the other: build both alike. "
             "to_empty unties weights: tie them again after it."
         )
-    if own.keys() != shapes.keys():
-        sides = [("the model", sorted(own.keys() - shapes.keys())), (what, sorted(shapes.keys() - own.keys()))]
+    if shapes.keys() != other_shapes.keys():
+        sides = [
+            ("the model", sorted(shapes.keys() - other_shapes.keys())),
+            (what, sorted(other_shapes.keys() - shapes.keys())),
+        ]
         shown = "; ".join(f"only in {side}: {', '.join(extra[:4])}" for side, extra in sides if extra)
         raise ValueError(
-            f"{what} has {len(shapes)} parameters and the model {len(own)} ({shown}). "
+            f"{what} has {len(other_shapes)} parameters and the model {len(shapes)} ({shown}). "
             f"Build {what} with the same depth and options; only widths may differ."
         )
-    for name, shape in own.items():
+    for name, shape in shapes.items():
         if set(names[name]) != set(other_names[name]):
             raise ValueError(f"{name!r} is tied in one of model and {what} and not in the other: build both alike")
-        if len(shapes[name]) != len(shape):
-            raise ValueError(f"{name!r} has shape {shape} in the model and {shapes[name]} in {what}: only sizes may differ")
-    return shapes
+        if len(other_shapes[name]) != len(shape):
+            raise ValueError(
+                f"{name!r} has shape {shape} in the model and {other_shapes[name]} in {what}: only sizes may differ"
+            )
+    return other_shapes
 
 
 def _layout(module: nn.Module, leaf: str, shape: Shape, scaling: tuple[int, ...]) -> tuple[str, tuple[int, ...], int]:
-    """(kind, dimensions read, dimension written) of a parameter, from the layer that owns it."""
+    """(layout, dimensions read, dimension written) of a parameter, from the layer that owns it."""
     layer = kind_of(module)
     if len(shape) < 2 or (layer.owns(leaf) and is_depthwise(module, scaling)):
         return "vector", (), -1

@@ -1,4 +1,4 @@
-"""Rules x roles x densities -> Plan. Pure: nothing here touches a model, and both models may live on the meta device."""
+"""Rules x roles x densities -> Plan. Nothing here changes a model, and both models may live on the meta device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TypedDict, Unpack
 from torch import Tensor, nn
 
 from smupar.plan.allocations import Allocation, as_density, uniform
-from smupar.plan.network import RoleSetting
+from smupar.plan.neighbours import RoleSetting
 from smupar.plan.patterns import parse_pattern, read_masks
 from smupar.plan.plan import Plan, PlanRow, PlanWarning
 from smupar.plan.reminders import attentions, make_reminders
@@ -27,7 +27,7 @@ from smupar.rules import Rule, get_rule
 MaskSetting = Mapping[str, Tensor] | str | PathLike[str] | None
 InitStdSetting = float | str | Mapping[str, float | str]
 
-# Under about 16 kept weights per neuron the law of large numbers behind the rule gets thin.
+# Under about 16 kept weights per neuron the law of large numbers that the rule rests on gets thin.
 MIN_WEIGHTS_PER_NEURON = 16
 
 
@@ -64,13 +64,17 @@ def make_plan(model: nn.Module, *, base: nn.Module, **settings: Unpack[Settings]
     roles         {"glob": role or ("hidden", in_dim)} where inference needs help
     delta         the same class at any third width: shows which dimensions scale where model and base are equally wide
     """
+    settings["masks"] = read_masks(settings.get("masks"))
     plan = planned(model, base, settings)
     warn(cautions(plan), stacklevel=3)
     return plan
 
 
 def planned(model: nn.Module, base: nn.Module, settings: Settings) -> Plan:
-    """The plan without its warnings, which the caller gives, so that they point at the user's line."""
+    """The plan, as a pure function of models and settings, whose masks have been read.
+
+    Its warnings are left to the caller, so that they point at the user's line.
+    """
     unknown = settings.keys() - Settings.__annotations__.keys()
     if unknown:
         known = ", ".join(Settings.__annotations__)
@@ -79,7 +83,8 @@ def planned(model: nn.Module, base: nn.Module, settings: Settings) -> Plan:
     pattern = parse_pattern(settings.get("pattern", "random"))
     roles = infer_roles(model, base, delta=settings.get("delta"), roles=settings.get("roles"))
     density = settings.get("density")
-    masks = read_masks(settings.get("masks"))
+    masks = settings.get("masks") or {}
+    assert isinstance(masks, Mapping)
     sparsity = make_sparse(
         model, roles, pattern, pattern.default_density if density is None else density, numbers.base_spread, masks
     )
@@ -102,7 +107,7 @@ def planned(model: nn.Module, base: nn.Module, settings: Settings) -> Plan:
 
 
 def cautions(plan: Plan) -> list[str]:
-    """The notes of a plan that its maker should hear as warnings, at the line that asked for it."""
+    """The notes of a plan that deserve a warning at the line that asked for the plan."""
     return [note.text for note in plan.notes if note.is_caution]
 
 
@@ -113,7 +118,7 @@ def warn(cautions: list[str], *, stacklevel: int) -> None:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """The settings that need no model, checked."""
+    """The settings that need no model, after checks."""
 
     rule: Rule
     base_spread: Allocation
@@ -199,12 +204,10 @@ def _row(role: ParamRole, sparsity: Sparsity, numbers: _Numbers, base_std: float
 
 
 def _output_width(roles: list[ParamRole]) -> Fraction:
-    """m_d of the logits: of the unembedding, or of the embedding where a model makes its logits out of our sight."""
-    for wanted in ("unembedding", "embedding"):
-        for role in roles:
-            if role.role == wanted:
-                return role.width_in if wanted == "unembedding" else role.width_out
-    return max((role.width_out for role in roles), default=Fraction(1))
+    """m_d of the logits: the unembedding's, or the embedding's where a model makes its logits out of our sight."""
+    readouts = [role.width_in for role in roles if role.role == "unembedding"]
+    tables = [role.width_out for role in roles if role.role == "embedding"]
+    return next(iter(readouts + tables), None) or max((role.width_out for role in roles), default=Fraction(1))
 
 
 # What the user should know
@@ -225,8 +228,8 @@ def _notes(model: nn.Module, roles: list[ParamRole], sparsity: Sparsity, numbers
     attention = any(attentions(model))
     if attention and sparsity.live != 1:
         notes.append(Note("neurons", "whole neurons are cut inside attention heads: scale q.k by the live part of head_dim"))
-    own = any(not type(module).__module__.startswith("torch.nn") for module in model.modules())
-    if not attention and own and numbers.rule.attention_exponent == -1:
+    has_custom_modules = any(not type(module).__module__.startswith("torch.nn") for module in model.modules())
+    if not attention and has_custom_modules and numbers.rule.attention_exponent == -1:
         notes.append(Note("attention", _NO_ATTENTION, False))
     return notes
 

@@ -1,0 +1,160 @@
+"""What parameters tell about each other: which come first and last, which sizes layers read and write.
+
+Where model and base are equally wide, no dimension shows that it scales; then sizes tell, as well as they can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from smupar.plan.layers import IMAGES
+from smupar.plan.parameters import ParameterView
+
+RoleSetting = str | tuple[str, int]
+
+
+class Neighbours:
+    """The parameters of a model, and where each stands among the others. ``asked`` has the roles that the user gave."""
+
+    def __init__(self, tensors: list[ParameterView], asked: Mapping[str, RoleSetting]) -> None:
+        self.equal_widths = not any(tensor.scaling for tensor in tensors)
+        # ``sizes`` has the matrices whose scaling dimensions follow from sizes alone.
+        self.tensors, self.sizes = scaling_from_sizes(tensors, asked) if self.equal_widths else (tensors, {})
+        self.matrices = [tensor for tensor in self.tensors if tensor.layout == "matrix"]
+        self.read_sizes = {tensor.read_size for tensor in self.matrices if not tensor.is_lookup}
+        self.readouts = [tensor for tensor in self.matrices if _may_be_readout(tensor, asked.get(tensor.name))]
+        self.inputs = _input_layers(self.matrices)
+
+    def is_side_table(self, tensor: ParameterView) -> bool:
+        """Whether it is a table that no layer reads, beside one that layers read."""
+        if not tensor.is_input or not tensor.is_lookup or tensor.makes_logits:
+            return False
+        tables = [table for table in self.matrices if table.is_lookup]
+        if not any(table.written_size in self.read_sizes for table in tables):
+            return False
+        sums = {tensor.written_size}  # side by side, it and others may be read together
+        for other in tables:
+            if other is not tensor and len(sums) < 1000:
+                sums |= {size + other.written_size for size in sums}
+        return not sums & self.read_sizes
+
+    def is_last(self, tensor: ParameterView) -> bool:
+        return tensor is self.matrices[-1]
+
+    def is_guess(self, tensor: ParameterView) -> bool:
+        """Whether only the sizes of others suggest that it writes what scales."""
+        return tensor.name in self.sizes and self.sizes[tensor.name].is_guess
+
+
+def _may_be_readout(tensor: ParameterView, setting: RoleSetting | None) -> bool:
+    if setting is not None:
+        return setting == "unembedding"
+    shaped = not tensor.is_lookup and tensor.reads_scaling and not tensor.writes_scaling
+    return shaped or tensor.is_output or tensor.makes_logits
+
+
+def _input_layers(matrices: list[ParameterView]) -> set[str]:
+    """Names of the weights that read a fixed size and write the width, with no hidden layer before them."""
+    inputs: list[ParameterView] = []
+    for tensor in matrices:
+        same_layer = bool(inputs) and inputs[-1].module is tensor.module
+        if not tensor.reads_scaling and tensor.writes_scaling:
+            inputs.append(tensor)
+        elif not tensor.is_lookup and not same_layer:
+            break
+    return {tensor.name for tensor in inputs}
+
+
+# Models as wide as their base
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A matrix of a model that is as wide as its base, beside the sizes that layers read and write."""
+
+    tensor: ParameterView
+    is_first: bool
+    is_last: bool
+    read: set[int]
+    written: set[int]
+
+    @cached_property
+    def reads(self) -> bool:
+        return self.tensor.is_recurrent or (not self.is_first and self.tensor.read_size in self.written)
+
+    @cached_property
+    def writes(self) -> bool:
+        return self.tensor.written_size in self.read
+
+    @cached_property
+    def is_guess(self) -> bool:
+        """Whether it seems to write several outputs side by side: qkv, gate and up, the gates of an LSTM."""
+        is_multiple = any(self.tensor.written_size % size == 0 for size in self.read)
+        return is_multiple and not self.writes and not self.is_last
+
+    @property
+    def writes_width(self) -> bool:
+        return self.writes or self.tensor.layer.outside is not None or self.is_guess
+
+    @property
+    def reads_a_part(self) -> bool:
+        read_size = self.tensor.read_size
+        related = any(read_size % size == 0 or size % read_size == 0 for size in self.written)
+        return not self.reads and not self.is_first and related
+
+
+def scaling_from_sizes(
+    tensors: list[ParameterView], asked: Mapping[str, RoleSetting]
+) -> tuple[list[ParameterView], dict[str, Sizes]]:
+    """The parameters with the dimensions that would scale, and the sizes of those matrices that only sizes tell about.
+
+    An input that some layer writes is internal, and so is an output that some layer reads. Sizes that are related but not
+    equal leave doubt (``role_table.DOUBTS``).
+    """
+    matrices = [tensor for tensor in tensors if tensor.layout == "matrix"]
+    linear = [tensor for tensor in matrices if not tensor.is_lookup]
+    has_lookup = len(linear) < len(matrices)
+    has_output = any(tensor.is_output or tensor.makes_logits for tensor in matrices)
+    first = linear[0] if linear and not has_lookup else None  # it reads the data, unless a lookup table does
+    last = linear[-1] if linear and not has_output else None
+    read = {tensor.read_size for tensor in linear if tensor is not first}
+    written = {tensor.written_size for tensor in matrices}
+    sizes = {
+        tensor.name: Sizes(tensor, tensor is first, tensor is last, read, written)
+        for tensor in linear
+        if tensor.name not in asked and not tensor.is_output
+    }
+    scaled = {
+        tensor.name: replace(tensor, scaling=_matrix_scaling(tensor, asked.get(tensor.name), sizes.get(tensor.name)))
+        for tensor in matrices
+    }
+    weights = {  # by module, for the biases that go with a weight
+        id(module): tensor for tensor in scaled.values() for module in (tensor.module, *(tied for _, tied in tensor.tied))
+    }
+    return [scaled.get(tensor.name) or _vector_scaling(tensor, weights.get(id(tensor.module))) for tensor in tensors], sizes
+
+
+def _matrix_scaling(tensor: ParameterView, setting: RoleSetting | None, sizes: Sizes | None) -> tuple[int, ...]:
+    """The dimensions that scale, by the user's role or by sizes. A lookup writes the width, the logits' layer reads it."""
+    ins, outs = tensor.in_dims[:1], (tensor.out_dim,)
+    if sizes is not None:
+        dims = (ins if sizes.reads else ()) + (outs if sizes.writes_width else ())
+    elif setting is None:
+        dims = outs if tensor.is_lookup else ins
+    else:
+        role = setting if isinstance(setting, str) else setting[0]
+        dims = {"hidden": (*ins, *outs), "embedding": outs, "unembedding": ins}.get(role, ())
+    return tuple(sorted(dims))
+
+
+def _vector_scaling(tensor: ParameterView, weight: ParameterView | None) -> ParameterView:
+    """A parameter that is no matrix, with its scaling dimension; ``weight`` is the matrix of its module, if there is one."""
+    if not tensor.shape:
+        return tensor
+    if weight is not None and len(tensor.shape) == 1:
+        is_bias_of_logits = weight.makes_logits and tensor.module is not weight.module
+        return replace(tensor, scaling=(0,) if weight.writes_scaling and not is_bias_of_logits else ())
+    channels_first = len(tensor.shape) == 1 or tensor.layer.reads == IMAGES
+    return replace(tensor, scaling=(0,) if channels_first else (len(tensor.shape) - 1,))
