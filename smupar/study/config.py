@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from smupar.lm.config.run import ModelConfig, RunConfig
 from smupar.lm.config.validation import refuse
 
+# The hyperparameters that are searched on a dense proxy, and hold for other models.
 TUNED = ("lr", "init_std", "alpha_input", "alpha_output")
-"""What is searched on a dense proxy, and holds for others."""
+# The runs of a study are shorter than the demo.
+SHORT: dict[str, Any] = {"steps": 200, "warmup": None, "valid_batches": 1}
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class EngineConfig:
 class TransferConfig:
     """One hyperparameter, swept on the dense proxy of base width and on targets over widths and sparsities."""
 
-    run: RunConfig = field(default_factory=lambda: RunConfig(steps=200, valid_batches=1))
+    run: RunConfig = field(default_factory=lambda: RunConfig(**SHORT))
     axis: Literal["lr", "init_std", "alpha_input", "alpha_output"] = "lr"
     values: tuple[float, ...] = ()
     """Default: 2^-11 .. 2^-4 for lr, an eighth to eight times the tuned value for others."""
@@ -65,10 +67,15 @@ class TransferConfig:
 
     @property
     def normalised(self) -> TransferConfig:
-        """The same study without what is named twice."""
+        """The same study with its values filled in, and nothing named twice."""
+        if self.axis == "lr":
+            values = [2.0**exponent for exponent in range(-11, -3)]
+        else:
+            values = [getattr(self.run, self.axis) * 2.0**exponent for exponent in range(-3, 4)]
         return replace(
             self,
             run=self.run.normalised,
+            values=tuple(sorted(set(self.values or values))),
             rules=tuple(dict.fromkeys(self.rules)),
             sparsities=tuple(dict.fromkeys(self.sparsities)),
             widths=tuple(dict.fromkeys(self.widths)),
@@ -79,7 +86,7 @@ class TransferConfig:
 class TuneConfig:
     """A search for lr, init_std, alpha_input and alpha_output on a small dense proxy, as in Table 3 of the paper."""
 
-    run: RunConfig = field(default_factory=lambda: RunConfig(model=ModelConfig(width=64), sparsity=0.0, valid_batches=1))
+    run: RunConfig = field(default_factory=lambda: RunConfig(model=ModelConfig(width=64), sparsity=0.0, **SHORT))
     """The proxy; its own values of the four do not matter."""
     num_samples: int = 350
     """Runs. A search can be made longer later: those that are there stay."""
