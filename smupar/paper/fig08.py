@@ -27,7 +27,7 @@ def _mean_gap(theirs: dict[float, float], ours: dict[float, float]) -> float:
 
 FIGURE = Figure(
     title="The best of each rule at each sparsity",
-    shows="SmuPar is on the frontier: 0.8 % better than SP and 2.1 % better than muP on average, even if those are tuned again.",
+    shows="SmuPar is on the frontier: 0.8 % better than SP and 2.1 % than muP on average, even if those are tuned again.",
     finding=4,
     runs=fig06.FIGURE.runs,
     swept=("sweep", "lr"),

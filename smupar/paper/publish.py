@@ -16,7 +16,6 @@ from typing import Any
 from smupar.lm.config.run import RunConfig
 from smupar.lm.run.folder import versions
 from smupar.output.files import write_atomic
-from smupar.paper.figure import Claim
 from smupar.paper.reproduce import FIGURES, FINDINGS, MADE_ON, Reproduced, figure
 from smupar.paper.settings import Scale
 from smupar.study.store import Result
@@ -116,11 +115,8 @@ def _slopes(done: Reproduced) -> dict[str, Any]:
     shown = {min(steps), max(steps)}
     names = ("rule", "place", "quantity", "step", "slope", "ci", "verdict")
     chosen = [slope for slope in slopes if slope["role"] in ("hidden", "block") and slope["step"] in shown]
-    return {"slopes": [{name: _rounded(slope[name]) for name in names} for slope in chosen]}
-
-
-def _rounded(value: Any) -> Any:
-    return round(value, 4) if isinstance(value, float) else value
+    rows = [{name: slope[name] for name in names} for slope in chosen]
+    return {"slopes": [{n: round(v, 4) if isinstance(v, float) else v for n, v in row.items()} for row in rows]}
 
 
 def _fields(config: RunConfig) -> dict[str, Any]:
@@ -188,17 +184,13 @@ def _page(done: Reproduced, scale: Scale, facts: dict[str, Any], table: str | No
         "",
         "## What came out",
         "",
-        *_said(done.claim),
+        *(f"- {'yes' if part.holds else '**no**'}: {part.text}" for part in done.claim.parts or (done.claim,)),
         "",
         BY_HAND,
         "",
         by_hand,
     ]
     return "\n".join(lines) + "\n"
-
-
-def _said(claim: Claim) -> list[str]:
-    return [f"- {'yes' if part.holds else '**no**'}: {part.text}" for part in claim.parts or (claim,)]
 
 
 def _heading(name: str) -> str:

@@ -168,9 +168,10 @@ def dry_run(name: str, scale: Scale) -> str:
     if not fig.runs:
         return f"{name}: {fig.what(scale) if fig.what else 'nothing is trained'}"
     configs = fig.runs(scale)
-    if fig.swept:  # wherever the optima will be
+    if fig.swept:  # three values of each curve get more seeds, wherever the optima will be
         experiment, axis = fig.swept
-        middle = [config for config in configs if getattr(config, axis) in _middle(configs, axis)]
+        values = sorted({getattr(config, axis) for config in configs})
+        middle = [config for config in configs if getattr(config, axis) in values[len(values) // 2 - 1 :][:3]]
         configs += [replace(config, seed=seed) for config in middle for seed in range(1, scale.size(experiment).seeds)]
     costs = {config.id: estimate(config, micro_batch=1) for config in unique(map(_cost_fields, configs))}
     each = [costs[_cost_fields(config).id] for config in configs]
@@ -178,6 +179,8 @@ def dry_run(name: str, scale: Scale) -> str:
     largest = max(each, key=lambda cost: cost.num_parameters)
     small, big = min(cost.num_parameters for cost in each), largest.num_parameters
     extra = " and those that follow a trace" if fig.then else ""
+    data = "" if scale.data == STANDARD_LIBRARY else f" --data {scale.data}"
+    engine = " --engine ray --address auto" if scale.name == "paper" else ""
     return "\n".join(
         [
             f"{name}: {fig.title}",
@@ -187,21 +190,9 @@ def dry_run(name: str, scale: Scale) -> str:
             f"  FLOPs       {sum(cost.usual_flops for cost in each):.3g} (6 N tokens)",
             f"  time        {hours:,.1f} GPU-hours of an H200 at 45% of 990 TFLOP/s",
             f"  memory      {_bytes(largest) / _GIB:.1f} GiB for the largest, with one sequence at a time",
-            f"  command     {_command(name, scale)}",
+            f"  command     smupar reproduce {name} --scale {scale.name}{data}{engine}",
         ]
     )
-
-
-def _command(name: str, scale: Scale) -> str:
-    data = "" if scale.data == STANDARD_LIBRARY else f" --data {scale.data}"
-    return (
-        f"smupar reproduce {name} --scale {scale.name}{data}{' --engine ray --address auto' if scale.name == 'paper' else ''}"
-    )
-
-
-def _middle(configs: Sequence[RunConfig], axis: str) -> list[float]:
-    values = sorted({getattr(config, axis) for config in configs})
-    return values[len(values) // 2 - 1 : len(values) // 2 + 2]
 
 
 def _cost_fields(config: RunConfig) -> RunConfig:
