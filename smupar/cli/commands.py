@@ -79,7 +79,7 @@ def report(folder: tyro.conf.Positional[str], parquet: bool = False) -> None:
     """Write the page, picture and table of a study again, from the runs that are finished.
 
     Args:
-        folder: Of the study.
+        folder: Folder of the study.
         parquet: Write table.parquet beside table.csv and table.json.
     """
     from smupar.study.report import write_report
@@ -212,7 +212,7 @@ def transfer(
 
     Args:
         out: Folder of the study: picture.png, report.html, table.csv. Started again, only what is missing is run.
-        hps: best.json of `smupar tune`: what is not swept.
+        hps: best.json of `smupar tune`: the hyperparameters that are not swept.
     """
     from smupar.study.transfer import define_transfer
 
@@ -247,7 +247,7 @@ def reproduce(
         scale: cpu: minutes on two cores; small: minutes on one GPU; paper: as printed.
         data: Folder made by `smupar data prepare`; at scale cpu default Python's own source.
         data_dir: tab02: folder with local copies of the tasks as JSONL; default the harness's own, online.
-        out: Folder; figures that share runs share them here. Started again, only what is missing is run.
+        out: Folder of the runs, which figures share, and of the results. Started again, only what is missing is run.
         publish: Folder for a page of results, its rows and its picture, as in docs/results.
         list: Print what there is.
         settings: Print Table 4, and what the smaller scales make of it.

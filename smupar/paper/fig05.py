@@ -55,8 +55,8 @@ def claim(report: Report) -> Claim:
     for rule in ("sp", "mup"):
         parts.append(_vanish(report, rule, Y, (1, last), "activations"))
         parts.append(_vanish(report, rule, GRAD_X, (1,), "gradients"))
-    kept = Claim(report.verdicts["smupar"] == PASS, f"SmuPar keeps all sizes: {report.verdicts['smupar']}")
-    return all_of(*parts, kept)
+    smupar_keeps = Claim(report.verdicts["smupar"] == PASS, f"SmuPar keeps all sizes: {report.verdicts['smupar']}")
+    return all_of(*parts, smupar_keeps)
 
 
 def _vanish(report: Report, rule: str, quantity: str, steps: tuple[int, ...], name: str) -> Claim:

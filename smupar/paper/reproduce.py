@@ -66,8 +66,8 @@ def figure(name: str) -> Figure:
         raise ValueError(f"{name} is a diagram, with nothing to run: docs/reproduce.md has it")
     if name not in FIGURES:
         raise ValueError(f"no figure or table is called {name!r}: choose one of {', '.join(FIGURES)}")
-    known: Figure = import_module(f"smupar.paper.{name}").FIGURE
-    return known
+    asked: Figure = import_module(f"smupar.paper.{name}").FIGURE
+    return asked
 
 
 def listed() -> str:
@@ -107,8 +107,8 @@ def reproduce(name: str, scale: Scale, how: EngineConfig, *, out: str, data_dir:
     start = time.perf_counter()
     measured = fig.measure(place, rows) if fig.measure else rows
     if fig.what:
-        made = {"device": device_name(pick_device(how.device)), "seconds": round(time.perf_counter() - start), **versions()}
-        write_atomic(place.folder / MADE_ON, json.dumps(made))
+        made_on = {"device": device_name(pick_device(how.device)), "seconds": round(time.perf_counter() - start), **versions()}
+        write_atomic(place.folder / MADE_ON, json.dumps(made_on))
     if fig.text:
         write_atomic(place.folder / "table.txt", fig.text() + "\n")
     if fig.draw:
