@@ -14,12 +14,14 @@ TUNED = ("lr", "init_std", "alpha_input", "alpha_output")
 # The runs of a study are shorter than the demo.
 SHORT: dict[str, Any] = {"steps": 200, "warmup": None, "valid_batches": 1}
 
+EngineName = Literal["auto", "serial", "stacked", "ray"]
+
 
 @dataclass(frozen=True)
 class EngineConfig:
     """How the runs of a study are executed; the results are the same."""
 
-    engine: Literal["auto", "serial", "stacked", "ray"] = "auto"
+    engine: EngineName = "auto"
     """serial: one after the other; stacked: as many at once as fit; auto: the faster, measured; ray: on a cluster."""
     device: str = "auto"
     """auto: a GPU if there is one."""

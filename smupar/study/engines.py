@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 from tqdm import tqdm
@@ -36,11 +35,9 @@ from smupar.lm.run.stack import GPTStack, stack_key
 from smupar.lm.run.train import train
 from smupar.plan.optimizers import family_of
 from smupar.plan.plan import PlanWarning
-from smupar.study.config import EngineConfig
+from smupar.study.config import EngineConfig, EngineName
 from smupar.study.definition import Stage, StudyDefinition
 from smupar.study.store import Study
-
-EngineName = Literal["auto", "serial", "stacked", "ray"]
 
 _LOOK_EVERY = 50  # steps after which losses of a stack are fetched from a GPU, and runs that diverged are seen
 _NUM_ROWS = 50  # rows of metrics that a run of a stack has
