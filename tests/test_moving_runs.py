@@ -681,6 +681,16 @@ def test_moved_study_is_reported_and_goes_on(study, tmp_path):
     assert stamps(moved) == before
 
 
+def test_reading_a_study_writes_no_trace(study, tmp_path):
+    folder, found = study
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(folder, moved)
+    for trace in moved.glob("*.trace.json"):
+        trace.unlink()
+    assert write_report(Study(moved)).splitlines()[0] == found
+    assert not list(moved.glob("*.trace.json"))
+
+
 def test_study_that_lost_a_measured_run_runs_that_alone(study, tmp_path):
     folder, found = study
     moved = tmp_path / "elsewhere"

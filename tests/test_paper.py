@@ -20,9 +20,8 @@ from smupar.lm.model.gpt import plan_on_meta
 from smupar.lm.run.folder import Summary
 from smupar.lm.use.export import export
 from smupar.paper import publish, tab02, tab03
-from smupar.paper.fig05 import RULES
-from smupar.paper.fig14 import RULES as ABLATED
-from smupar.paper.figure import Claim, curve, curves
+from smupar.paper.fig14 import WITH_ABLATIONS
+from smupar.paper.figure import RULES, Claim, Place, curve, curves
 from smupar.paper.reproduce import FIGURES, FINDINGS, Reproduced, dry_run, figure, listed, make_scale, reproduce
 from smupar.paper.settings import TABLE_4, Scale, iso_width, wpn_width
 from smupar.study.config import EngineConfig
@@ -151,7 +150,7 @@ def test_a_dense_model_is_run_once_for_mup_and_smupar():
 
 
 def test_ablations_have_one_half_of_smupar_each():
-    plans = {rule: plan_on_meta(CPU.run("sweep", rule=rule, sparsity=0.9375)) for rule in ABLATED}
+    plans = {rule: plan_on_meta(CPU.run("sweep", rule=rule, sparsity=0.9375)) for rule in WITH_ABLATIONS}
     name = "blocks.0.mlp.up.weight"
     init, rate = (
         {rule: f(plan[name]) for rule, plan in plans.items()} for f in (lambda r: r.init_std, lambda r: r.lr_factors["adam"])
@@ -372,10 +371,17 @@ def test_docs_list_rules_and_reductions_as_they_are():
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 
 
+def config_of(facts, row):
+    """The configuration of a row of a published file."""
+    values = {**facts["common"], **{name: value for name, value in row.items() if name in facts["varies"]}}
+    values["model"] = {name.removeprefix("model."): values.pop(name) for name in list(values) if name.startswith("model.")}
+    return RunConfig.from_json(json.dumps(values))
+
+
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
 def test_published_numbers_can_be_followed_to_their_runs(path):
     facts = json.loads(path.read_text())
-    assert all(publish.config_of(facts, row).id == row["id"] for row in facts["rows"])
+    assert all(config_of(facts, row).id == row["id"] for row in facts["rows"])
     assert all(re.fullmatch("[0-9a-f]{7,40}", row["commit"]) for row in facts["rows"])  # not unknown, not dirty
     page = path.with_suffix(".md").read_text()
     assert all(claim["text"] in page for claim in facts["claims"])
@@ -386,7 +392,7 @@ def test_published_numbers_can_be_followed_to_their_runs(path):
 def test_published_claims_are_those_of_the_published_rows(name):
     facts = json.loads((RESULTS / f"{name}.json").read_text())
     rows = [
-        finished(publish.config_of(facts, row), math.inf if row["train_loss"] is None else row["train_loss"], row["valid_loss"])
+        finished(config_of(facts, row), math.inf if row["train_loss"] is None else row["train_loss"], row["valid_loss"])
         for row in facts["rows"]
     ]
     claim = figure(name).claim(rows)
@@ -430,13 +436,12 @@ def test_publishing_again_keeps_what_was_written_by_hand(tmp_path):
         publish.refuse_other_scale(tmp_path / "pages", ["fig05", "fig06"], PAPER)
     publish.refuse_other_scale(tmp_path / "pages", ["fig05", "fig06"], CPU)
     facts = json.loads((tmp_path / "pages" / "fig06.json").read_text())
-    assert [publish.config_of(facts, row).id for row in facts["rows"]] == [row.config.id for row in rows]
+    assert [config_of(facts, row).id for row in facts["rows"]] == [row.config.id for row in rows]
 
 
-def test_table_2_evaluates_the_runs_that_a_study_kept(tmp_path):
+def test_table_2_evaluates_the_runs_that_a_study_kept(tmp_path, capsys):
     tiny = RunConfig(model=ModelConfig(width=64, head_dim=32), steps=2, batch_size=2, seq_len=32, valid_batches=1)
-    with Study.open(tmp_path / "study", {"kind": "test"}, "") as study:
-        study.keeps_weights = True
+    with Study.open(tmp_path / "study", {"kind": "test"}, "", keeps_weights=True) as study:
         runs = [replace(tiny, rule=rule, sparsity=0.75) for rule in ("sp", "smupar")]
         execute(study, runs, engine="stacked")
     asked = tmp_path / "tasks"
@@ -444,14 +449,14 @@ def test_table_2_evaluates_the_runs_that_a_study_kept(tmp_path):
     for task in ("arc_easy", "piqa", "boolq"):
         (asked / f"{task}.jsonl").write_text(json.dumps({"query": "Question: a?", "choices": ["b", "c"], "gold": 0}) + "\n")
     (asked / "lambada_openai.jsonl").write_text(json.dumps({"context": "one two", "continuation": " three"}) + "\n")
-    folders = {str(study.runs / run.id): run for run in runs}
     export(ExportConfig(str(study.runs / runs[0].id), str(tmp_path / "exported")))
-    measured = study.results(runs)[0].summary.valid_loss
+    rows = study.results(runs)
+    measured = rows[0].summary.valid_loss
     assert f"{measured:.4f} nats per token" in (tmp_path / "exported" / "README.md").read_text()
-    results = tab02.judge(folders, tmp_path / "out", str(asked), "cpu")
+    results = figure("tab02").measure(Place(CPU, tmp_path / "out", study.runs, "cpu", str(asked)), rows)
     assert tab02.claim(results).holds
     assert "2 models on 4 tasks, 4 documents" in tab02.claim(results).text
-    table = tab02.text(results, {run.id: run for run in runs})
+    table = capsys.readouterr().out
     assert "SP 0.75" in table
     assert "SmuPar 0.75" in table
     assert "random" in table

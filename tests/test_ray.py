@@ -101,8 +101,7 @@ def _at_work(node) -> list[int]:
 
 
 def test_workers_keep_the_weights_of_a_study_that_keeps_them(cluster, tmp_path):
-    with Study.open(tmp_path / "study", {}, "") as study:
-        study.keeps_weights = True
+    with Study.open(tmp_path / "study", {}, "", keeps_weights=True) as study:
         execute_on_ray(study, [replace(TINY, steps=2)], address=cluster.address)
     assert len(list(tmp_path.glob("study/runs/*/checkpoints/step-00000002"))) == 1
 
@@ -135,13 +134,13 @@ def test_nothing_to_do_needs_no_ray(tmp_path, monkeypatch):
 
 def test_every_slot_has_something_to_do():
     configs = [replace(TINY, lr=rate, seed=seed) for rate in RATES for seed in range(10)]
-    assert [len(part) for part in split(configs, num_slots=2, kind="CPU")] == [10] * 8
-    assert sorted(len(part) for part in split(configs, num_slots=3, kind="GPU")) == [26, 27, 27]
-    assert len(split(configs, num_slots=1, kind="GPU")) == 2  # a stack has at most 64
+    assert [len(part) for part in split(configs, num_slots=2, resource="CPU")] == [10] * 8
+    assert sorted(len(part) for part in split(configs, num_slots=3, resource="GPU")) == [26, 27, 27]
+    assert len(split(configs, num_slots=1, resource="GPU")) == 2  # a stack has at most 64
 
 
 def test_costly_runs_come_first_and_alone():
     wide = replace(TINY, model=replace(TINY.model, width=512))
-    parts = split([*(replace(TINY, lr=rate) for rate in RATES), wide, replace(wide, lr=0.1)], num_slots=2, kind="CPU")
+    parts = split([*(replace(TINY, lr=rate) for rate in RATES), wide, replace(wide, lr=0.1)], num_slots=2, resource="CPU")
     assert parts[:2] == [[wide], [replace(wide, lr=0.1)]]
     assert [len(part) for part in parts[2:]] == [8]

@@ -61,6 +61,11 @@ def test_study_of_the_demo_is_shorter_than_its_training():
     assert resolve(TransferConfig, Request({"steps": 30}, hps=HPS)).run.steps == 30
 
 
+@pytest.mark.parametrize("kind", [TransferConfig, TuneConfig])
+def test_study_without_flags_is_the_default_of_its_class(kind):
+    assert resolve(kind, Request()) == kind().normalised
+
+
 def test_proxy_of_a_search_is_dense_and_as_wide_as_its_base():
     assert resolve(TuneConfig, Request()).run.model.width == 64
     run = resolve(TuneConfig, Request({"base_width": 40, "head_dim": 8})).run

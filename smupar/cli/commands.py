@@ -30,6 +30,7 @@ from smupar.study.config import EngineConfig, TransferConfig, TuneConfig
 
 if TYPE_CHECKING:
     from smupar.lm.run.folder import Summary
+    from smupar.study.definition import StudyDefinition
 
 Preset = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="[PRESET]")]]
 Run = Annotated[Typed, RunConfig]
@@ -78,17 +79,17 @@ def report(folder: tyro.conf.Positional[str], parquet: bool = False) -> None:
     """Write the page, picture and table of a study again, from the runs that are finished.
 
     Args:
-        folder: Of the study.
+        folder: Folder of the study.
         parquet: Write table.parquet beside table.csv and table.json.
     """
     from smupar.study.report import write_report
     from smupar.study.store import Study
 
     study = Study(folder)
-    found = write_report(study)
+    written = write_report(study)
     if parquet:
         study.write_parquet()
-    print(f"{found}{', table.parquet' if parquet else ''}")
+    print(f"{written}{', table.parquet' if parquet else ''}")
 
 
 def check(config: Annotated[Typed, CheckConfig]) -> None:
@@ -194,13 +195,11 @@ def sweep(
         axes: FIELD=VALUE,VALUE,... for any fields of a run: lr=2^-10..2^-4 rule=sp,smupar sparsity=0,0.75
         out: Folder of the study. Started again, only what is missing is run.
     """
-    from smupar.study.run import run_study
     from smupar.study.space import parse_axes
-    from smupar.study.sweep import sweep as define
+    from smupar.study.sweep import define_sweep
 
     parsed = parse_axes(axes)
-    study = define(resolve(RunConfig, request_of(config)), parsed)
-    print(run_study(out, study, _command(), EngineConfig(**how)))
+    _run_and_report(out, define_sweep(resolve(RunConfig, request_of(config)), parsed), how)
 
 
 def transfer(
@@ -213,13 +212,19 @@ def transfer(
 
     Args:
         out: Folder of the study: picture.png, report.html, table.csv. Started again, only what is missing is run.
-        hps: best.json of `smupar tune`: what is not swept.
+        hps: best.json of `smupar tune`: the hyperparameters that are not swept.
     """
-    from smupar.study.run import run_study
-    from smupar.study.transfer import transfer as define
+    from smupar.study.transfer import define_transfer
 
-    study = define(resolve(TransferConfig, request_of(config, hps=hps)))
-    print(run_study(out, study, _command(), EngineConfig(**how)))
+    _run_and_report(out, define_transfer(resolve(TransferConfig, request_of(config, hps=hps))), how)
+
+
+def _run_and_report(out: str, definition: StudyDefinition, how: Typed) -> None:
+    from smupar.study.engines import run_study
+    from smupar.study.report import write_report
+
+    with run_study(out, definition, _command(), EngineConfig(**how)) as (study, _):
+        print(write_report(study, definition))
 
 
 def reproduce(
@@ -242,7 +247,7 @@ def reproduce(
         scale: cpu: minutes on two cores; small: minutes on one GPU; paper: as printed.
         data: Folder made by `smupar data prepare`; at scale cpu default Python's own source.
         data_dir: tab02: folder with local copies of the tasks as JSONL; default the harness's own, online.
-        out: Folder; figures that share runs share them here. Started again, only what is missing is run.
+        out: Folder of the runs, which figures share, and of the results. Started again, only what is missing is run.
         publish: Folder for a page of results, its rows and its picture, as in docs/results.
         list: Print what there is.
         settings: Print Table 4, and what the smaller scales make of it.
@@ -285,11 +290,12 @@ def tune(config: Annotated[Typed, TuneConfig], how: Engine, out: str = "runs/tun
     """
     from smupar.study.report import write_report
     from smupar.study.store import Study
+    from smupar.study.tune import define_search
     from smupar.study.tune import tune as search
 
-    study = resolve(TuneConfig, request_of(config))
-    print(search(study, EngineConfig(**how), out=out, command=_command()).explain())
-    print(write_report(Study(out)))
+    resolved = resolve(TuneConfig, request_of(config))
+    print(search(resolved, EngineConfig(**how), out=out, command=_command()).explain())
+    print(write_report(Study(out), define_search(resolved)))
 
 
 def _ending(summary: Summary, config: RunConfig) -> str:

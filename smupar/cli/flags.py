@@ -19,7 +19,7 @@ from typing import Annotated, Any, Required, TypeAlias, TypedDict, get_args, get
 
 import tyro
 
-from smupar.lm.config.run import default_of
+from smupar.lm.config.run import default_of, flat
 
 Typed: TypeAlias = dict[str, Any]
 """The fields that were typed, by name."""
@@ -40,7 +40,7 @@ def parser_of(command: Callable[..., None], shown: Mapping[type, Any]) -> Callab
     }
 
     def parsed(*args: Any, **options: Any) -> Call:
-        return partial(command, *args, **{name: _flat(value) if name in kinds else value for name, value in options.items()})
+        return partial(command, *args, **{name: flat(value) if name in kinds else value for name, value in options.items()})
 
     parsed.__doc__ = command.__doc__
     parsed.__annotations__ = hints | {
@@ -85,10 +85,3 @@ def _docs_of_fields(module: str) -> dict[tuple[str, str], str]:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                     docs[node.name, name] = " ".join(text.split())
     return docs
-
-
-def _flat(values: Typed) -> Typed:
-    flat: Typed = {}
-    for name, value in values.items():
-        flat |= _flat(value) if isinstance(value, dict) else {name: value}
-    return flat

@@ -13,7 +13,7 @@ from smupar.lm.config.presets import preset
 from smupar.lm.config.run import RunConfig, changed, padded_vocab
 from smupar.lm.config.validation import refuse
 from smupar.plan.optimizers import names_with
-from smupar.study.config import TransferConfig, TuneConfig
+from smupar.study.config import SHORT, TransferConfig, TuneConfig
 
 Kind = TypeVar("Kind", RunConfig, TransferConfig, TuneConfig)
 
@@ -37,8 +37,6 @@ _NEEDS = {
     "betas": ("optimizer", names_with("betas") + names_with("hidden_only")),  # there an AdamW trains the rest
     "context": ("positions", ("learned",)),
 }
-# The runs of a study are shorter than the demo.
-_SHORT = {"steps": 200, "warmup": None, "valid_batches": 1}
 
 
 @dataclass(frozen=True)
@@ -91,9 +89,9 @@ def _origin(kind: type[Kind], request: Request) -> tuple[Kind, dict[str, Any]]:
     if issubclass(kind, RunConfig):
         return run, values
     if issubclass(kind, TransferConfig):
-        return TransferConfig(run=run), _SHORT | values
+        return TransferConfig(run=run), SHORT | values
     width = typed.get("base_width", run.base_width)
-    return TuneConfig(run=run), _SHORT | {"sparsity": 0.0, "base_width": width, "width": width} | values
+    return TuneConfig(run=run), SHORT | {"sparsity": 0.0, "base_width": width, "width": width} | values
 
 
 def _refuse_what_transfer_sets(typed: Mapping[str, Any]) -> None:

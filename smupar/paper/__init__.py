@@ -1,1 +1,1 @@
-"""The paper's figures and tables: one short file each, with ``runs(scale)``, ``draw(rows)`` and ``claim(rows)``."""
+"""The paper's figures and tables: one short file each, which ends with a ``FIGURE`` of what to run, to draw and to claim."""

@@ -14,7 +14,7 @@ from smupar.lm.config.run import RunConfig
 from smupar.paper.figure import Claim, Figure, Rows, all_of
 from smupar.paper.settings import Scale
 from smupar.rules import DECAYED
-from smupar.study.curves import Panel, Point, Series
+from smupar.study.curves import Line, Panel, Point
 from smupar.study.space import with_fields
 
 DECAYS = (0.0, 0.03, 0.1, 0.2, 0.4)
@@ -122,8 +122,8 @@ def draw(rows: Rows) -> list[Panel]:
     panels = []
     for width, steps in sizes:
         scans = {s.density: own for s, own in (inside | outside).items() if (s.width, s.steps) == (width, steps)}
-        series = tuple(
-            Series(
+        lines = tuple(
+            Line(
                 f"density {density}",
                 tuple(Point(decay, 100 * _cost(own, decay)) for decay in own),
                 densities.index(density) / max(1, len(densities) - 1),
@@ -132,7 +132,7 @@ def draw(rows: Rows) -> list[Panel]:
             for density, own in scans.items()
         )
         heading = f"width {width}, {steps} steps"
-        panels.append(Panel(heading, "weight decay", "loss above that of the best decay, %", series, USUAL, log_x=False))
+        panels.append(Panel(heading, "weight decay", "loss above that of the best decay, %", lines, USUAL, log_x=False))
     return panels
 
 

@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 from smupar.lm.config.run import RunConfig
-from smupar.paper.figure import Claim, Figure, Rows, all_of, over_sparsity, title
+from smupar.paper.figure import RULES, Claim, Figure, Rows, all_of, over_sparsity, runs_of, title
 from smupar.paper.settings import Scale
+from smupar.study.comparison import as_rule
 from smupar.study.curves import Panel
 
-RULES = ("sp", "mup", "smupar")
 _CORRELATION = 0.8
 
 
 def runs(scale: Scale) -> list[RunConfig]:
-    wanted = [(rule, sparsity) for rule in RULES for sparsity in scale.size("pretraining").sparsities]
-    made = [
-        scale.run("pretraining", rule="mup" if sparsity == 0 and rule != "sp" else rule, sparsity=sparsity)
-        for rule, sparsity in wanted
-    ]
-    return list({run.id: run for run in made}.values())
+    return runs_of(scale, "pretraining")
 
 
 def losses(rows: Rows) -> dict[str, dict[float, float]]:
     """Validation loss of every rule and sparsity."""
-    found: dict[str, dict[float, float]] = {rule: {} for rule in RULES}
+    by_rule: dict[str, dict[float, float]] = {rule: {} for rule in RULES}
     for row in rows:
-        assert row.config.sparsity is not None
-        loss = row.summary.valid_loss if row.summary.valid_loss is not None else float("inf")
-        for rule in ("mup", "smupar") if row.config.sparsity == 0 and row.config.rule == "mup" else (row.config.rule,):
-            found[rule][row.config.sparsity] = loss
-    return found
+        sparsity, loss = row.config.sparsity, row.summary.valid_loss
+        assert sparsity is not None
+        for rule in RULES:
+            if row.config.rule in (rule, as_rule(rule, sparsity)):
+                by_rule[rule][sparsity] = float("inf") if loss is None else loss
+    return by_rule
 
 
 def draw(rows: Rows) -> list[Panel]:
@@ -36,8 +32,8 @@ def draw(rows: Rows) -> list[Panel]:
 
 
 def claim(rows: Rows) -> Claim:
-    found = losses(rows)
-    return all_of(*(_falls_behind(found[rule], found["smupar"], title(rule)) for rule in ("sp", "mup")))
+    by_rule = losses(rows)
+    return all_of(*(_falls_behind(by_rule[rule], by_rule["smupar"], title(rule)) for rule in ("sp", "mup")))
 
 
 def _falls_behind(theirs: dict[float, float], ours: dict[float, float], name: str) -> Claim:
@@ -49,7 +45,7 @@ def _falls_behind(theirs: dict[float, float], ours: dict[float, float], name: st
 
 
 def _rank_correlation(values: list[float]) -> float:
-    """Spearman's, of values with their order."""
+    """Spearman's correlation of values with their order."""
     ranks = [sorted(values).index(value) for value in values]
     n = len(values)
     return 1 - 6 * sum((rank - index) ** 2 for index, rank in enumerate(ranks)) / (n * (n**2 - 1)) if n > 1 else 0.0

@@ -7,14 +7,12 @@ from smupar.check.coordinates.report import Report
 from smupar.check.coordinates.verdict import PASS
 from smupar.lm.config.commands import CheckConfig
 from smupar.lm.use.check import check_gpt
-from smupar.paper.figure import Claim, Figure, Place, Rows, all_of, title
+from smupar.paper.figure import RULES, Claim, Figure, Place, Rows, all_of, title
 from smupar.paper.settings import Scale
-
-RULES = ("sp", "mup", "smupar")
 
 
 def measure(place: Place, rows: Rows) -> Report:
-    """Writes the check's own picture and pages."""
+    """Runs the check, which writes its picture and pages."""
     scale = place.scale
     size, run = scale.size("coordinates"), scale.run("coordinates")
     return check_gpt(
@@ -41,7 +39,7 @@ def measure(place: Place, rows: Rows) -> Report:
 
 def what(scale: Scale) -> str:
     size = scale.size("coordinates")
-    sparsities = ", ".join(f"{one:g}" for one in size.sparsities)
+    sparsities = ", ".join(f"{sparsity:g}" for sparsity in size.sparsities)
     base = scale.run("coordinates").base_width
     return (
         f"The coordinate check of a GPT of {size.depth} layers, width {size.width} (base {base}), at sparsity {sparsities}: "
@@ -50,26 +48,26 @@ def what(scale: Scale) -> str:
 
 
 def claim(report: Report) -> Claim:
-    """At attention and feed-forward blocks, as in the paper. Gradients at the first step: later ones also depend on how far a
-    model has come."""
+    """Sizes are read at attention and feed-forward blocks, as in the paper. Gradients are read at the first step: later ones
+    also depend on how far a model has come."""
     last = max(slope.step for slope in report.slopes)
     parts = []
     for rule in ("sp", "mup"):
         parts.append(_vanish(report, rule, Y, (1, last), "activations"))
         parts.append(_vanish(report, rule, GRAD_X, (1,), "gradients"))
-    kept = Claim(report.verdicts["smupar"] == PASS, f"SmuPar keeps all sizes: {report.verdicts['smupar']}")
-    return all_of(*parts, kept)
+    smupar_keeps = Claim(report.verdicts["smupar"] == PASS, f"SmuPar keeps all sizes: {report.verdicts['smupar']}")
+    return all_of(*parts, smupar_keeps)
 
 
 def _vanish(report: Report, rule: str, quantity: str, steps: tuple[int, ...], name: str) -> Claim:
-    found = [
+    slopes = [
         slope.slope
         for slope in report.slopes
         if (slope.rule, slope.quantity, slope.axis, slope.role) == (rule, quantity, "density", "block") and slope.step in steps
     ]
     when = " and ".join(map(str, dict.fromkeys(steps)))
-    fall = f"density^{min(found):.2f} to density^{max(found):.2f}"
-    return Claim(min(found) > 0, f"{title(rule)}'s {name} fall with density in every block at step {when}: as {fall}")
+    fall = f"density^{min(slopes):.2f} to density^{max(slopes):.2f}"
+    return Claim(min(slopes) > 0, f"{title(rule)}'s {name} fall with density in every block at step {when}: as {fall}")
 
 
 FIGURE = Figure(

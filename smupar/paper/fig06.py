@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from smupar.paper.figure import Claim, Figure, Rows, all_of, at_dense_optimum, curves, moves_more, panel, stable, sweep, title
-from smupar.study.optima import Curve
+from smupar.paper.figure import (
+    Claim,
+    Figure,
+    Rows,
+    all_of,
+    at_dense_optimum,
+    curves,
+    is_stable,
+    moves_more,
+    panels,
+    sweep_rules,
+    title,
+)
 
-RULES = ("sp", "mup", "smupar")
 _SPARSE = 0.75
 
 
 def claim(rows: Rows) -> Claim:
-    sp, mup, smupar = (curves(rows, rule) for rule in RULES)
-    return all_of(
-        stable(smupar, "SmuPar"),
-        moves_more(sp, smupar, "SP", "SmuPar"),
-        moves_more(mup, smupar, "muP", "SmuPar"),
-        _better(smupar, {"SP": sp, "muP": mup}),
-    )
+    return all_of(is_stable(rows), moves_more(rows, "sp"), moves_more(rows, "mup"), _better(rows))
 
 
-def _better(smupar: list[Curve], others: dict[str, list[Curve]]) -> Claim:
-    """Each at the learning rate that is best for it when dense."""
+def _better(rows: Rows) -> Claim:
+    """SmuPar loses least where each rule has the learning rate that is best for it when dense."""
+    smupar, others = curves(rows, "smupar"), {title(rule): curves(rows, rule) for rule in ("sp", "mup")}
     gaps = []
     for index, curve in enumerate(smupar):
         if curve.sparsity >= _SPARSE:
@@ -34,8 +39,8 @@ FIGURE = Figure(
     title="Learning-rate transfer over sparsity",
     shows="SmuPar's best learning rate is the dense model's at every sparsity; SP's and muP's move.",
     finding=2,
-    runs=lambda scale: sweep(scale, "sweep", RULES),
+    runs=lambda scale: sweep_rules(scale, "sweep"),
     swept=("sweep", "lr"),
-    draw=lambda rows: [panel(curves(rows, rule), title(rule)) for rule in RULES],
+    draw=panels,
     claim=claim,
 )

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from smupar.paper.figure import Claim, Figure, Rows, all_of, curves, moves_more, panel, stable, sweep, title
-
-RULES = ("sp", "mup", "smupar")
+from smupar.paper.figure import Claim, Figure, Rows, all_of, is_stable, moves_more, panels, sweep_rules
 
 
 def claim(rows: Rows) -> Claim:
-    sp, mup, smupar = (curves(rows, rule, "init_std") for rule in RULES)
-    return all_of(
-        stable(smupar, "SmuPar", "init std"),
-        moves_more(sp, smupar, "SP", "SmuPar"),
-        moves_more(mup, smupar, "muP", "SmuPar"),
-    )
+    axis = "init_std"
+    return all_of(is_stable(rows, axis=axis), moves_more(rows, "sp", axis), moves_more(rows, "mup", axis))
 
 
 FIGURE = Figure(
     title="Transfer of the init over sparsity",
     shows="SmuPar's best init std is stable, SP's and muP's are not.",
     finding=2,
-    runs=lambda scale: sweep(scale, "init", RULES, axis="init_std"),
+    runs=lambda scale: sweep_rules(scale, "init", axis="init_std"),
     swept=("init", "init_std"),
-    draw=lambda rows: [panel(curves(rows, rule, "init_std"), title(rule), "base init std") for rule in RULES],
+    draw=lambda rows: panels(rows, axis="init_std"),
     claim=claim,
 )

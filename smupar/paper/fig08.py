@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from smupar.paper import fig06
-from smupar.paper.figure import Claim, Figure, Rows, all_of, curves, over_sparsity, title
+from smupar.paper.figure import RULES, Claim, Figure, Rows, all_of, curves, over_sparsity, title
 from smupar.study.curves import LOSS, Panel
-
-RULES = fig06.RULES
 
 
 def _best(rows: Rows) -> dict[str, dict[float, float]]:
-    return {rule: {own.sparsity: own.best_loss for own in curves(rows, rule)} for rule in RULES}
+    return {rule: {curve.sparsity: curve.best_loss for curve in curves(rows, rule)} for rule in RULES}
 
 
 def draw(rows: Rows) -> list[Panel]:
@@ -29,7 +27,7 @@ def _mean_gap(theirs: dict[float, float], ours: dict[float, float]) -> float:
 
 FIGURE = Figure(
     title="The best of each rule at each sparsity",
-    shows="SmuPar is on the frontier: on average 0.8 % better than SP and 2.1 % better than muP, even if those are tuned anew.",
+    shows="SmuPar is on the frontier: 0.8 % better than SP and 2.1 % than muP on average, even if those are tuned again.",
     finding=4,
     runs=fig06.FIGURE.runs,
     swept=("sweep", "lr"),

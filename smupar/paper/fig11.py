@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from functools import partial
 
-from smupar.paper.figure import Figure, curves, panel, stable, sweep
-from smupar.paper.settings import wpn_width
+from smupar.lm.config.run import RunConfig
+from smupar.paper.figure import Figure, curves, is_stable, panel, runs_of, swept
+from smupar.paper.settings import Scale, wpn_width
+
+
+def runs(scale: Scale) -> list[RunConfig]:
+    width = partial(wpn_width, scale.size("wpn").width)
+    return swept(scale, "wpn", runs_of(scale, "wpn", ("sp",), width=width))
+
 
 FIGURE = Figure(
     title="Learning-rate transfer under SP in Iso-WPN scaling",
     shows="With width times density constant SP's best learning rate stays between 2^-7 and 2^-6.",
     finding=3,
-    runs=lambda scale: sweep(scale, "wpn", ("sp",), width=partial(wpn_width, scale.size("wpn").width)),
+    runs=runs,
     swept=("wpn", "lr"),
     draw=lambda rows: [panel(curves(rows, "sp"), "SP, Iso-WPN")],
-    claim=lambda rows: stable(curves(rows, "sp"), "SP"),
+    claim=lambda rows: is_stable(rows, "sp"),
 )

@@ -3,43 +3,52 @@ gradual pruning) and measured updates."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 
 from smupar.lm.config.run import RunConfig
-from smupar.paper.figure import STABLE, Claim, Figure, Rows, all_of, at_dense_optimum, curve, panel, sparsities, sweep, title
+from smupar.paper.figure import (
+    RULES,
+    STABLE,
+    Claim,
+    Figure,
+    Rows,
+    all_of,
+    at_dense_optimum,
+    curve,
+    panel,
+    runs_of,
+    sparsities,
+    swept,
+    title,
+)
 from smupar.paper.settings import Scale
 from smupar.study.curves import Panel
 from smupar.study.optima import Curve, moved
+from smupar.study.space import unique
 from smupar.study.store import Study
-from smupar.study.transfer import write_trace
 
 METHODS = {"gmp": "GMP", "rigl": "RigL"}
-RULES = ("sp", "mup", "smupar")
-# The paper's, and what stands for it in shorter runs.
+# The paper's steps between moves, and the number of moves of runs that are too short for it.
 _EVERY, _MOVES_PER_RUN = 100, 20
 _FALLS = 4.0
 _SPARSE = 0.93
 
 
 def runs(scale: Scale) -> list[RunConfig]:
-    """Those of the rules and of the proxy."""
-    made = _proxies(scale)
-    for method in METHODS:
-        made += sweep(scale, "dynamic", RULES, change=partial(_moving, method, "fixed"))
-    made += sweep(scale, "dynamic", ("smupar",), change=partial(_moving, "gmp", "moment"))
-    return list({run.id: run for run in made}.values())
+    """The runs of the rules and of the proxy."""
+    columns = [*(_swept(scale, method, "fixed") for method in METHODS), _swept(scale, "gmp", "moment", ("smupar",))]
+    return unique([*_proxies(scale), *(run for column in columns for run in column)])
 
 
 def then(scale: Scale, study: Study) -> list[RunConfig]:
-    """Those that follow the proxy."""
+    """The runs that follow the proxy."""
     results = study.results(_proxies(scale))
     if not results:
         raise ValueError("no run of the proxy has finished")
-    trace = write_trace(study, min(results, key=lambda result: result.loss).config)
-    swept = (sweep(scale, "dynamic", ("smupar",), change=partial(_moving, method, "moment")) for method in METHODS)
-    made = (replace(run, rule="smupar", follow=str(trace)) for runs in swept for run in runs)
-    return list({run.id: run for run in made}.values())
+    trace = study.trace_to_follow(min(results, key=lambda result: result.loss).config)
+    runs = [run for method in METHODS for run in _swept(scale, method, "moment", ("smupar",))]
+    return unique(replace(run, rule="smupar", follow=str(trace)) for run in runs)
 
 
 def _proxies(scale: Scale) -> list[RunConfig]:
@@ -48,15 +57,15 @@ def _proxies(scale: Scale) -> list[RunConfig]:
     return [replace(proxy, lr=2.0**log2, record=True) for log2 in size.log2_values]
 
 
-def _moving(method: str, correction: str, run: RunConfig) -> RunConfig:
-    if run.sparsity == 0:
-        return run
-    run = replace(run, dynamic=method, mask_every=_every(run.steps))  # type: ignore[arg-type]
+def _swept(scale: Scale, method: str, correction: str, rules: Iterable[str] = RULES) -> list[RunConfig]:
+    runs = runs_of(scale, "dynamic", rules)
+    return swept(scale, "dynamic", [_moving(run, method, correction) if run.sparsity else run for run in runs])
+
+
+def _moving(run: RunConfig, method: str, correction: str) -> RunConfig:
+    every = _EVERY if run.steps >= 10 * _EVERY else max(1, round(run.steps / _MOVES_PER_RUN))
+    run = replace(run, dynamic=method, mask_every=every)  # type: ignore[arg-type]
     return replace(run, correction=correction) if run.prunes else run  # type: ignore[arg-type]
-
-
-def _every(steps: int) -> int:
-    return _EVERY if steps >= 10 * _EVERY else max(1, round(steps / _MOVES_PER_RUN))
 
 
 # Reading
@@ -65,14 +74,14 @@ def _every(steps: int) -> int:
 def _curves(rows: Rows, method: str, rule: str, correction: str = "fixed", *, follows: bool = False) -> list[Curve]:
     base = rows[0].config.base_width
 
-    def wanted(config: RunConfig) -> bool:
+    def in_column(config: RunConfig) -> bool:
         if config.sparsity == 0:
-            moves = config.model.width != base
+            is_target = config.model.width != base
         else:
-            moves = config.dynamic == method and (not config.prunes or config.correction == correction)
-        return moves and (config.follow is not None) == follows
+            is_target = config.dynamic == method and (not config.prunes or config.correction == correction)
+        return is_target and (config.follow is not None) == follows
 
-    return [curve(rows, rule, sparsity, keep=wanted) for sparsity in sparsities(rows)]
+    return [curve(rows, rule, sparsity, keep=in_column) for sparsity in sparsities(rows)]
 
 
 def _columns(rows: Rows, method: str) -> dict[str, list[Curve]]:
@@ -100,17 +109,17 @@ def _claims(rows: Rows, method: str) -> list[Claim]:
         f"{name}: SmuPar's best learning rate falls {fell:.2g}x from dense to the sparsest, {_FALLS:g}x asked",
     )
     proxy = curve(rows, "mup", 0.0, keep=lambda config: config.model.width == config.base_width)
-    move = max(moved(proxy, one) for one in measured)
+    move = max(moved(proxy, target) for target in measured)
     stays = Claim(
         move <= STABLE, f"{name}: that of measured updates moves {move:.2g}x from the proxy's, at most {STABLE:g}x asked"
     )
     wins = []
-    for index, one in enumerate(measured):
-        if one.sparsity >= _SPARSE:
+    for index, target in enumerate(measured):
+        if target.sparsity >= _SPARSE:
             ours = at_dense_optimum([proxy, *measured], index + 1)
             others = {rule: at_dense_optimum(columns[rule], index) for rule in ("SP", "muP", "SmuPar")}
             words = ", ".join(f"{rule} {loss:.3f}" for rule, loss in others.items())
-            text = f"{name} at {one.sparsity:.4g}, each at its dense-tuned learning rate: measured {ours:.3f}, {words}"
+            text = f"{name} at {target.sparsity:.4g}, each at its dense-tuned learning rate: measured {ours:.3f}, {words}"
             wins.append(Claim(ours < min(others.values()), text))
     return [falls, stays, *wins]
 

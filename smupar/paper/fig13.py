@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from smupar.paper.fig14 import RULES, ablated
-from smupar.paper.figure import Figure, curves, panel, sweep, title
+from smupar.paper.fig14 import WITH_ABLATIONS, ablated
+from smupar.paper.figure import Figure, panels, sweep_rules
 
 FIGURE = Figure(
     title="Both corrections are needed: init",
     shows="muP with SmuPar's init alone, or its learning rate alone, does not keep the best init std.",
     finding=3,
-    runs=lambda scale: sweep(scale, "init", RULES, axis="init_std"),
+    runs=lambda scale: sweep_rules(scale, "init", WITH_ABLATIONS, axis="init_std"),
     swept=("init", "init_std"),
-    draw=lambda rows: [panel(curves(rows, rule, "init_std"), title(rule), "base init std") for rule in RULES],
+    draw=lambda rows: panels(rows, WITH_ABLATIONS, "init_std"),
     claim=lambda rows: ablated(rows, "init_std"),
 )

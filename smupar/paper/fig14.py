@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from smupar.paper.figure import Claim, Figure, Rows, all_of, at_dense_optimum, curves, edge, panel, sweep, title
+from smupar.paper.figure import Claim, Figure, Rows, all_of, at_dense_optimum, curves, edge, panels, sweep_rules, title
 from smupar.study.optima import Curve, farthest_move, times
 
-RULES = ("sp", "mup", "smupar-init-only", "smupar-lr-only", "smupar")
 ABLATIONS = ("smupar-init-only", "smupar-lr-only")
+WITH_ABLATIONS = ("sp", "mup", *ABLATIONS, "smupar")
 
 
 def ablated(rows: Rows, axis: str = "lr") -> Claim:
@@ -15,20 +15,20 @@ def ablated(rows: Rows, axis: str = "lr") -> Claim:
 
 
 def _worse(ablation: list[Curve], smupar: list[Curve], name: str) -> Claim:
-    """Its optimum moves further, or it loses more at the value tuned when dense, at the sparsest level."""
-    mine, theirs = farthest_move(ablation), farthest_move(smupar)
+    """The optimum of the ablation moves further, or it loses more at the value tuned when dense, at the sparsest level."""
+    move, ours = farthest_move(ablation), farthest_move(smupar)
     last = len(smupar) - 1
-    cost, their_cost = (at_dense_optimum(own, last) for own in (ablation, smupar))
-    moves = f"{name} moves {times(mine)}{edge(ablation)} (SmuPar {times(theirs)})"
-    return Claim(mine > theirs or cost > their_cost, f"{moves}, at the dense optimum {cost:.3f} ({their_cost:.3f})")
+    cost, our_cost = (at_dense_optimum(curves, last) for curves in (ablation, smupar))
+    moves = f"{name} moves {times(move)}{edge(ablation)} (SmuPar {times(ours)})"
+    return Claim(move > ours or cost > our_cost, f"{moves}, at the dense optimum {cost:.3f} ({our_cost:.3f})")
 
 
 FIGURE = Figure(
     title="Both corrections are needed: learning rate",
     shows="muP with SmuPar's init alone, or its learning rate alone, does not keep the best learning rate.",
     finding=3,
-    runs=lambda scale: sweep(scale, "sweep", RULES),
+    runs=lambda scale: sweep_rules(scale, "sweep", WITH_ABLATIONS),
     swept=("sweep", "lr"),
-    draw=lambda rows: [panel(curves(rows, rule), title(rule)) for rule in RULES],
+    draw=lambda rows: panels(rows, WITH_ABLATIONS),
     claim=ablated,
 )

@@ -22,26 +22,27 @@ from typing import Any
 from smupar.lm.config.run import RunConfig
 from smupar.paper.settings import Scale
 from smupar.rules import get_rule
-from smupar.study.curves import LOSS, Panel, Point, Series
+from smupar.study.comparison import as_rule
+from smupar.study.curves import LOSS, Line, Panel, Point, line_of
+from smupar.study.definition import mean_loss
 from smupar.study.optima import Curve, farthest_move, move_in_words, times
-from smupar.study.space import with_fields
+from smupar.study.space import unique, with_fields
 from smupar.study.store import Result, Study
 
 Rows = Sequence[Result]
-STABLE = 2.0
-"""An optimum that moves by no more than this factor is called stable."""
-_MORE = 1.1
-"""How much farther one must move than another to be said to move more."""
+RULES = ("sp", "mup", "smupar")
+STABLE = 2.0  # an optimum that moves by no more than this factor is called stable
+_MORE = 1.1  # how much farther an optimum must move than another to be said to move more
+_AXES = {"lr": "learning rate", "init_std": "init std"}
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What the paper says about a figure, as a yes or no about these runs, with the numbers behind it."""
+    """What the paper says about a figure, as a yes or no about these runs, with the numbers that decide it."""
 
     holds: bool
     text: str
-    parts: tuple[Claim, ...] = ()
-    """Where it is made of several."""
+    parts: tuple[Claim, ...] = ()  # where it is made of several claims
 
 
 def all_of(*claims: Claim) -> Claim:
@@ -66,18 +67,15 @@ class Figure:
 
     title: str
     shows: str  # by the paper, in a sentence
-    claim: Callable[[Any], Claim]
-    """About what ``measure`` returns; without it, about the rows."""
+    claim: Callable[[Any], Claim]  # about what ``measure`` returns; without it, about the rows
     finding: int | None = None  # of the paper's four
     prepare: Callable[[str | None], None] | None = None  # given --data-dir
     runs: Callable[[Scale], list[RunConfig]] | None = None
     then: Callable[[Scale, Study], list[RunConfig]] | None = None
-    swept: tuple[str, str] | None = None
-    """The experiment whose number of seeds counts, and the field that is swept."""
+    swept: tuple[str, str] | None = None  # the experiment whose number of seeds counts, and the field that is swept
     keeps_weights: bool = False
     measure: Callable[[Place, Rows], Any] | None = None
-    what: Callable[[Scale], str] | None = None
-    """A sentence about what is measured, where nothing is trained for it."""
+    what: Callable[[Scale], str] | None = None  # a sentence about what is measured, where nothing is trained for it
     draw: Callable[[Rows], list[Panel]] | None = None
     columns: int | None = None  # panels in a row of the picture; default all
     text: Callable[[], str] | None = None
@@ -86,31 +84,25 @@ class Figure:
 # Proposing
 
 
-def sweep(
-    scale: Scale,
-    experiment: str,
-    rules: Iterable[str],
-    *,
-    axis: str = "lr",
-    width: Callable[[float], int] | None = None,
-    change: Callable[[RunConfig], RunConfig] = lambda run: run,
+def runs_of(
+    scale: Scale, experiment: str, rules: Iterable[str] = RULES, *, width: Callable[[float], int] | None = None
 ) -> list[RunConfig]:
-    """Every rule, sparsity and value of the axis of an experiment, with the first seed; ``width`` of a sparsity, where that
-    varies. A dense model under SmuPar or an ablation of it is the one under muP, and run once."""
-    starts = []
-    for rule in rules:
-        for sparsity in scale.size(experiment).sparsities:
-            shared = "mup" if sparsity == 0 and rule != "sp" else rule
-            run = scale.run(experiment, rule=shared, width=width(sparsity) if width else None, sparsity=sparsity)
-            starts.append(change(run))
-    return sweep_values(scale, experiment, axis, starts)
+    """A run for every rule and sparsity of an experiment, with the first seed. ``width``: of a sparsity, where it varies."""
+    return unique(
+        scale.run(experiment, rule=as_rule(rule, sparsity), width=width(sparsity) if width else None, sparsity=sparsity)
+        for rule in rules
+        for sparsity in scale.size(experiment).sparsities
+    )
 
 
-def sweep_values(scale: Scale, experiment: str, axis: str, starts: Iterable[RunConfig]) -> list[RunConfig]:
+def swept(scale: Scale, experiment: str, runs: Iterable[RunConfig], axis: str = "lr") -> list[RunConfig]:
     """Each run at every value of the axis."""
     values = [2.0**log2 for log2 in scale.size(experiment).log2_values]
-    runs = [with_fields(start, {axis: value}) for start in starts for value in values]
-    return list({run.id: run for run in runs}.values())
+    return unique(with_fields(run, {axis: value}) for run in runs for value in values)
+
+
+def sweep_rules(scale: Scale, experiment: str, rules: Iterable[str] = RULES, axis: str = "lr") -> list[RunConfig]:
+    return swept(scale, experiment, runs_of(scale, experiment, rules), axis)
 
 
 # Reading
@@ -119,24 +111,21 @@ def sweep_values(scale: Scale, experiment: str, axis: str, starts: Iterable[RunC
 def curve(
     rows: Rows, rule: str, sparsity: float, *, axis: str = "lr", keep: Callable[[RunConfig], bool] | None = None
 ) -> Curve:
-    """Loss over the swept values, means over seeds, of one rule and sparsity. ``keep`` tells runs apart that share both."""
-    same = {rule, "mup"} if sparsity == 0 and rule != "sp" else {rule}
-    losses: dict[float, list[float]] = {}
-    width = 0
+    """Mean loss over seeds, over the swept values, of one rule and sparsity. ``keep`` tells runs apart that share both."""
+    results: dict[float, list[Result]] = {}
     for row in rows:
-        config = row.config
-        if config.rule in same and config.sparsity == sparsity and (keep is None or keep(config)):
-            losses.setdefault(getattr(config, axis), []).append(row.loss)
-            width = config.model.width
-    values = sorted(losses)
-    if not values:
+        is_wanted = row.config.rule in (rule, as_rule(rule, sparsity)) and row.config.sparsity == sparsity
+        if is_wanted and (keep is None or keep(row.config)):
+            results.setdefault(getattr(row.config, axis), []).append(row)
+    if not results:
         raise ValueError(f"no finished run of {rule} at sparsity {sparsity:g}")
-    means = tuple(sum(losses[value]) / len(losses[value]) for value in values)
-    return Curve(rule, width, sparsity, tuple(values), means)
+    values = sorted(results)
+    width = results[values[0]][0].config.model.width
+    return Curve(rule, width, sparsity, tuple(values), tuple(mean_loss(results[value]) for value in values))
 
 
 def curves(rows: Rows, rule: str, axis: str = "lr") -> list[Curve]:
-    """One for each sparsity, the dense one first."""
+    """A curve for each sparsity, the dense one first."""
     return [curve(rows, rule, sparsity, axis=axis) for sparsity in sparsities(rows)]
 
 
@@ -145,10 +134,9 @@ def sparsities(rows: Rows) -> list[float]:
 
 
 def at_dense_optimum(curves: Sequence[Curve], index: int) -> float:
-    """Loss of a curve at the value of the grid that is best for the first one."""
-    best = curves[0].values[curves[0].best_index]
+    """Loss of a curve at the value of the grid that is best for the first curve."""
     losses = dict(zip(curves[index].values, curves[index].losses, strict=True))
-    return losses.get(best, math.inf)
+    return losses.get(curves[0].best_value, math.inf)
 
 
 def title(rule: str) -> str:
@@ -160,39 +148,46 @@ def title(rule: str) -> str:
 
 def panel(curves: Sequence[Curve], heading: str, x_label: str = "learning rate") -> Panel:
     """A rule's curves over the swept value, light for sparse."""
-    series = tuple(
-        Series(
-            f"sparsity {own.sparsity:.4g}",
-            tuple(Point(x, y) for x, y in zip(own.values, own.losses, strict=True)),
-            number / max(1, len(curves) - 1),
-            best=own.best_value,
-        )
-        for number, own in enumerate(curves)
+    lines = tuple(
+        line_of(curve, f"sparsity {curve.sparsity:.4g}", number / max(1, len(curves) - 1))
+        for number, curve in enumerate(curves)
     )
-    return Panel(f"{heading}: best moves {move_in_words(curves)}", x_label, LOSS, series, curves[0].best)
+    return Panel(f"{heading}: best moves {move_in_words(curves)}", x_label, LOSS, lines, curves[0].best)
+
+
+def panels(rows: Rows, rules: Iterable[str] = RULES, axis: str = "lr") -> list[Panel]:
+    """A panel for each rule."""
+    x_label = "base init std" if axis == "init_std" else _AXES[axis]
+    return [panel(curves(rows, rule, axis), title(rule), x_label) for rule in rules]
 
 
 def over_sparsity(lines: dict[str, dict[float, float]], heading: str, y_label: str, x_label: str = "density") -> Panel:
-    """One curve for each rule over the density."""
-    series = tuple(
-        Series(label, tuple(Point(1 - s, loss) for s, loss in sorted(values.items())), number / max(1, len(lines) - 1))
+    """A line for each rule over the density."""
+    drawn = tuple(
+        Line(label, tuple(Point(1 - s, loss) for s, loss in sorted(values.items())), number / max(1, len(lines) - 1))
         for number, (label, values) in enumerate(lines.items())
     )
-    return Panel(heading, x_label, y_label, series)
+    return Panel(heading, x_label, y_label, drawn)
 
 
 # Claiming
 
 
-def stable(curves: Sequence[Curve], name: str, what: str = "learning rate") -> Claim:
-    move = farthest_move(curves)
-    return Claim(move <= STABLE, f"{name}'s best {what} moves {times(move)}{edge(curves)}, at most {STABLE:g}x asked")
+def is_stable(rows: Rows, rule: str = "smupar", axis: str = "lr") -> Claim:
+    """The best value of the rule stays over sparsities."""
+    moves = curves(rows, rule, axis)
+    move = farthest_move(moves)
+    text = f"{title(rule)}'s best {_AXES[axis]} moves {times(move)}{edge(moves)}, at most {STABLE:g}x asked"
+    return Claim(move <= STABLE, text)
 
 
-def moves_more(curves: Sequence[Curve], than: Sequence[Curve], name: str, other: str) -> Claim:
-    mine, theirs = farthest_move(curves), farthest_move(than)
-    return Claim(mine > _MORE * theirs, f"{name}'s moves {times(mine)}{edge(curves)}, more than {other}'s {times(theirs)}")
+def moves_more(rows: Rows, rule: str, axis: str = "lr") -> Claim:
+    """The best value of the rule moves farther than SmuPar's."""
+    theirs = curves(rows, rule, axis)
+    move, ours = farthest_move(theirs), farthest_move(curves(rows, "smupar", axis))
+    text = f"{title(rule)}'s moves {times(move)}{edge(theirs)}, more than SmuPar's {times(ours)}"
+    return Claim(move > _MORE * ours, text)
 
 
 def edge(curves: Sequence[Curve]) -> str:
-    return " or further (edge of the grid)" if any(one.on_edge for one in curves) else ""
+    return " or further (edge of the grid)" if any(curve.on_edge for curve in curves) else ""

@@ -6,12 +6,12 @@ from dataclasses import replace
 from functools import partial
 
 from smupar.lm.config.run import RunConfig
-from smupar.paper.figure import STABLE, Claim, Figure, Rows, all_of, curve, panel, sweep_values
+from smupar.paper.figure import STABLE, Claim, Figure, Rows, all_of, curve, panel, swept
 from smupar.paper.settings import Scale
 from smupar.study.optima import Curve, moved
 
-# Sparsity, pattern and allocation of each.
-KINDS = {
+# Sparsity, pattern and allocation of the masks.
+MASKS = {
     "2:4": (0.5, "2:4", "uniform"),
     "constant fan-in": (0.9375, "fan_in", "uniform"),
     "ERK": (0.9375, "random", "erk"),
@@ -22,17 +22,17 @@ def runs(scale: Scale) -> list[RunConfig]:
     dense = scale.run("sweep", rule="mup", sparsity=0.0)
     sparse = [
         replace(scale.run("sweep", sparsity=sparsity), pattern=pattern, allocation=allocation)  # type: ignore[arg-type]
-        for sparsity, pattern, allocation in KINDS.values()
+        for sparsity, pattern, allocation in MASKS.values()
     ]
-    return sweep_values(scale, "sweep", "lr", [dense, *sparse])
+    return swept(scale, "sweep", [dense, *sparse])
 
 
 def _curves(rows: Rows) -> dict[str, tuple[Curve, Curve]]:
-    """Dense and sparse, of each kind."""
+    """The curves of the dense and of the sparse model, by the name of the masks."""
     dense = curve(rows, "smupar", 0.0)
     return {
         name: (dense, curve(rows, "smupar", sparsity, keep=partial(_has, pattern, allocation)))
-        for name, (sparsity, pattern, allocation) in KINDS.items()
+        for name, (sparsity, pattern, allocation) in MASKS.items()
     }
 
 

@@ -1,7 +1,7 @@
 """Pages of results: what was run, what the paper shows, what came out, and where they differ.
 
-A page is made from the runs, all but its last section, which is written by hand and kept. Its rows hold every run's whole
-configuration, so that a number can be followed to the hash of its run and the commit that made it.
+A page is made from the runs. Its last section alone is written by hand, and kept. Its rows hold every run's whole
+configuration, so that a number can be traced to the hash of its run and to the commit that made it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 from smupar.lm.config.run import RunConfig
 from smupar.lm.run.folder import versions
 from smupar.output.files import write_atomic
-from smupar.paper.figure import Claim
 from smupar.paper.reproduce import FIGURES, FINDINGS, MADE_ON, Reproduced, figure
 from smupar.paper.settings import Scale
 from smupar.study.store import Result
@@ -41,25 +40,18 @@ def publish(done: Reproduced, scale: Scale, into: str | Path) -> Path:
 
 
 def refuse_other_scale(into: str | Path, names: Iterable[str], scale: Scale) -> None:
-    """A page stays at its scale: what is written there by hand is about those numbers."""
+    """Raises if a page would change its scale: the section that is written by hand is about the numbers of one scale."""
     for name in names:
         path = Path(into) / f"{name}.json"
         if path.exists() and (there := json.loads(path.read_text())["scale"]) != scale.name:
             raise ValueError(f"{path} is of scale {there}: publish scale {scale.name} in another folder")
 
 
-def config_of(facts: dict[str, Any], row: dict[str, Any]) -> RunConfig:
-    """The configuration of a row of a published file."""
-    values = {**facts["common"], **{name: value for name, value in row.items() if name in facts["varies"]}}
-    values["model"] = {name.removeprefix("model."): values.pop(name) for name in list(values) if name.startswith("model.")}
-    return RunConfig.from_json(json.dumps(values))
-
-
 def index(folder: Path) -> str:
     """The list of pages, in the paper's order, from the files beside it."""
     pages = {name: folder / f"{name}.json" for name in FIGURES}
-    found = {name: json.loads(path.read_text()) for name, path in pages.items() if path.exists()}
-    scales = " and ".join(f"`{scale}`" for scale in sorted({facts["scale"] for facts in found.values()}))
+    published = {name: json.loads(path.read_text()) for name, path in pages.items() if path.exists()}
+    scales = " and ".join(f"`{scale}`" for scale in sorted({facts["scale"] for facts in published.values()}))
     lines = [
         "# Results",
         "",
@@ -70,15 +62,15 @@ def index(folder: Path) -> str:
         "|---|---|---|---|---|---|",
     ]
     for name in FIGURES:
-        wanted, facts = figure(name), found.get(name)
-        about = f"{wanted.title} | {wanted.finding or ''}"
+        fig, facts = figure(name), published.get(name)
+        about = f"{fig.title} | {fig.finding or ''}"
         if facts is None:
             lines.append(f"| {name} | {about} | not run yet | | |")
         else:
             lines.append(f"| [{name}]({name}.md) | {about} | {_holds(facts)} | {len(facts['rows'])} | {facts['minutes']:.1f} |")
     lines += ["", "The paper's findings, and what was found of each here:", ""]
     for number, text in FINDINGS.items():
-        claims = [f"[{name}]({name}.md) {_holds(facts)}" for name, facts in found.items() if number == figure(name).finding]
+        claims = [f"[{name}]({name}.md) {_holds(facts)}" for name, facts in published.items() if number == figure(name).finding]
         lines.append(f"- Finding {number}: {text}. {', '.join(claims) or 'Not run yet'}.")
     return "\n".join(lines) + "\n"
 
@@ -88,8 +80,10 @@ def _holds(facts: dict[str, Any]) -> str:
 
 
 def _facts(done: Reproduced, scale: Scale) -> dict[str, Any]:
-    configs, made = [_flat(row.config) for row in done.rows], _made_on(done)
-    origins = [(row.summary.device, row.summary.versions) for row in done.rows] or ([(made["device"], made)] if made else [])
+    configs, made_on = [_fields(row.config) for row in done.rows], _made_on(done)
+    origins = [(row.summary.device, row.summary.versions) for row in done.rows] or (
+        [(made_on["device"], made_on)] if made_on else []
+    )
     names = list(configs[0]) if configs else []
     varies = [name for name in names if any(config[name] != configs[0][name] for config in configs)]
     rows = [
@@ -100,9 +94,9 @@ def _facts(done: Reproduced, scale: Scale) -> dict[str, Any]:
         "scale": scale.name,
         "holds": done.claim.holds,
         "claims": [{"holds": part.holds, "text": part.text} for part in done.claim.parts or (done.claim,)],
-        "minutes": (sum(row.summary.seconds for row in done.rows) + made.get("seconds", 0)) / 60,
-        "commits": sorted({made_by.get("commit", "unknown") for _, made_by in origins}),
-        "devices": sorted({f"{device}, torch {made_by['torch']}" for device, made_by in origins}),
+        "minutes": (sum(row.summary.seconds for row in done.rows) + made_on.get("seconds", 0)) / 60,
+        "commits": sorted({versions.get("commit", "unknown") for _, versions in origins}),
+        "devices": sorted({f"{device}, torch {versions['torch']}" for device, versions in origins}),
         "files": done.files,
         "common": {name: configs[0][name] for name in names if name not in varies},
         "varies": varies,
@@ -112,23 +106,21 @@ def _facts(done: Reproduced, scale: Scale) -> dict[str, Any]:
 
 
 def _slopes(done: Reproduced) -> dict[str, Any]:
-    """Of a coordinate check: how sizes in hidden layers and blocks grow with density, at the first step and the last."""
+    """How sizes in hidden layers and blocks grow with density, at the first step and the last; of a coordinate check alone."""
     path = done.folder / "check.json"
     if not path.exists():
         return {}
     slopes = json.loads(path.read_text())["slopes"]
-    steps = {one["step"] for one in slopes} - {0}
+    steps = {slope["step"] for slope in slopes} - {0}
     shown = {min(steps), max(steps)}
     names = ("rule", "place", "quantity", "step", "slope", "ci", "verdict")
-    chosen = [one for one in slopes if one["role"] in ("hidden", "block") and one["step"] in shown]
-    return {"slopes": [{name: _rounded(one[name]) for name in names} for one in chosen]}
+    chosen = [slope for slope in slopes if slope["role"] in ("hidden", "block") and slope["step"] in shown]
+    rows = [{name: slope[name] for name in names} for slope in chosen]
+    return {"slopes": [{n: round(v, 4) if isinstance(v, float) else v for n, v in row.items()} for row in rows]}
 
 
-def _rounded(value: Any) -> Any:
-    return round(value, 4) if isinstance(value, float) else value
-
-
-def _flat(config: RunConfig) -> dict[str, Any]:
+def _fields(config: RunConfig) -> dict[str, Any]:
+    """The fields of a run by name; the model's begin with "model."."""
     values = asdict(config.anywhere)
     model = {f"model.{name}": value for name, value in values.pop("model").items()}
     return {**model, **values, "betas": list(config.betas)}
@@ -166,21 +158,21 @@ def _by_hand(page: Path) -> str:
 
 
 def _page(done: Reproduced, scale: Scale, facts: dict[str, Any], table: str | None, by_hand: str) -> str:
-    wanted = figure(done.name)
-    finding = f" It belongs to Finding {wanted.finding}: {FINDINGS[wanted.finding]}." if wanted.finding else ""
+    fig = figure(done.name)
+    finding = f" It belongs to Finding {fig.finding}: {FINDINGS[fig.finding]}." if fig.finding else ""
     pictures = [_picture_name(done.name, picture) for picture in sorted(done.folder.glob("*.png"))]
     data = f" --data {scale.data}" if done.rows else ""
-    tasks = " --data-dir TASKS" if wanted.prepare else ""
+    tasks = " --data-dir TASKS" if fig.prepare else ""
     lines = [
-        f"# {_heading(done.name)}: {wanted.title}",
+        f"# {_heading(done.name)}: {fig.title}",
         "",
         f"**{'Holds' if done.claim.holds else 'Does not hold'} at scale {scale.name}.**",
         "",
-        *(line for picture in pictures for line in (f"![{wanted.title}]({picture})", "")),
+        *(line for picture in pictures for line in (f"![{fig.title}]({picture})", "")),
         *(["```text", table.rstrip(), "```", ""] if table else []),
         "## What the paper shows",
         "",
-        f"{wanted.shows}{finding}",
+        f"{fig.shows}{finding}",
         "",
         "## What was run",
         "",
@@ -192,7 +184,7 @@ def _page(done: Reproduced, scale: Scale, facts: dict[str, Any], table: str | No
         "",
         "## What came out",
         "",
-        *_said(done.claim),
+        *(f"- {'yes' if part.holds else '**no**'}: {part.text}" for part in done.claim.parts or (done.claim,)),
         "",
         BY_HAND,
         "",
@@ -201,40 +193,36 @@ def _page(done: Reproduced, scale: Scale, facts: dict[str, Any], table: str | No
     return "\n".join(lines) + "\n"
 
 
-def _said(claim: Claim) -> list[str]:
-    return [f"- {'yes' if part.holds else '**no**'}: {part.text}" for part in claim.parts or (claim,)]
-
-
 def _heading(name: str) -> str:
-    kinds = {"fig": "Figure", "tab": "Table"}
-    return f"{kinds[name[:3]]} {int(name[3:])}" if name[:3] in kinds else name.capitalize()
+    words = {"fig": "Figure", "tab": "Table"}
+    return f"{words[name[:3]]} {int(name[3:])}" if name[:3] in words else name.capitalize()
 
 
 def _what_was_measured(done: Reproduced, scale: Scale) -> list[str]:
     what = figure(done.name).what
     if not what:
         return [f"Nothing is trained for it. Made by commit {versions().get('commit', 'unknown')}."]
-    made = _made_on(done)
-    on = f"{made['device']}, torch {made['torch']}, {made.get('seconds', 0) / 60:.1f} minutes in all"
-    return [f"{what(scale)} {on}. Made by commit {made.get('commit', 'unknown')}."]
+    made_on = _made_on(done)
+    where = f"{made_on['device']}, torch {made_on['torch']}, {made_on.get('seconds', 0) / 60:.1f} minutes in all"
+    return [f"{what(scale)} {where}. Made by commit {made_on.get('commit', 'unknown')}."]
 
 
 def _made_on(done: Reproduced) -> dict[str, Any]:
-    """What is known of a measurement that is not made of runs."""
+    """The device and versions of a measurement that is not made of runs."""
     path = done.folder / MADE_ON
     return json.loads(path.read_text()) if path.exists() else {}
 
 
 def _what_was_run(rows: Sequence[Result], facts: dict[str, Any]) -> list[str]:
     configs = [row.config for row in rows]
-    one = configs[0]
+    first = configs[0]
     diverged = sum(row.summary.status == "diverged" for row in rows)
-    tokens = f"{_some(configs, 'steps')} steps of {one.batch_size} x {one.seq_len} tokens"
+    tokens = f"{_some(configs, 'steps')} steps of {first.batch_size} x {first.seq_len} tokens"
     ended_early = f", {diverged} of which diverged" if diverged else ""
     return [
         f"{len(rows)} runs{ended_early}: GPTs of {_some(configs, 'model.depth')} layers, "
-        f"width {_some(configs, 'model.width')} (base {one.base_width}), heads of {one.model.head_dim}, vocabulary "
-        f"{one.model.vocab_size}, {tokens} of `{one.data}`, {one.dtype}; density {_densities(configs)}; seeds "
+        f"width {_some(configs, 'model.width')} (base {first.base_width}), heads of {first.model.head_dim}, vocabulary "
+        f"{first.model.vocab_size}, {tokens} of `{first.data}`, {first.dtype}; density {_densities(configs)}; seeds "
         f"{_some(configs, 'seed')}.",
         f"{'; '.join(facts['devices'])}. {facts['minutes']:.1f} minutes of training on it, compilation not counted; runs that "
         f"several figures share are counted in each. Made by commit {', '.join(facts['commits'])}. Every run with its "
@@ -243,7 +231,7 @@ def _what_was_run(rows: Sequence[Result], facts: dict[str, Any]) -> list[str]:
 
 
 def _some(configs: Sequence[RunConfig], name: str) -> str:
-    values = sorted({_flat(config)[name] for config in configs})
+    values = sorted({_fields(config)[name] for config in configs})
     return ", ".join(map(str, values))
 
 

@@ -28,10 +28,11 @@ from smupar.paper.figure import Claim, Figure, Place
 from smupar.paper.settings import Scale, ScaleName
 from smupar.study.config import EngineConfig
 from smupar.study.curves import draw_png
-from smupar.study.engines import settle
-from smupar.study.kind import Stage
-from smupar.study.store import Result, Study, row_of, write_rows
-from smupar.study.transfer import more_seeds
+from smupar.study.definition import Stage, StudyDefinition, with_more_seeds
+from smupar.study.engines import run_study
+from smupar.study.space import unique
+from smupar.study.store import Result, row_of, write_rows
+from smupar.study.sweep import sweep_from_json
 
 MADE_ON = "made-on.json"  # the device and versions of what is measured without runs
 FIGURES = (
@@ -54,8 +55,7 @@ class Reproduced:
     claim: Claim
     folder: Path
     rows: Sequence[Result] = ()
-    files: dict[str, str] = field(default_factory=dict)
-    """sha256 of the texts and traces that its runs read."""
+    files: dict[str, str] = field(default_factory=dict)  # sha256 of the texts and traces that its runs read
 
     def __str__(self) -> str:
         return f"{self.name}: {'HOLDS' if self.claim.holds else 'DOES NOT HOLD'}. {self.claim.text}\n{self.folder}"
@@ -66,23 +66,23 @@ def figure(name: str) -> Figure:
         raise ValueError(f"{name} is a diagram, with nothing to run: docs/reproduce.md has it")
     if name not in FIGURES:
         raise ValueError(f"no figure or table is called {name!r}: choose one of {', '.join(FIGURES)}")
-    found: Figure = import_module(f"smupar.paper.{name}").FIGURE
-    return found
+    asked: Figure = import_module(f"smupar.paper.{name}").FIGURE
+    return asked
 
 
 def listed() -> str:
     """What ``smupar reproduce --list`` prints."""
     lines = []
     for name in FIGURES:
-        wanted = figure(name)
-        finding = f" (Finding {wanted.finding})" if wanted.finding else ""
-        lines.append(f"{name}  {wanted.title}{finding}. {wanted.shows}")
+        fig = figure(name)
+        finding = f" (Finding {fig.finding})" if fig.finding else ""
+        lines.append(f"{name}  {fig.title}{finding}. {fig.shows}")
     return "\n".join([*lines, *(f"Finding {number}: {text}." for number, text in FINDINGS.items())])
 
 
 def make_scale(name: ScaleName, data: str | None, *, reads: bool = True) -> Scale:
-    """``data``: a folder of `smupar data prepare`; at scale cpu the source of Python's standard library by default. What has no
-    runs, or is only counted, reads none."""
+    """``data``: a folder of `smupar data prepare`; at scale cpu the source of Python's standard library by default. Without
+    ``reads``, no text is needed: nothing is trained."""
     if data is None:
         if name == "cpu":
             return Scale("cpu")
@@ -95,59 +95,54 @@ def make_scale(name: ScaleName, data: str | None, *, reads: bool = True) -> Scal
 
 
 def reproduce(name: str, scale: Scale, how: EngineConfig, *, out: str, data_dir: str | None = None) -> Reproduced:
-    """Runs what is missing, draws, judges; writes picture.png, rows.csv, rows.json and claim.json under ``out``/scale/name;
-    runs are in ``out``/scale/study. ``data_dir``: local copies of the tasks of Table 2."""
-    wanted, root = figure(name), Path(out) / scale.name
+    """Runs what is missing of a figure, draws it and decides its claim. Writes picture.png, rows.csv, rows.json and claim.json
+    into ``out``/scale/name; runs are in ``out``/scale/study. ``data_dir``: local copies of the tasks of Table 2."""
+    fig, root = figure(name), Path(out) / scale.name
     place = Place(scale, root / name, root / "study" / "runs", how.device, data_dir)
-    rows, files = _trained(name, wanted, wanted.runs(scale), place, how) if wanted.runs else ([], {})
+    rows, files = _trained(name, fig, fig.runs(scale), place, how) if fig.runs else ([], {})
     place.folder.mkdir(parents=True, exist_ok=True)
     if rows:
         measures = [{**row_of(row), "seconds": row.summary.seconds, "device": row.summary.device} for row in rows]
         write_rows(place.folder / "rows", measures)
     start = time.perf_counter()
-    measured = wanted.measure(place, rows) if wanted.measure else rows
-    if wanted.what:
-        made = {"device": device_name(pick_device(how.device)), "seconds": round(time.perf_counter() - start), **versions()}
-        write_atomic(place.folder / MADE_ON, json.dumps(made))
-    if wanted.text:
-        write_atomic(place.folder / "table.txt", wanted.text() + "\n")
-    if wanted.draw:
-        draw_png(wanted.draw(rows), place.folder / "picture.png", wanted.title, columns=wanted.columns)
-    claim = wanted.claim(measured)
+    measured = fig.measure(place, rows) if fig.measure else rows
+    if fig.what:
+        made_on = {"device": device_name(pick_device(how.device)), "seconds": round(time.perf_counter() - start), **versions()}
+        write_atomic(place.folder / MADE_ON, json.dumps(made_on))
+    if fig.text:
+        write_atomic(place.folder / "table.txt", fig.text() + "\n")
+    if fig.draw:
+        draw_png(fig.draw(rows), place.folder / "picture.png", fig.title, columns=fig.columns)
+    claim = fig.claim(measured)
     facts: dict[str, Any] = {"figure": name, "scale": asdict(scale), "smupar": __version__, "runs": len(rows), **asdict(claim)}
     write_atomic(place.folder / "claim.json", json.dumps(facts, indent=1))
     return Reproduced(name, claim, place.folder, rows, files)
 
 
 def _trained(
-    name: str, wanted: Figure, configs: Sequence[RunConfig], place: Place, how: EngineConfig
+    name: str, fig: Figure, configs: Sequence[RunConfig], place: Place, how: EngineConfig
 ) -> tuple[list[Result], dict[str, str]]:
     """The results of a figure's runs, of which ``configs`` are the first, and the sha256 of the files that they read."""
     scale = place.scale
-    if how.engine != "ray":  # whose machines are others
+    if how.engine != "ray":  # which runs them on other machines
         _refuse_device(name, scale, configs, pick_device(how.device), asked=how.device != "auto")
-    if wanted.prepare:
-        wanted.prepare(place.data_dir)
-    definition = {"kind": "reproduce", "scale": scale.name, "data": scale.data}
-    with Study.open(place.runs.parent, definition, f"smupar reproduce --scale {scale.name}") as study:
-        study.keeps_weights = wanted.keeps_weights
-        ended = [config for propose in _stages(wanted, configs, scale) for config in settle(study, propose, how)]
+    if fig.prepare:
+        fig.prepare(place.data_dir)
+    definition, command = _definition(fig, configs, scale), f"smupar reproduce --scale {scale.name}"
+    with run_study(place.runs.parent, definition, command, how, keeps_weights=fig.keeps_weights) as (study, ended):
         return study.results(ended), study.files(ended)
 
 
-def _stages(wanted: Figure, configs: Sequence[RunConfig], scale: Scale) -> list[Stage]:
-    """The runs of a figure, those that stand on their results, and where something is swept more seeds round each optimum."""
+def _definition(fig: Figure, configs: Sequence[RunConfig], scale: Scale) -> StudyDefinition:
+    """The runs of a figure, those that depend on their results, and where something is swept more seeds round each optimum.
+    What is stored is the same for all figures of a scale, which share the study."""
     stages: list[Stage] = [lambda study: configs]
-    if wanted.then:
-        stages.append(partial(wanted.then, scale))
-    if not wanted.swept:
-        return stages
-    return [both for first in stages for both in (first, partial(_more_seeds, first, wanted.swept, scale))]
-
-
-def _more_seeds(first: Stage, swept: tuple[str, str], scale: Scale, study: Study) -> Sequence[RunConfig]:
-    experiment, axis = swept
-    return more_seeds(study, first(study), axis, scale.size(experiment).seeds)
+    if fig.then:
+        stages.append(partial(fig.then, scale))
+    if fig.swept:
+        experiment, axis = fig.swept
+        stages = with_more_seeds(stages, axis, scale.size(experiment).seeds)
+    return replace(sweep_from_json({"kind": "reproduce", "scale": scale.name, "data": scale.data}), stages=stages)
 
 
 def _refuse_device(name: str, scale: Scale, configs: Sequence[RunConfig], device: torch.device, *, asked: bool) -> None:
@@ -156,7 +151,7 @@ def _refuse_device(name: str, scale: Scale, configs: Sequence[RunConfig], device
             raise ValueError(f"scale {scale.name} is for a GPU and torch sees none: try --scale cpu, or wait with --device cpu")
         return
     memory = torch.cuda.get_device_properties(device).total_memory
-    needed = max(_bytes(estimate(config, micro_batch=1)) for config in _one_of_each(configs))
+    needed = max(_bytes(estimate(config, micro_batch=1)) for config in unique(map(_cost_fields, configs)))
     if needed > memory:
         raise ValueError(
             f"{name} at scale {scale.name} needs {needed / _GIB:.0f} GiB for its largest model, this GPU has "
@@ -169,56 +164,43 @@ def _refuse_device(name: str, scale: Scale, configs: Sequence[RunConfig], device
 
 def dry_run(name: str, scale: Scale) -> str:
     """Runs, parameters, tokens, FLOPs, hours and memory of a figure, and the command that would do it."""
-    wanted = figure(name)
-    if not wanted.runs:
-        return f"{name}: {wanted.what(scale) if wanted.what else 'nothing is trained'}"
-    configs = wanted.runs(scale)
-    if wanted.swept:  # wherever the optima will be
-        experiment, axis = wanted.swept
-        middle = [config for config in configs if getattr(config, axis) in _middle(configs, axis)]
+    fig = figure(name)
+    if not fig.runs:
+        return f"{name}: {fig.what(scale) if fig.what else 'nothing is trained'}"
+    configs = fig.runs(scale)
+    if fig.swept:  # three values of each curve get more seeds, wherever the optima will be
+        experiment, axis = fig.swept
+        values = sorted({getattr(config, axis) for config in configs})
+        middle = [config for config in configs if getattr(config, axis) in values[len(values) // 2 - 1 :][:3]]
         configs += [replace(config, seed=seed) for config in middle for seed in range(1, scale.size(experiment).seeds)]
-    costs = {config.id: estimate(config, micro_batch=1) for config in _one_of_each(configs)}
-    each = [costs[_kind(config).id] for config in configs]
+    costs = {config.id: estimate(config, micro_batch=1) for config in unique(map(_cost_fields, configs))}
+    each = [costs[_cost_fields(config).id] for config in configs]
     hours = sum(cost.hours() for cost in each)
     largest = max(each, key=lambda cost: cost.num_parameters)
     small, big = min(cost.num_parameters for cost in each), largest.num_parameters
-    extra = " and those that follow a trace" if wanted.then else ""
+    extra = " and those that follow a trace" if fig.then else ""
+    data = "" if scale.data == STANDARD_LIBRARY else f" --data {scale.data}"
+    engine = " --engine ray --address auto" if scale.name == "paper" else ""
     return "\n".join(
         [
-            f"{name}: {wanted.title}",
+            f"{name}: {fig.title}",
             f"  runs        {len(configs)}{extra}",
             f"  parameters  {small:,}" + (f" to {big:,}" if big != small else ""),
             f"  tokens      {sum(cost.num_tokens for cost in each):.3g}, {largest.num_tokens:.3g} in a run of the largest",
             f"  FLOPs       {sum(cost.usual_flops for cost in each):.3g} (6 N tokens)",
             f"  time        {hours:,.1f} GPU-hours of an H200 at 45% of 990 TFLOP/s",
             f"  memory      {_bytes(largest) / _GIB:.1f} GiB for the largest, with one sequence at a time",
-            f"  command     {_command(name, scale)}",
+            f"  command     smupar reproduce {name} --scale {scale.name}{data}{engine}",
         ]
     )
 
 
-def _command(name: str, scale: Scale) -> str:
-    data = "" if scale.data == STANDARD_LIBRARY else f" --data {scale.data}"
-    return (
-        f"smupar reproduce {name} --scale {scale.name}{data}{' --engine ray --address auto' if scale.name == 'paper' else ''}"
-    )
-
-
-def _middle(configs: Sequence[RunConfig], axis: str) -> list[float]:
-    values = sorted({getattr(config, axis) for config in configs})
-    return values[len(values) // 2 - 1 : len(values) // 2 + 2]
-
-
-def _kind(config: RunConfig) -> RunConfig:
-    """What decides the cost of a run."""
+def _cost_fields(config: RunConfig) -> RunConfig:
+    """The run with only those fields that decide its cost."""
     return RunConfig(
         model=config.model, base_width=config.base_width, sparsity=config.sparsity, steps=config.steps,
         batch_size=config.batch_size, seq_len=config.seq_len, dtype=config.dtype, dynamic=config.dynamic,
     )  # fmt: skip
-
-
-def _one_of_each(configs: Sequence[RunConfig]) -> list[RunConfig]:
-    return list({kind.id: kind for kind in map(_kind, configs)}.values())
 
 
 def _bytes(cost: Cost) -> float:

@@ -9,13 +9,14 @@ from typing import Literal
 from smupar.lm.config.presets import TABLE_3
 from smupar.lm.config.run import STANDARD_LIBRARY, ModelConfig, RunConfig
 from smupar.output.tables import aligned
+from smupar.study.comparison import sp_init_std
 
 ScaleName = Literal["cpu", "small", "paper"]
 
 
 @dataclass(frozen=True)
 class Printed:
-    """A row of Table 4, as printed. None: varies in the figure."""
+    """A row of Table 4, as printed. None stands for what varies in the figure."""
 
     figures: tuple[str, ...]
     width: int | None
@@ -100,8 +101,7 @@ class Size:
     seq_len: int
     steps: int
     sparsities: tuple[float, ...]
-    log2_values: tuple[float, ...] = ()
-    """Of the swept hyperparameter."""
+    log2_values: tuple[float, ...] = ()  # of the swept hyperparameter
     seeds: int = 1
 
 
@@ -215,24 +215,24 @@ class Scale:
         return _of(TABLE_4[experiment].lr, rule, TABLE_3["lr"])
 
     def _init_std(self, experiment: str, rule: str, width: int) -> float:
-        """As printed; at smaller scales, where SP's is that of the width, 0.08666 / sqrt(16) at 4096, that of this width."""
+        """The printed init. Where SP's follows the width, smaller scales let it follow theirs."""
         printed = TABLE_4[experiment]
         value = _of(printed.init_std, rule, TABLE_3["init_std"])
         if self.name == "paper":
             return value
         tuned = _SMALL_INIT if self.name == "small" else TABLE_3["init_std"]
         if rule == "sp" and value == _INIT["sp"]:
-            return tuned * math.sqrt(_BASE[self.name] / width)
+            return sp_init_std(tuned, _BASE[self.name], width)
         if rule == "sp" and value == _INIT_02["sp"] and printed.width is not None:
-            return 0.02 * math.sqrt(printed.width / width)
+            return sp_init_std(0.02, printed.width, width)
         return tuned if self.name == "small" and value == _INIT["smupar"] else value
 
 
 def _of(values: dict[str, float] | None, rule: str, default: float) -> float:
     if values is None:
         return default
-    known = rule if rule in values else "smupar"
-    return values.get(known, values.get("all", default))
+    printed = rule if rule in values else "smupar"  # the ablations' are SmuPar's
+    return values.get(printed, values.get("all", default))
 
 
 def iso_width(width: int, sparsity: float, head_dim: int) -> int:

@@ -21,8 +21,8 @@ PRINTED = {
 def claim(rows: Rows = ()) -> Claim:
     executed = {row[0]: tuple(row[1:4]) for row in table()}
     different = [what for what, printed in PRINTED.items() if executed.get(what) != printed]
-    said = f"{', '.join(different)} differ" if different else f"all {len(PRINTED)} printed rows are executed as printed"
-    return Claim(not different, said)
+    text = f"{', '.join(different)} differ" if different else f"all {len(PRINTED)} printed rows are executed as printed"
+    return Claim(not different, text)
 
 
 FIGURE = Figure(

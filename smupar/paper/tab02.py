@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from smupar.integrations.lm_eval import evaluate, load_tasks
@@ -25,35 +26,30 @@ def prepare(data_dir: str | None) -> None:
     load_tasks(tasks(data_dir))
 
 
-def judge(folders: dict[str, RunConfig], out: Path, data_dir: str | None, device: str) -> Results:
-    """Evaluates the runs in these folders."""
-    return evaluate(EvalConfig(tuple(folders), tasks(data_dir), ScoringConfig(device=device), str(out)))
-
-
 def measure(place: Place, rows: Rows) -> Results:
     """Evaluates the runs that finished, and prints the table."""
-    finished = [row.config for row in rows if row.summary.status == "finished"]
-    folders = {str(place.runs / config.id): config for config in finished}
-    results = judge(folders, place.folder, place.data_dir, place.device)
-    print(text(results, {config.id: config for config in finished}))
+    finished = {row.config.id: row.config for row in rows if row.summary.status == "finished"}
+    folders = tuple(str(place.runs / id_) for id_ in finished)
+    scoring = ScoringConfig(device=place.device)
+    results = evaluate(EvalConfig(folders, tasks(place.data_dir), scoring, str(place.folder)))
+    print(labelled(results, finished))
     return results
 
 
-def text(results: Results, runs_by_id: dict[str, RunConfig]) -> str:
-    """The table with rules and sparsities in the place of folders."""
-    shown = str(results)
-    for about, _ in results.models:
+def labelled(results: Results, runs_by_id: dict[str, RunConfig]) -> Results:
+    """The results with rules and sparsities in the place of folders."""
+    models = []
+    for about, numbers in results.models:
         run = runs_by_id[about["config_id"]]
-        label = f"{title(run.rule)} {run.sparsity:.4g}"
-        shown = shown.replace(about["folder"], label.ljust(len(about["folder"])))
-    return shown
+        models.append(({**about, "folder": f"{title(run.rule)} {run.sparsity:.4g}"}, numbers))
+    return replace(results, models=tuple(models))
 
 
 def claim(results: Results) -> Claim:
-    """That the table is there; what it says is for the reader."""
-    whole = all(set(numbers) == set(results.documents) for _, numbers in results.models)
+    """The claim is that the table is complete; what its numbers say is for the reader."""
+    is_complete = all(set(numbers) == set(results.documents) for _, numbers in results.models)
     text = f"{len(results.models)} models on {len(results.documents)} tasks, {sum(results.documents.values()):,} documents"
-    return Claim(whole and bool(results.models), f"{text}, by lm-eval {results.lm_eval}")
+    return Claim(is_complete and bool(results.models), f"{text}, by lm-eval {results.lm_eval}")
 
 
 FIGURE = Figure(

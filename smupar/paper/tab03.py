@@ -25,12 +25,12 @@ def config(scale: Scale) -> TuneConfig:
 
 
 def default(scale: Scale) -> RunConfig:
-    """What one would start with: no alphas, PyTorch's learning rate for Adam, GPT-2's init at this width."""
+    """The run that one would start with: no alphas, PyTorch's learning rate for Adam, GPT-2's init at this width."""
     return replace(config(scale).run, lr=1e-3, init_std=0.02, alpha_input=1.0, alpha_output=1.0)
 
 
 def printed(scale: Scale) -> RunConfig:
-    """Table 3's."""
+    """The run with the values that Table 3 prints."""
     return with_fields(config(scale).run, TABLE_3)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from smupar.lm.config.run import RunConfig
-from smupar.paper.figure import STABLE, Claim, Figure, Rows, curves, panel, sweep_values
+from smupar.paper.figure import STABLE, Claim, Figure, Rows, curves, panel, swept
 from smupar.paper.settings import Scale
 from smupar.plan.make import MIN_WEIGHTS_PER_NEURON
 from smupar.study.optima import moved
@@ -14,14 +14,17 @@ WEIGHTS_PER_NEURON = {"cpu": (16, 8, 4), "small": (64, 16, 8, 4, 2), "paper": (6
 def runs(scale: Scale) -> list[RunConfig]:
     width = scale.size("sweep").width
     sparse = [scale.run("sweep", sparsity=1 - num / width) for num in WEIGHTS_PER_NEURON[scale.name]]
-    return sweep_values(scale, "sweep", "lr", [scale.run("sweep", rule="mup", sparsity=0.0), *sparse])
+    return swept(scale, "sweep", [scale.run("sweep", rule="mup", sparsity=0.0), *sparse])
 
 
 def claim(rows: Rows) -> Claim:
     dense, *sparse = curves(rows, "smupar")
-    found = {round(one.width * (1 - one.sparsity)): (moved(dense, one), one.excess(dense.best_value)) for one in sparse}
-    words = ", ".join(f"{num}: {move:.2g}x, {cost:+.1%}" for num, (move, cost) in sorted(found.items(), reverse=True))
-    holds = all(move <= STABLE for num, (move, _) in found.items() if num >= MIN_WEIGHTS_PER_NEURON)
+    num_weights = [round(curve.width * (1 - curve.sparsity)) for curve in sparse]
+    by_num = {
+        num: (moved(dense, curve), curve.excess(dense.best_value)) for num, curve in zip(num_weights, sparse, strict=True)
+    }
+    words = ", ".join(f"{num}: {move:.2g}x, {cost:+.1%}" for num, (move, cost) in sorted(by_num.items(), reverse=True))
+    holds = all(move <= STABLE for num, (move, _) in by_num.items() if num >= MIN_WEIGHTS_PER_NEURON)
     return Claim(
         holds,
         f"with {MIN_WEIGHTS_PER_NEURON} weights per neuron and more the optimum stays; "

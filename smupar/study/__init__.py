@@ -1,1 +1,1 @@
-"""Many runs: what to run (space, tune, transfer) is apart from running it (engines) and from reading it (store, report)."""
+"""Many runs: what to run (sweep, transfer, tune) is apart from running it (engines), storing it (store) and a page (report)."""

@@ -1,51 +1,55 @@
-"""What a study is made of, as frozen dataclasses; no torch in here."""
+"""The configurations of studies, as frozen dataclasses; no torch in here."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from smupar.lm.config.run import ModelConfig, RunConfig
 from smupar.lm.config.validation import refuse
 
+# The hyperparameters that are searched on a dense proxy, and hold for other models.
 TUNED = ("lr", "init_std", "alpha_input", "alpha_output")
-"""What is searched on a dense proxy, and holds for others."""
+# The runs of a study are shorter than the demo.
+SHORT: dict[str, Any] = {"steps": 200, "warmup": None, "valid_batches": 1}
+
+EngineName = Literal["auto", "serial", "stacked", "ray"]
 
 
 @dataclass(frozen=True)
 class EngineConfig:
     """How the runs of a study are executed; the results are the same."""
 
-    engine: Literal["auto", "serial", "stacked", "ray"] = "auto"
+    engine: EngineName = "auto"
     """serial: one after the other; stacked: as many at once as fit; auto: the faster, measured; ray: on a cluster."""
     device: str = "auto"
     """auto: a GPU if there is one."""
     address: str = "auto"
-    """Of the Ray cluster; local starts one on this machine."""
+    """Address of the Ray cluster; local starts one on this machine."""
 
 
 @dataclass(frozen=True)
 class TransferConfig:
     """One hyperparameter, swept on the dense proxy of base width and on targets over widths and sparsities."""
 
-    run: RunConfig = field(default_factory=lambda: RunConfig(steps=200, valid_batches=1))
+    run: RunConfig = field(default_factory=lambda: RunConfig(**SHORT))
     axis: Literal["lr", "init_std", "alpha_input", "alpha_output"] = "lr"
     values: tuple[float, ...] = ()
     """Default: 2^-11 .. 2^-4 for lr, an eighth to eight times the tuned value for others."""
     rules: tuple[str, ...] = ("sp", "mup", "smupar")
-    """Of Table 1, and measured: SmuPar's init with the updates of the proxy at its best value to follow; with --dynamic gmp
-    also moment: SmuPar with the learning rate of the density of the moment, where smupar is as in the paper."""
+    """Rules of Table 1 to compare, and measured: SmuPar's init, with updates that follow those of the proxy at its best value.
+    With --dynamic gmp or imp also moment: SmuPar by the density of the moment; smupar takes the last one, as in the paper."""
     sparsities: tuple[float, ...] = (0.0, 0.75, 0.9375)
-    """Of the targets."""
+    """Sparsities of the targets."""
     widths: tuple[int, ...] = (256,)
-    """Of the targets."""
+    """Widths of the targets."""
     seeds: int = 1
-    """At the best value of each curve and its two neighbours; one elsewhere."""
+    """Seeds at the best value of each curve and its two neighbours; other values have one."""
     proxy_depth: int | None = None
-    """Of the proxy; default that of the targets."""
+    """Depth of the proxy; default that of the targets."""
     proxy_steps: int | None = None
-    """Length of the proxy's runs; default that of the targets', of one round of theirs with --dynamic imp."""
+    """Steps of the proxy's runs; default those of the targets, with --dynamic imp those of one round."""
 
     def __post_init__(self) -> None:
         for name in ("rules", "sparsities", "widths"):
@@ -65,10 +69,15 @@ class TransferConfig:
 
     @property
     def normalised(self) -> TransferConfig:
-        """The same study without what is named twice."""
+        """The same study with its values filled in, and nothing named twice."""
+        if self.axis == "lr":
+            values = [2.0**exponent for exponent in range(-11, -3)]
+        else:
+            values = [getattr(self.run, self.axis) * 2.0**exponent for exponent in range(-3, 4)]
         return replace(
             self,
             run=self.run.normalised,
+            values=tuple(sorted(set(self.values or values))),
             rules=tuple(dict.fromkeys(self.rules)),
             sparsities=tuple(dict.fromkeys(self.sparsities)),
             widths=tuple(dict.fromkeys(self.widths)),
@@ -79,19 +88,19 @@ class TransferConfig:
 class TuneConfig:
     """A search for lr, init_std, alpha_input and alpha_output on a small dense proxy, as in Table 3 of the paper."""
 
-    run: RunConfig = field(default_factory=lambda: RunConfig(model=ModelConfig(width=64), sparsity=0.0, valid_batches=1))
-    """The proxy; its own values of the four do not matter."""
+    run: RunConfig = field(default_factory=lambda: RunConfig(model=ModelConfig(width=64), sparsity=0.0, **SHORT))
+    """The proxy; its own values of the searched hyperparameters do not matter."""
     num_samples: int = 350
-    """Runs. A search can be made longer later: those that are there stay."""
+    """Number of runs. A search can be made longer later, and keeps its finished runs."""
     method: Literal["random", "tpe"] = "random"
-    """tpe: Optuna's, which learns from the samples of the rounds before."""
+    """random: independent samples; tpe: Optuna's sampler, which learns from earlier rounds."""
     # The paper does not print its ranges: these are ours, around its best values. All are uniform in the logarithm.
     lr_range: tuple[float, float] = (2**-10, 2**-3)
     init_std_range: tuple[float, float] = (0.02, 0.35)
     alpha_input_range: tuple[float, float] = (1.0, 30.0)
     alpha_output_range: tuple[float, float] = (0.1, 10.0)
     search_seed: int = 0
-    """Of the samples; --seed is the runs'."""
+    """Seed of the samples; --seed is that of the runs."""
     round_size: int = 16
     """Samples of tpe that run at once."""
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from smupar.output.pictures import new_figure
+from smupar.study.optima import Curve
 
 LOSS = "loss (mean of the last 5 % of steps)"
 
@@ -17,22 +18,18 @@ LOSS = "loss (mean of the last 5 % of steps)"
 @dataclass(frozen=True)
 class Point:
     x: float
-    y: float
-    """Infinite: diverged. Drawn at the top."""
+    y: float  # infinite for a run that diverged, which is drawn at the top
     text: str = ""
 
 
 @dataclass(frozen=True)
-class Series:
+class Line:
     label: str
     points: tuple[Point, ...]
-    colour: float = 0.0
-    """From 0, dark, to 1."""
+    colour: float = 0.0  # from 0, dark, to 1
     dashed: bool = False
-    best: float | None = None
-    """Where the optimum lies, marked by a star."""
-    joined: bool = True
-    """Whether a line joins the points."""
+    best: float | None = None  # where the optimum lies, marked by a star
+    joined: bool = True  # whether the points are joined
 
 
 @dataclass(frozen=True)
@@ -40,20 +37,23 @@ class Panel:
     title: str
     x_label: str
     y_label: str
-    series: tuple[Series, ...]
-    marked_x: float | None = None
-    """A vertical line."""
+    lines: tuple[Line, ...]
+    marked_x: float | None = None  # of a vertical line
     marked_label: str = ""
-    log_x: bool = field(default=True)
+    log_x: bool = True
 
 
-# So few points are all shown.
-_FEW = 24
+def line_of(curve: Curve, label: str, colour: float) -> Line:
+    points = tuple(Point(x, y) for x, y in zip(curve.values, curve.losses, strict=True))
+    return Line(label, points, colour, dashed=curve.is_proxy, best=None if curve.diverged else curve.best_value)
+
+
+_FEW = 24  # so few points are all shown
 
 
 def y_range(panels: Sequence[Panel]) -> tuple[float, float]:
-    """The same for all panels: from the best to a bit above what is still of interest."""
-    finite = [p.y for panel in panels for series in panel.series for p in series.points if math.isfinite(p.y)]
+    """The range of losses that all panels show: from the best to a bit above those that are still of interest."""
+    finite = [p.y for panel in panels for line in panel.lines for p in line.points if math.isfinite(p.y)]
     if not finite:
         return 0.0, 1.0
     low, ordered = min(finite), sorted(finite)
@@ -66,7 +66,7 @@ def y_range(panels: Sequence[Panel]) -> tuple[float, float]:
 
 
 def draw_png(panels: Sequence[Panel], path: Path, title: str = "", *, columns: int | None = None) -> None:
-    """All panels in a row, or in rows of so many columns."""
+    """Draws all panels in one row, or in rows of ``columns``."""
     low, high = y_range(panels)
     columns = min(columns or len(panels), len(panels))
     num_rows = -(-len(panels) // columns)
@@ -77,18 +77,18 @@ def draw_png(panels: Sequence[Panel], path: Path, title: str = "", *, columns: i
     axes = grid.flat[: len(panels)]
     for unused in grid.flat[len(panels) :]:
         unused.set_visible(False)
-    shared = [series.label for series in panels[-1].series]  # one legend for all that have the same series
+    shared = [line.label for line in panels[-1].lines]  # one legend for all panels that have the same lines
     for panel, axis in zip(panels, axes, strict=True):
-        for series in panel.series:
-            colour = colormaps["viridis"](0.9 * series.colour)
-            points = sorted(series.points, key=lambda point: point.x)
+        for line in panel.lines:
+            colour = colormaps["viridis"](0.9 * line.colour)
+            points = sorted(line.points, key=lambda point: point.x)
             shown = [min(point.y, high) for point in points]
-            style = ("--" if series.dashed else "-") if series.joined else "none"
-            grey = {"color": "0.45"} if series.dashed else {"color": colour}
-            axis.plot([p.x for p in points], shown, linestyle=style, marker="o", markersize=3, label=series.label, **grey)
-            if series.best is not None and points:
+            style = ("--" if line.dashed else "-") if line.joined else "none"
+            grey = {"color": "0.45"} if line.dashed else {"color": colour}
+            axis.plot([p.x for p in points], shown, linestyle=style, marker="o", markersize=3, label=line.label, **grey)
+            if line.best is not None and points:
                 scale = math.log2 if panel.log_x else float
-                nearest = min(points, key=lambda point: abs(scale(point.x) - scale(series.best)))  # type: ignore[arg-type]
+                nearest = min(points, key=lambda point: abs(scale(point.x) - scale(line.best)))  # type: ignore[arg-type]
                 axis.plot(nearest.x, min(nearest.y, high), marker="*", markersize=13, markeredgecolor="white", **grey)
         if panel.marked_x is not None:
             axis.axvline(panel.marked_x, color="0.6", linewidth=1, linestyle=":")
@@ -98,7 +98,7 @@ def draw_png(panels: Sequence[Panel], path: Path, title: str = "", *, columns: i
         axis.set_title(panel.title, fontsize=10)
         axis.set_xlabel(panel.x_label)
         axis.grid(True, alpha=0.25)
-        if panel is panels[-1] or [series.label for series in panel.series] != shared:
+        if panel is panels[-1] or [line.label for line in panel.lines] != shared:
             axis.legend(fontsize=8, loc="best")
     for row in grid:
         row[0].set_ylabel(panels[0].y_label)
@@ -118,7 +118,7 @@ def draw_svg(panels: Sequence[Panel]) -> str:
 
 
 def _svg(panel: Panel, low: float, high: float) -> str:
-    xs = [_x(point.x, panel) for series in panel.series for point in series.points] or [0.0, 1.0]
+    xs = [_x(point.x, panel) for line in panel.lines for point in line.points] or [0.0, 1.0]
     left, right = min(xs), max(xs) if max(xs) > min(xs) else min(xs) + 1
 
     def px(x: float) -> float:
@@ -133,7 +133,7 @@ def _svg(panel: Panel, low: float, high: float) -> str:
     for tick in _ticks(low, high):
         parts.append(f"<line class='grid' x1='{_LEFT}' x2='{_WIDTH - 14}' y1='{py(tick):.1f}' y2='{py(tick):.1f}'/>")
         parts.append(f"<text class='tick' x='{_LEFT - 6}' y='{py(tick) + 4:.1f}' text-anchor='end'>{tick:.3g}</text>")
-    for x in sorted({point.x for series in panel.series for point in series.points}):
+    for x in sorted({point.x for line in panel.lines for point in line.points}):
         label = f"2<tspan dy='-4' font-size='8'>{math.log2(x):g}</tspan>" if panel.log_x and _is_power(x) else f"{x:.3g}"
         parts.append(f"<text class='tick' x='{px(x):.1f}' y='{_HEIGHT - _BOTTOM + 16}' text-anchor='middle'>{label}</text>")
     parts.append(f"<text class='label' x='{_WIDTH / 2}' y='{_HEIGHT - 6}'>{html.escape(panel.x_label)}</text>")
@@ -142,20 +142,20 @@ def _svg(panel: Panel, low: float, high: float) -> str:
             f"<line class='mark' x1='{px(panel.marked_x):.1f}' x2='{px(panel.marked_x):.1f}' y1='{_TOP}' "
             f"y2='{_HEIGHT - _BOTTOM}'><title>{html.escape(panel.marked_label)}</title></line>"
         )
-    for series in panel.series:
-        parts.append(_svg_series(series, px, py))
+    for line in panel.lines:
+        parts.append(_svg_line(line, px, py))
     return "".join(parts) + "</svg>"
 
 
-def _svg_series(series: Series, px: Any, py: Any) -> str:
-    colour = "#777" if series.dashed else _hex(series.colour)
-    points = sorted(series.points, key=lambda point: point.x)
-    line = " ".join(f"{px(point.x):.1f},{py(point.y):.1f}" for point in points)
-    dash = " stroke-dasharray='5 4'" if series.dashed else ""
-    parts = [f"<polyline points='{line}' fill='none' stroke='{colour}' stroke-width='1.6'{dash}/>"] if series.joined else []
+def _svg_line(line: Line, px: Any, py: Any) -> str:
+    colour = "#777" if line.dashed else _hex(line.colour)
+    points = sorted(line.points, key=lambda point: point.x)
+    path = " ".join(f"{px(point.x):.1f},{py(point.y):.1f}" for point in points)
+    dash = " stroke-dasharray='5 4'" if line.dashed else ""
+    parts = [f"<polyline points='{path}' fill='none' stroke='{colour}' stroke-width='1.6'{dash}/>"] if line.joined else []
     for point in points:
         value = "diverged" if math.isinf(point.y) else f"{point.y:.4f}"
-        text = html.escape(f"{series.label}: {value} at {point.x:.4g}. {point.text}")
+        text = html.escape(f"{line.label}: {value} at {point.x:.4g}. {point.text}")
         parts.append(
             f"<circle cx='{px(point.x):.1f}' cy='{py(point.y):.1f}' r='4' fill='{colour}' data-text='{text}'>"
             f"<title>{text}</title></circle>"
@@ -163,8 +163,8 @@ def _svg_series(series: Series, px: Any, py: Any) -> str:
     return "".join(parts)
 
 
-def legend(series: Sequence[Series]) -> str:
-    items = [(html.escape(one.label), "#777" if one.dashed else _hex(one.colour)) for one in series]
+def legend(lines: Sequence[Line]) -> str:
+    items = [(html.escape(line.label), "#777" if line.dashed else _hex(line.colour)) for line in lines]
     keys = (f"<span class='key'><i style='background:{colour}'></i>{label}</span>" for label, colour in items)
     return f"<p class='legend'>{''.join(keys)}</p>"
 
@@ -184,7 +184,7 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _hex(colour: float) -> str:
-    """Between the ends of viridis, close enough."""
+    """A colour between the ends of viridis, close enough to matplotlib's."""
     stops = [(68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (203, 220, 40)]
     place = 0.9 * min(max(colour, 0.0), 1.0) * (len(stops) - 1)
     index = min(int(place), len(stops) - 2)

@@ -1,12 +1,13 @@
-"""Executing runs: one after the other or stacked, with the same results. Which is faster depends on width and tokens per
-step, so ``auto`` measures.
+"""Executing the runs of a study: one after the other or stacked, with the same results. Which is faster depends on width and
+tokens per step, so ``auto`` measures.
 
-Both go through ``GPTStack``, compiled once for each shape and refilled with the next runs; what cannot be stacked goes through
-the trainer.
+Both go through ``GPTStack``, compiled once for each shape and refilled with the next runs. Runs that cannot be stacked go
+through the trainer.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import math
@@ -14,10 +15,8 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
 
 import torch
 from tqdm import tqdm
@@ -36,34 +35,25 @@ from smupar.lm.run.stack import GPTStack, stack_key
 from smupar.lm.run.train import train
 from smupar.plan.optimizers import family_of
 from smupar.plan.plan import PlanWarning
-from smupar.study.config import EngineConfig
-from smupar.study.kind import Stage
+from smupar.study.config import EngineConfig, EngineName
+from smupar.study.definition import Stage, StudyDefinition
 from smupar.study.store import Study
 
-EngineName = Literal["auto", "serial", "stacked", "ray"]
-
-# How often losses of a stack are fetched from a GPU, and looked at for runs that diverged.
-_LOOK_EVERY = 50
-_NUM_ROWS = 50  # of metrics, in a run of a stack
-_USABLE = 0.8
-_MOST = 64
+_LOOK_EVERY = 50  # steps after which losses of a stack are fetched from a GPU, and runs that diverged are seen
+_NUM_ROWS = 50  # rows of metrics that a run of a stack has
+_USABLE = 0.8  # share of the free memory
+_MOST = 64  # runs in a stack
 _MEASURED_STEPS = 8
 _LONG_SECONDS = 600.0
 
 
-@dataclass
-class Board:
-    """Live progress: runs done, running, diverged, time left."""
+class StudyProgress:
+    """A progress bar: how many runs are done, running or diverged, and the time left."""
 
-    num_runs: int
-    num_steps: int
-    num_done: int = 0
-    num_diverged: int = 0
-    bar: Any = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, configs: Sequence[RunConfig]) -> None:
+        self.num_runs, self.num_done, self.num_diverged = len(configs), 0, 0
         self.bar = tqdm(
-            total=self.num_steps,
+            total=sum(config.steps for config in configs),
             desc="study",
             unit="step",
             unit_scale=True,
@@ -81,9 +71,22 @@ class Board:
         self.num_done += 1
         self.num_diverged += summary.status == "diverged"
 
+    def close(self) -> None:
+        self.bar.close()
+
+
+@contextlib.contextmanager
+def run_study(
+    folder: str | Path, definition: StudyDefinition, command: str, how: EngineConfig, *, keeps_weights: bool = False
+) -> Iterator[tuple[Study, list[RunConfig]]]:
+    """Runs what is missing of a study. In the block, with the study and its runs, no other process works in its folder."""
+    with Study.open(folder, definition.stored, command, keeps_weights=keeps_weights) as study:
+        yield study, [config for propose in definition.stages for config in settle(study, propose, how)]
+
 
 def settle(study: Study, propose: Stage, how: EngineConfig) -> Sequence[RunConfig]:
-    """Runs what a stage proposes, and then what it proposes with those results, until nothing is missing; returns all of it."""
+    """Runs what a stage proposes, and then what it proposes with those results, until nothing is missing. Returns all of its
+    runs."""
     while True:
         configs = propose(study)
         missing = study.missing(configs)
@@ -95,18 +98,17 @@ def settle(study: Study, propose: Stage, how: EngineConfig) -> Sequence[RunConfi
             return configs
         try:
             with ended_by_sigterm():
-                execute(study, missing, engine=how.engine, device=how.device, address=how.address)
+                _run_all(study, missing, how)
         except (KeyboardInterrupt, SystemExit):
-            done = len(configs) - len(study.missing(configs))
-            kept = f"{done} of {len(configs)} runs are done and kept; stacked ones that were running begin again"
-            print(f"\n{kept}: the same command goes on", file=sys.stderr)
+            done = f"{len(configs) - len(study.missing(configs))} of {len(configs)} runs are done and kept"
+            print(f"\n{done}; stacked ones that were running begin again: the same command goes on", file=sys.stderr)
             raise
         if left := study.missing(missing):
             raise ValueError(f"{len(left)} runs of {study.folder} have not ended: the same command goes on")
 
 
 def _refuse_other_files(study: Study, configs: Sequence[RunConfig]) -> None:
-    """Raises if runs of the study read another text, or another trace, of the same name: it is the name that they go by."""
+    """Raises if runs of the study read another text or trace of the same name: configurations hold names only."""
     for config in {(config.data, config.valid_data): config for config in configs}.values():
         facts = data.open_text(config).facts
         study.remember("text", facts.name, facts.sha256)
@@ -115,41 +117,42 @@ def _refuse_other_files(study: Study, configs: Sequence[RunConfig]) -> None:
 
 
 def _refuse_impossible(configs: Sequence[RunConfig]) -> None:
-    """Raises before the first run, not when its turn comes, if one names what there is not; and says what is doubtful."""
-    kinds = {(c.rule, c.pattern, c.allocation, c.optimizer.lower(), c.sparsity, c.model): c for c in configs}
-    for kind in kinds.values():
-        family_of(kind.optimizer)
+    """Raises before the first run, not when its turn comes, if a run names what does not exist. Warns of masks that hardly
+    move."""
+    distinct = {(c.rule, c.pattern, c.allocation, c.optimizer.lower(), c.sparsity, c.model): c for c in configs}
+    for config in distinct.values():
+        family_of(config.optimizer)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # which the run itself will say
-            plan_on_meta(kind)
-    for said in dict.fromkeys(config.few_moves for config in configs):
-        if said:
-            warnings.warn(said, PlanWarning, stacklevel=2)
+            warnings.simplefilter("ignore")  # the run itself will warn
+            plan_on_meta(config)
+    for warning in dict.fromkeys(config.few_moves for config in configs):
+        if warning:
+            warnings.warn(warning, PlanWarning, stacklevel=2)
 
 
 def execute(
     study: Study, configs: Sequence[RunConfig], *, engine: EngineName = "auto", device: str = "auto", address: str = "auto"
 ) -> None:
-    """Runs those whose id has no finished result in the study."""
-    todo = study.missing(configs)
-    if engine == "ray":
+    """Runs those that have no result in the study yet."""
+    _run_all(study, study.missing(configs), EngineConfig(engine, device, address))
+
+
+def _run_all(study: Study, configs: Sequence[RunConfig], how: EngineConfig) -> None:
+    if how.engine == "ray":
         from smupar.study.ray_engine import execute_on_ray
 
-        execute_on_ray(study, todo, address=address)
+        execute_on_ray(study, configs, address=how.address)
         return
-    board = Board(len(todo), sum(config.steps for config in todo))
-    try:
-        for group in groups(todo):
-            run_group(study, group, engine, pick_device(device), board)
-            if torch.cuda.is_initialized():  # what the last group's captured steps held, to whoever needs it
+    with contextlib.closing(StudyProgress(configs)) as progress:
+        for group in groups(configs):
+            run_group(study, group, how.engine, pick_device(how.device), progress)
+            if torch.cuda.is_initialized():  # frees what the group's captured steps held
                 gc.collect()
                 torch.cuda.empty_cache()
-    finally:
-        board.bar.close()
 
 
 def groups(configs: Sequence[RunConfig]) -> Iterator[list[RunConfig]]:
-    """Runs that can be stacked together; others alone."""
+    """The runs in groups that can be stacked; a run that cannot be stacked is a group of its own."""
     by_key: dict[str, list[RunConfig]] = {}
     for config in configs:
         key = stack_key(config)
@@ -157,105 +160,101 @@ def groups(configs: Sequence[RunConfig]) -> Iterator[list[RunConfig]]:
     yield from by_key.values()
 
 
-def run_group(study: Study, group: list[RunConfig], engine: EngineName, device: torch.device, board: Board) -> None:
-    if stack_key(group[0]) is None or fitting(group[0], device) < 1:  # the trainer takes a batch in parts
+def run_group(study: Study, group: list[RunConfig], engine: EngineName, device: torch.device, progress: StudyProgress) -> None:
+    room = largest_stack(group[0], device)
+    if stack_key(group[0]) is None or room < 1:  # the trainer takes a batch in parts
         for config in group:
             summary = train(config, Execution(out=str(study.runs / config.id), device=str(device)))
             if summary.status in ("interrupted", "terminated"):
                 end(summary.status)
-            board.done(summary)
+            progress.done(summary)
         return
     text = data.open_text(group[0])
-    most = 1 if engine == "serial" else largest_stack(group[0], device)
     # Parts of equal size, so that the last one is not mostly filled up.
-    size = -(-len(group) // -(-len(group) // most))
-    stack, size = _pick(group, text, device, size, measure=engine == "auto")
+    num_parts = len(group) if engine == "serial" else -(-len(group) // room)
+    stack, size = _faster_stack(group, text, device, -(-len(group) // num_parts), measure=engine == "auto")
     for start in range(0, len(group), size):
         part = group[start : start + size]
         # A last part that is too short is filled up with copies, so that nothing has to be compiled for it.
         filled = part + [part[-1]] * (size - len(part))
         if start or stack.stack.num_steps:
             stack.refill(filled)
-        _train_stack(study, stack, part, board)
+        _train_stack(study, stack, part, progress)
 
 
-def _train_stack(study: Study, stack: GPTStack, part: Sequence[RunConfig], board: Board) -> None:
-    """Trains a stack to its end; ``part``: the first of its runs, which count."""
-    steps, keeper = part[0].steps, _StackKeeper(len(part), board)
+def _train_stack(study: Study, stack: GPTStack, part: Sequence[RunConfig], progress: StudyProgress) -> None:
+    """Trains a stack to its end. ``part``: the runs whose results are kept, the first of the stack."""
+    steps, keeper = part[0].steps, _StackKeeper(len(part), progress)
     cadence = Cadence(steps, log_every=max(1, steps // _NUM_ROWS), valid_every=steps, look_every=_LOOK_EVERY)
     with Stop.on_signals() as stop:
         loop = Loop(stack, cadence, keeper, stop, [Progress() for _ in part])
         status = loop.run()
     if status in ("interrupted", "terminated"):
         end(status)
-    keeper.show(steps)  # where all diverged, nothing is left to train
+    keeper.show(steps)  # also if all diverged, and the loop ended early
     summaries = loop.summaries(status, [config.id for config in part])
     if study.keeps_weights:
         stack.save(study.runs, summaries)
     for config, summary, rows, trace in zip(part, summaries, keeper.rows, stack.traces(), strict=False):
         study.add(config, summary, rows, trace)
-        board.done(summary)
-    if stop.asked:  # after the last step
+        progress.done(summary)
+    if stop.asked:  # by a signal after the last step
         end(stop.status)
 
 
 class _StackKeeper:
-    """Holds the rows of a stack's runs until they have ended, and shows progress on the board."""
+    """Holds the rows of a stack's runs until they have ended, and shows their progress."""
 
-    def __init__(self, num_runs: int, board: Board) -> None:
+    def __init__(self, num_runs: int, progress: StudyProgress) -> None:
         self.rows: list[list[Row]] = [[] for _ in range(num_runs)]
-        self.board, self.shown = board, 0
+        self.progress, self.shown = progress, 0
 
     def show(self, done: int, loss: float = math.nan, seconds: float = math.nan) -> None:
-        self.board.steps((done - self.shown) * len(self.rows), len(self.rows))
+        self.progress.steps((done - self.shown) * len(self.rows), len(self.rows))
         self.shown = done
 
     def log(self, index: int, row: Row) -> None:
         self.rows[index].append(row)
 
     def save(self, progress: Sequence[Progress]) -> None:
-        """Nothing yet: a stack that is stopped begins again."""
+        """Saves nothing: a stack that is stopped begins again."""
 
 
-def _pick(group: list[RunConfig], text: Text, device: torch.device, most: int, *, measure: bool) -> tuple[GPTStack, int]:
-    """A stack of the faster size: one, or as many as there are and fit."""
-    if most == 1:
+def _faster_stack(
+    group: list[RunConfig], text: Text, device: torch.device, size: int, *, measure: bool
+) -> tuple[GPTStack, int]:
+    """A stack of ``size`` runs, or of one run where that is faster, and how many runs it has."""
+    if size == 1:
         return GPTStack(group[:1], text, device), 1
-    several = len({config.seed for config in group}) > 1
-    stacked = GPTStack(group[:most], text, device, own_batches=several)
-    # Where steps are compiled, the other engine is worth a look only if the study takes longer than its compilation.
-    if not measure or (
-        device.type == "cuda" and sum(config.steps for config in group) * _seconds(stacked, device) / most < _LONG_SECONDS
-    ):
-        return stacked, most
+    several_seeds = len({config.seed for config in group}) > 1
+    stacked = GPTStack(group[:size], text, device, own_batches=several_seeds)
+    if not measure:
+        return stacked, size
+    together = _seconds(stacked, device) / size
+    # Where steps are compiled, a single run is worth a look only if the group takes longer than compiling it.
+    if device.type == "cuda" and sum(config.steps for config in group) * together < _LONG_SECONDS:
+        return stacked, size
     single = GPTStack(group[:1], text, device)
-    together, alone = _seconds(stacked, device) / most, _seconds(single, device)
-    return (stacked, most) if together <= alone else (single, 1)
+    return (stacked, size) if together <= _seconds(single, device) else (single, 1)
 
 
 def _seconds(stack: GPTStack, device: torch.device) -> float:
-    """Of one step, warm."""
+    """The time that one step takes once it is warm."""
     num_steps = _MEASURED_STEPS if device.type == "cuda" else 3
     return min(seconds_of(partial(stack.step, number), device=device) for number in range(num_steps))
 
 
 def largest_stack(config: RunConfig, device: torch.device) -> int:
-    """How many such runs to train at once."""
-    return max(1, min(_MOST, int(fitting(config, device))))
-
-
-def fitting(config: RunConfig, device: torch.device) -> float:
-    """How many such runs should fit into the device's memory at once."""
-    cost = estimate(config)
-    model = config.model
+    """How many such runs to train at once, by the device's memory; 0 if not even one should fit."""
+    cost, model = estimate(config), config.model
     # Attention by products keeps its scores, in fp32 and as weights, in every layer.
     scores = 8 * model.depth * model.num_heads * config.batch_size * config.seq_len**2
     each = cost.state_bytes + cost.activation_bytes + scores + cost.num_parameters * 8
-    return _USABLE * _free_memory(device) / each
+    return min(_MOST, int(_USABLE * _free_memory(device) / each))
 
 
 def _free_memory(device: torch.device) -> float:
-    """What other processes leave to this one."""
+    """The bytes that other processes leave to this one."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
     return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

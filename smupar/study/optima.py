@@ -15,8 +15,7 @@ class Curve:
     width: int
     sparsity: float
     values: tuple[float, ...]
-    losses: tuple[float, ...]
-    """Infinite where a seed diverged."""
+    losses: tuple[float, ...]  # infinite where a seed diverged
     is_proxy: bool = False
 
     @property
@@ -29,7 +28,7 @@ class Curve:
 
     @property
     def best(self) -> float:
-        """The smooth minimum: of a parabola through the best value and its neighbours, over the logarithm."""
+        """The smooth minimum: the vertex of a parabola through the best value and its neighbours, over the logarithm."""
         index = self.best_index
         if self.on_edge or not all(math.isfinite(self.losses[index + side]) for side in (-1, 1)):
             return self.best_value
@@ -39,7 +38,7 @@ class Curve:
 
     @property
     def best_value(self) -> float:
-        """Of those that were swept."""
+        """The best of the values that were swept."""
         return self.values[self.best_index]
 
     @property
@@ -57,6 +56,7 @@ class Curve:
 
 
 def moved(proxy: Curve, curve: Curve) -> float:
+    """The factor between the optima of two curves."""
     return math.inf if curve.diverged else 2 ** abs(math.log2(curve.best / proxy.best))
 
 

@@ -9,44 +9,44 @@ from typing import Any
 
 from smupar.output.files import write_atomic
 from smupar.study.curves import draw_png, draw_svg, legend
-from smupar.study.kind import Found, Kind, cell, varied_columns
+from smupar.study.definition import Findings, StudyDefinition, cell, varied_columns
 from smupar.study.store import Result, Study, row_of
-from smupar.study.sweep import read_sweep
-from smupar.study.transfer import read_transfer
-from smupar.study.tune import read_search
+from smupar.study.sweep import sweep_from_json
+from smupar.study.transfer import transfer_from_json
+from smupar.study.tune import search_from_json
 
-# What a folder holds, by the kind that its definition names. Anything else is read as a sweep without axes.
-READERS: dict[str, Callable[[dict[str, Any]], Kind]] = {
-    "sweep": read_sweep,
-    "transfer": read_transfer,
-    "tune": read_search,
+# Makes a study again from study.json, by the kind that it names. Any other kind is read as a sweep without axes.
+FROM_JSON: dict[str, Callable[[dict[str, Any]], StudyDefinition]] = {
+    "sweep": sweep_from_json,
+    "transfer": transfer_from_json,
+    "tune": search_from_json,
 }
 
 
-def write_report(study: Study, kind: Kind | None = None) -> str:
-    """Writes report.html, picture.png, table.csv and table.json into the study's folder; returns what the study found, and a
-    line that says where it is. ``kind``: from whoever has run all of it; default as in the folder, whatever it holds by now."""
+def write_report(study: Study, definition: StudyDefinition | None = None) -> str:
+    """Writes report.html, picture.png, table.csv and table.json into the study's folder. Returns what the study found, and a
+    line that says where it is. ``definition`` comes from whoever has run all of the study; without it, study.json says what the
+    study is, and the report says if runs are missing."""
     described = study.describe()
-    definition = described["definition"]
     if not study.results():
         raise ValueError(f"{study.folder} has no finished run yet: start its command again")
     study.write_table()
     unfinished = ""
-    if kind is None:
-        kind = READERS.get(definition.get("kind"), read_sweep)(definition)
-        unfinished = _unfinished(study, kind)
-    found = Found("", (), study.results()) if unfinished and kind.needs_all_runs else kind.read(study)
-    sentence = f"{unfinished} {found.sentence}".strip()
-    page = _page(sentence, found, described["command"], json.dumps(definition, indent=1))
-    write_atomic(study.folder / "report.html", page)
-    if found.panels:
-        draw_png(found.panels, study.folder / "picture.png")
-    return f"{sentence}\n{study.folder}/report.html, {'picture.png, ' if found.panels else ''}table.csv"
+    if definition is None:
+        stored = described["definition"]
+        definition = FROM_JSON.get(stored.get("kind"), sweep_from_json)(stored)
+        unfinished = _unfinished(study, definition)
+    findings = Findings("", (), study.results()) if unfinished and definition.needs_all_runs else definition.read(study)
+    sentence = f"{unfinished} {findings.sentence}".strip()
+    write_atomic(study.folder / "report.html", _page(sentence, findings, described))
+    if findings.panels:
+        draw_png(findings.panels, study.folder / "picture.png")
+    return f"{sentence}\n{study.folder}/report.html, {'picture.png, ' if findings.panels else ''}table.csv"
 
 
-def _unfinished(study: Study, kind: Kind) -> str:
-    """A sentence, if runs are missing. The first stage of which some are hides what would follow."""
-    for propose in kind.stages:
+def _unfinished(study: Study, definition: StudyDefinition) -> str:
+    """A sentence if runs are missing, by the first stage that misses some: what follows it is not known yet."""
+    for propose in definition.stages:
         configs = propose(study)
         missing, num_runs = len(study.missing(configs)), len({config.id for config in configs})
         if missing:
@@ -85,14 +85,15 @@ const k=r=>{const t=r.cells[i].textContent;const n=parseFloat(t);return isNaN(n)
 [...b.rows].sort((a,c)=>k(a)>k(c)?1:-1).forEach(r=>b.append(r))}));"""
 
 
-def _page(sentence: str, found: Found, command: str, definition: str) -> str:
-    names = {series.label: series for panel in found.panels for series in panel.series}
-    charts = legend(list(names.values())) + draw_svg(found.panels) if found.panels else ""
+def _page(sentence: str, findings: Findings, described: dict[str, Any]) -> str:
+    lines = {line.label: line for panel in findings.panels for line in panel.lines}
+    stored = json.dumps(described["definition"], indent=1)
+    charts = legend(list(lines.values())) + draw_svg(findings.panels) if findings.panels else ""
     return (
         "<!doctype html><html lang='en'><meta charset='utf-8'><title>smupar study</title>"
         f"<style>{_STYLE}</style><h1>Study</h1><p class='found'>{html.escape(sentence)}</p>{charts}<div id='tip'></div>"
-        f"<h2>Runs</h2>{_table(found.results)}<h2>Command</h2><pre>{html.escape(command)}</pre>"
-        f"<h2>Configuration</h2><pre>{html.escape(definition)}</pre><script>{_SCRIPT}</script></html>\n"
+        f"<h2>Runs</h2>{_table(findings.results)}<h2>Command</h2><pre>{html.escape(described['command'])}</pre>"
+        f"<h2>Configuration</h2><pre>{html.escape(stored)}</pre><script>{_SCRIPT}</script></html>\n"
     )
 
 

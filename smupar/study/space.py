@@ -1,4 +1,4 @@
-"""Grids of runs: any field of a run's configuration, by name, with the values it takes."""
+"""Grids of runs: any field of a run's configuration by name, with the values that it takes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,21 @@ _MODEL = {field.name for field in dataclasses.fields(ModelConfig)}
 _RUN = {field.name for field in dataclasses.fields(RunConfig)} - {"model"}
 
 
+def unique(configs: Iterable[RunConfig]) -> list[RunConfig]:
+    """Each run once, in the order in which they come first."""
+    return list({config.id: config for config in configs}.values())
+
+
 def with_fields(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
-    """The run with some fields changed; those of the model go by their own names."""
-    unknown = [name for name in values if name not in _MODEL | _RUN]
-    if unknown:
-        raise ValueError(f"a run has no field called {unknown[0]!r}: choose among {', '.join(sorted(_MODEL | _RUN))}")
+    """The run with some fields changed; fields of the model go by their own names."""
+    for name in values:
+        _refuse_unknown(name)
     return changed(config, values).normalised
+
+
+def _refuse_unknown(name: str) -> None:
+    if name not in _MODEL | _RUN:
+        raise ValueError(f"a run has no field called {name!r}: choose among {', '.join(sorted(_MODEL | _RUN))}")
 
 
 def grid(config: RunConfig, axes: Mapping[str, Sequence[Any]]) -> Iterator[RunConfig]:
@@ -43,8 +52,7 @@ def parse_axis(text: str) -> tuple[str, list[Any]]:
     """``lr=0.01,0.02``, ``lr=2^-10..2^-4`` (all powers between) or ``rule=sp,smupar`` into a field's name and its values."""
     name, _, values = text.partition("=")
     name = name.strip().replace("-", "_")
-    if name not in _MODEL | _RUN:
-        raise ValueError(f"a run has no field called {name!r}: choose among {', '.join(sorted(_MODEL | _RUN))}")
+    _refuse_unknown(name)
     words = [word.strip() for word in values.split(",") if word.strip()]
     if not words:
         raise ValueError(
@@ -66,10 +74,10 @@ def _values(name: str, word: str) -> list[Any]:
 
 
 def _power(name: str, exponent: float) -> float:
-    kinds, value = _kinds(name), 2.0**exponent
-    if float in kinds:
+    types, value = _types_of(name), 2.0**exponent
+    if float in types:
         return value
-    if int in kinds and value.is_integer():
+    if int in types and value.is_integer():
         return int(value)
     raise ValueError(f"{name} cannot be 2^{exponent:g}")
 
@@ -84,27 +92,27 @@ def _exponent(name: str, word: str) -> float:
 
 
 def _typed(name: str, word: str) -> Any:
-    kinds = _kinds(name)
-    if bool in kinds:
+    types = _types_of(name)
+    if bool in types:
         if word.lower() not in ("true", "false"):
             raise ValueError(f"{name} is true or false, got {word!r}")
         return word.lower() == "true"
-    if type(None) in kinds and word.lower() == "none":
+    if type(None) in types and word.lower() == "none":
         return None
     try:
         if name == "betas":
             first, second = map(float, word.split(":"))
             return first, second
-        for kind in (int, float):
-            if kind in kinds:
-                return kind(word)
+        for number in (int, float):
+            if number in types:
+                return number(word)
     except ValueError as error:
-        wanted = "two numbers such as 0.9:0.95" if name == "betas" else "whole numbers" if int in kinds else "numbers"
-        raise ValueError(f"{name} takes {wanted}, got {word!r}") from error
+        expected = "two numbers such as 0.9:0.95" if name == "betas" else "whole numbers" if int in types else "numbers"
+        raise ValueError(f"{name} takes {expected}, got {word!r}") from error
     return word
 
 
-def _kinds(name: str) -> list[type[Any]]:
+def _types_of(name: str) -> list[type[Any]]:
     """The types of a field's values."""
     hint = get_type_hints(ModelConfig if name in _MODEL else RunConfig)[name]
-    return [kind for kind in (get_args(hint) or (hint,)) if isinstance(kind, type)]
+    return [each for each in (get_args(hint) or (hint,)) if isinstance(each, type)]

@@ -1,31 +1,37 @@
 """A study on disk: a folder with one folder per run, named by the run's id. A run whose summary is there is finished.
 
 study.json       what the study is, and the command that made it
-data.json        fingerprints of its texts and traces
+data.json        checksums of the texts and traces that its runs read
 runs/<id>/       config.json, metrics.jsonl, and, last, summary.json
-table.csv        one row per run, made from them; also table.json, and table.parquet for those who ask
+table.csv        one row for each run; also as table.json, and as table.parquet on request
 """
 
 from __future__ import annotations
 
 import contextlib
 import csv
+import hashlib
 import io
 import json
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from smupar import __version__
-from smupar.lm.config.run import LATER_FIELDS, RunConfig
+from smupar.lm.config.run import LATER_FIELDS, RunConfig, default_of, differences, flat
 from smupar.lm.run.folder import TRACE_FILE, Row, Summary, metrics_line, read_config, read_summary
 from smupar.output.files import locked, write_atomic
 from smupar.output.optional import optional
+from smupar.study.config import TransferConfig
+from smupar.study.space import unique
 from smupar.updates.trace import Trace
 
 FORMAT = "smupar-study/1"
+# A study may ask for more later: entries of the lists of a transfer study (values, rules, sparsities, widths), values of a
+# sweep's axes, and seeds. The runs that are there stay, since they go by their ids.
+_LISTS = {item.name for item in fields(TransferConfig) if isinstance(default_of(item), tuple)}
 
 
 @dataclass(frozen=True)
@@ -43,27 +49,30 @@ class Result:
 
 
 class Study:
-    """``with Study.open(...) as study``: one process at a time adds runs, others may read."""
+    """``with Study.open(...) as study``: one process at a time adds runs. ``Study(folder)`` is for those who read."""
 
-    keeps_weights = False
-    """Whether runs leave a checkpoint at their end, for what is done with the models."""
-
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, *, keeps_weights: bool = False) -> None:
         self.folder = Path(folder)
         self.runs = self.folder / "runs"
+        self.keeps_weights = keeps_weights  # whether runs leave a checkpoint at their end
+        self.may_write = False
 
     @classmethod
     @contextlib.contextmanager
-    def open(cls, folder: str | Path, definition: dict[str, Any], command: str) -> Iterator[Study]:
+    def open(
+        cls, folder: str | Path, definition: dict[str, Any], command: str, *, keeps_weights: bool = False
+    ) -> Iterator[Study]:
         """Makes the folder, or goes on in it if it holds the same study of the same version."""
-        study = cls(folder)
+        study = cls(folder, keeps_weights=keeps_weights)
+        study.may_write = True
         if study.folder.is_file():
             raise ValueError(f"{folder} is a file: choose another --out")
         if study.folder.exists() and not (study.folder / "study.json").exists() and any(study.folder.iterdir()):
             raise ValueError(f"{folder} holds other files and no study: choose another --out")
         is_new = not study.folder.exists()
         with locked(study.folder), study._undone_if_nothing_ran(is_new):
-            described = {"format": FORMAT, "version": __version__, "definition": _plain(definition), "command": command}
+            stored = json.loads(json.dumps(definition))  # with lists for tuples, as it is read again
+            described = {"format": FORMAT, "version": __version__, "definition": stored, "command": command}
             if not (study.folder / "study.json").exists() or _has_grown(study, described):
                 write_atomic(study.folder / "study.json", json.dumps(described, indent=1))
             study.runs.mkdir(exist_ok=True)
@@ -85,26 +94,26 @@ class Study:
 
     def remember(self, what: str, name: str, sha256: str) -> None:
         """Raises if a text or a trace is not the one that runs of the study read under that name."""
-        known = self._remembered()
-        if known.setdefault(f"{what} {name}", sha256) != sha256:
+        checksums = self._checksums()
+        if checksums.setdefault(f"{what} {name}", sha256) != sha256:
             raise ValueError(
                 f"the {what} {name!r} is not the one that {self.folder} was started with: bring that back, give it another "
                 "name, or choose another --out"
             )
-        write_atomic(self.folder / "data.json", json.dumps(known, indent=1))
+        write_atomic(self.folder / "data.json", json.dumps(checksums, indent=1))
 
     def files(self, configs: Sequence[RunConfig]) -> dict[str, str]:
         """sha256 of the texts of the study and of the traces that these runs follow."""
         traces = {f"trace {config.anywhere.follow}" for config in configs}
-        return {name: sha256 for name, sha256 in self._remembered().items() if name.startswith("text ") or name in traces}
+        return {name: sha256 for name, sha256 in self._checksums().items() if name.startswith("text ") or name in traces}
 
-    def _remembered(self) -> dict[str, str]:
+    def _checksums(self) -> dict[str, str]:
         path = self.folder / "data.json"
-        known: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
-        return known
+        checksums: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
+        return checksums
 
     def describe(self) -> dict[str, Any]:
-        """study.json."""
+        """What study.json holds."""
         try:
             described: dict[str, Any] = json.loads((self.folder / "study.json").read_text())
         except FileNotFoundError as error:
@@ -112,9 +121,8 @@ class Study:
         return described
 
     def missing(self, configs: Sequence[RunConfig]) -> list[RunConfig]:
-        """Those without a finished result, each once."""
-        unique = {config.id: config for config in configs}
-        return [config for id_, config in unique.items() if not (self.runs / id_ / "summary.json").exists()]
+        """The runs without a result, each once."""
+        return [config for config in unique(configs) if not (self.runs / config.id / "summary.json").exists()]
 
     def add(self, config: RunConfig, summary: Summary, metrics: Sequence[Row] = (), trace: Trace | None = None) -> None:
         """Writes a finished run; its summary comes last."""
@@ -127,18 +135,27 @@ class Study:
         write_atomic(folder / "summary.json", json.dumps(asdict(summary), indent=1))
 
     def results(self, configs: Sequence[RunConfig] | None = None) -> list[Result]:
-        """Of these runs, in their order; default all finished ones."""
+        """The results of these runs, in their order; by default, of all that have ended."""
         if configs is None:
             folders = sorted(path.parent for path in self.runs.glob("*/summary.json"))
             configs = [read_config(folder) for folder in folders]
-        found = [(config, read_summary(self.runs / config.id)) for config in configs]
-        return [Result(config, summary) for config, summary in found if summary is not None]
+        ended = [(config, read_summary(self.runs / config.id)) for config in configs]
+        return [Result(config, summary) for config, summary in ended if summary is not None]
+
+    def trace_to_follow(self, config: RunConfig) -> Path:
+        """Where other runs find the trace of a finished one: in the study's folder, under a name made from its content. The
+        file is written by ``Study.open`` alone; whoever only reads the study gets its name."""
+        text = (self.runs / config.id / TRACE_FILE).read_text()
+        path = self.folder.resolve() / f"proxy-{hashlib.sha256(text.encode()).hexdigest()[:8]}.trace.json"
+        if self.may_write and not path.exists():
+            write_atomic(path, text)
+        return path
 
     def write_table(self) -> None:
         write_rows(self.folder / "table", [row_of(result) for result in self.results()])
 
     def write_parquet(self) -> None:
-        """The same rows, with their types."""
+        """Writes the rows of the table with their types."""
         arrow, parquet = (optional(name, "table.parquet") for name in ("pyarrow", "pyarrow.parquet"))
         file = io.BytesIO()
         parquet.write_table(arrow.Table.from_pylist([row_of(result) for result in self.results()]), file)
@@ -148,7 +165,7 @@ class Study:
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """The same rows as JSON and as CSV; ``path`` has no suffix."""
+    """Writes rows as JSON and as CSV; ``path`` has no suffix."""
     write_atomic(path.with_suffix(".json"), json.dumps(rows, indent=1))
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=list(rows[0]) if rows else [])
@@ -159,56 +176,47 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 def row_of(result: Result) -> dict[str, Any]:
     """A run as a flat row: its configuration, then how it ended. The speed is left out, so that tables can be compared."""
-    config = asdict(result.config.anywhere)
-    model = config.pop("model")
-    names = ("status", "steps", "train_loss", "valid_loss", "num_parameters")
-    summary = {name: getattr(result.summary, name) for name in names}
-    summary["hidden_sparsity"] = result.summary.sparsity
-    summary["steps_done"] = summary.pop("steps")
-    config["betas"] = " ".join(map(str, config["betas"]))
-    return {"id": result.config.id, **model, **config, **summary}
+    config, summary = result.config, result.summary
+    return {
+        "id": config.id,
+        **flat(asdict(config.anywhere)),
+        "betas": " ".join(map(str, config.betas)),
+        "status": summary.status,
+        "train_loss": summary.train_loss,
+        "valid_loss": summary.valid_loss,
+        "num_parameters": summary.num_parameters,
+        "hidden_sparsity": summary.sparsity,
+        "steps_done": summary.steps,
+    }
 
 
-def _has_grown(study: Study, wanted: dict[str, Any]) -> bool:
+def _has_grown(study: Study, asked: dict[str, Any]) -> bool:
     """Whether it asks for more runs than before; raises if it is another study."""
     there = study.describe()
-    if there.get("format") != FORMAT or there["version"] != wanted["version"]:
+    if there.get("format") != FORMAT or there["version"] != asked["version"]:
         raise ValueError(
-            f"{study.folder} was made by smupar {there.get('version')}, this is {wanted['version']}: choose another --out"
+            f"{study.folder} was made by smupar {there.get('version')}, this is {asked['version']}: choose another --out"
         )
-    old, new = ({**LATER_FIELDS, **_flat(described["definition"])} for described in (there, wanted))
-    changed = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    different = [
-        f"{name} {old.get(name)} there, {new.get(name)} here"
-        for name in changed
-        if not _grows(name, old.get(name), new.get(name))
-    ]
-    if different:
-        raise ValueError(f"{study.folder} holds another study ({'; '.join(different[:4])}): choose another --out")
-    return bool(changed)
+    old, new = (_comparable(described["definition"]) for described in (there, asked))
+    grown = {name for name in old.keys() & new.keys() if old[name] != new[name] and _grows(name, old[name], new[name])}
+    other = differences(*({name: value for name, value in values.items() if name not in grown} for values in (old, new)))
+    if other:
+        raise ValueError(f"{study.folder} holds another study ({other}): choose another --out")
+    return bool(grown)
+
+
+def _comparable(definition: dict[str, Any]) -> dict[str, Any]:
+    """All fields by name, so that those that differ can be told. Fields of runs that came later have the values of before."""
+    return {**LATER_FIELDS, **flat({**definition, "axes": None}), "axes": definition.get("axes")}
 
 
 def _grows(name: str, old: Any, new: Any) -> bool:
-    """Runs go by their ids, so a study may ask for more: values, rules, sparsities, widths, seeds."""
     if old is None or new is None:
         return False
     if name == "axes":
-        return old.keys() == new.keys() and all(_holds(new[axis], old[axis]) for axis in old)
-    return new >= old if name == "seeds" else name in ("values", "rules", "sparsities", "widths") and _holds(new, old)
+        return bool(old.keys() == new.keys()) and all(_holds(new[axis], old[axis]) for axis in old)
+    return bool(new >= old) if name == "seeds" else name in _LISTS and _holds(new, old)
 
 
 def _holds(new: list[Any], old: list[Any]) -> bool:
     return all(value in new for value in old)
-
-
-def _flat(definition: dict[str, Any]) -> dict[str, Any]:
-    """The fields of the run beside the others, so that those that differ can be named."""
-    flat: dict[str, Any] = {}
-    for name, value in definition.items():
-        flat |= _flat(value) if name in ("run", "model") else {name: value}
-    return flat
-
-
-def _plain(value: Any) -> Any:
-    """As JSON would give it back."""
-    return json.loads(json.dumps(value))

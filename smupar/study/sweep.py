@@ -8,29 +8,29 @@ from dataclasses import asdict
 from typing import Any
 
 from smupar.lm.config.run import RunConfig
-from smupar.study.curves import LOSS, Panel, Point, Series
-from smupar.study.kind import Found, Kind, best_of, by_seeds, mean_loss
-from smupar.study.space import grid
+from smupar.study.curves import LOSS, Line, Panel, Point
+from smupar.study.definition import Findings, StudyDefinition, best_in_words, by_seeds, mean_loss
+from smupar.study.space import grid, unique
 from smupar.study.store import Result, row_of
 
 
-def sweep(run: RunConfig, axes: Mapping[str, Sequence[Any]]) -> Kind:
-    wanted = list(grid(run, axes))
-    once = list({config.id: config for config in wanted}.values())  # lr=0.01,0.02,0.01 names a run twice
-    definition = {"kind": "sweep", "axes": axes, "run": asdict(run)}
-    return Kind(definition, [lambda study: wanted], lambda study: _read(study.results(once) or study.results(), axes))
+def define_sweep(run: RunConfig, axes: Mapping[str, Sequence[Any]]) -> StudyDefinition:
+    configs = list(grid(run, axes))
+    once = unique(configs)  # lr=0.01,0.02,0.01 names a run twice
+    stored = {"kind": "sweep", "axes": axes, "run": asdict(run)}
+    return StudyDefinition(stored, [lambda study: configs], lambda study: _read(study.results(once) or study.results(), axes))
 
 
-def read_sweep(definition: dict[str, Any]) -> Kind:
-    """Also of runs that somebody's script proposed: what is there is then all that is known."""
-    axes = definition.get("axes", {})
-    if {"run", "axes"} <= definition.keys():
-        return sweep(RunConfig.from_json(json.dumps(definition["run"])), axes)
-    return Kind(definition, (), lambda study: _read(study.results(), axes))
+def sweep_from_json(stored: dict[str, Any]) -> StudyDefinition:
+    """A sweep as study.json describes it. Of runs that somebody's script proposed, it knows those that are there."""
+    axes = stored.get("axes", {})
+    if {"run", "axes"} <= stored.keys():
+        return define_sweep(RunConfig.from_json(json.dumps(stored["run"])), axes)
+    return StudyDefinition(stored, (), lambda study: _read(study.results(), axes))
 
 
-def _read(results: Sequence[Result], axes: Mapping[str, Sequence[Any]]) -> Found:
-    return Found(best_of(results), sweep_panels(results, axes), results)
+def _read(results: Sequence[Result], axes: Mapping[str, Sequence[Any]]) -> Findings:
+    return Findings(best_in_words(results), sweep_panels(results, axes), results)
 
 
 def sweep_panels(results: Sequence[Result], axes: Mapping[str, Sequence[Any]]) -> list[Panel]:
@@ -46,6 +46,6 @@ def sweep_panels(results: Sequence[Result], axes: Mapping[str, Sequence[Any]]) -
         others = ", ".join(f"{name} {row[name]}" for name in axes if name != axis)
         curves.setdefault(others or "loss", []).append(Point(row[axis], mean_loss(same), ids))
     last = max(1, len(curves) - 1)
-    series = tuple(Series(label, tuple(points), n / last) for n, (label, points) in enumerate(curves.items()))
+    lines = tuple(Line(label, tuple(points), n / last) for n, (label, points) in enumerate(curves.items()))
     positive = all(point.x > 0 for points in curves.values() for point in points)
-    return [Panel("loss at the end", axis, LOSS, series, log_x=positive)]
+    return [Panel("loss at the end", axis, LOSS, lines, log_x=positive)]

@@ -1,5 +1,5 @@
 """Tuning on the small dense proxy: lr, init_std, alpha_input and alpha_output at once, by random search as in Table 3 of the
-paper or by TPE. What it finds holds for wide sparse models of the same rule (``--hps best.json``)."""
+paper or by TPE. The values that it finds hold for wide sparse models of the same rule (``--hps best.json``)."""
 
 from __future__ import annotations
 
@@ -14,32 +14,28 @@ from typing import Any
 import numpy as np
 
 from smupar import __version__
-from smupar.lm.config.run import RunConfig
+from smupar.lm.config.run import RunConfig, flat
 from smupar.output.files import write_atomic
 from smupar.study.config import TUNED, EngineConfig, TuneConfig
-from smupar.study.curves import LOSS, Panel, Point, Series
-from smupar.study.engines import settle
-from smupar.study.kind import Found, Kind, Stage, best_of
+from smupar.study.curves import LOSS, Line, Panel, Point
+from smupar.study.definition import Findings, Stage, StudyDefinition, best_in_words
+from smupar.study.engines import run_study
 from smupar.study.space import with_fields
-from smupar.study.store import Result, Study
+from smupar.study.store import Result
 
 FORMAT = "smupar-hps/1"
-_DIGITS = 6
-"""Of a sample, so that its run has the same id on every machine."""
-_CLOSE = 0.01
-"""A loss this near to the best is as good."""
-_EDGE = 0.05
-"""Of a range's logarithm: a best value within that of an end may want a wider range."""
+_DIGITS = 6  # of a sampled value, so that its run has the same id on every machine
+_CLOSE = 0.01  # a loss this near to the best is as good
+_EDGE = 0.05  # share of a range's logarithm: a best value so near to an end may want a wider range
 
 
 @dataclass(frozen=True)
 class Sensitivity:
     """How much one hyperparameter matters within its range."""
 
+    # Share of the variance of the losses' ranks that a parabola in its logarithm explains, less what chance would.
     explained: float
-    """Share of the variance of the losses' ranks that a parabola in its logarithm explains, less what chance would."""
-    low: float
-    """Smallest value among the samples whose loss is within 1 % of the best."""
+    low: float  # the smallest value among the samples whose loss is within 1 % of the best
     high: float
 
 
@@ -49,12 +45,10 @@ class Tuned:
 
     config: TuneConfig
     best: Result
-    num_samples: int
-    """All that its folder holds: a search may have been longer before."""
+    num_samples: int  # all that its folder holds: a search may have been longer before
     num_diverged: int
     sensitivities: dict[str, Sensitivity]
-    path: Path
-    """best.json"""
+    path: Path  # of best.json
 
     @property
     def hps(self) -> dict[str, float]:
@@ -90,61 +84,55 @@ class Tuned:
             f"{'':<14}{'best':>9}   {'within 1 % of it':<20}  matters",
         ]
         for name, value in self.hps.items():
-            found = self.sensitivities[name]
+            sensitivity = self.sensitivities[name]
             edge = _edge(value, self.config.ranges[name])
             note = "" if edge is None else f"  best near the {edge} end: widen --{name.replace('_', '-')}-range"
-            lines.append(
-                f"{name:<14}{value:>9.4g}   {f'{found.low:.3g} .. {found.high:.3g}':<20}  {found.explained:>6.0%}{note}"
-            )
+            close = f"{sensitivity.low:.3g} .. {sensitivity.high:.3g}"
+            lines.append(f"{name:<14}{value:>9.4g}   {close:<20}  {sensitivity.explained:>6.0%}{note}")
         return "\n".join([*lines, f"use them with --hps {self.path}"])
 
 
 def tune(config: TuneConfig, how: EngineConfig | None = None, *, out: str = "runs/tune", command: str = "smupar tune") -> Tuned:
-    """Runs the search, as far as it is not there yet, and writes best.json into its folder."""
-    kind = search(config)
-    with Study.open(out, kind.definition, command) as study:
-        for propose_more in kind.stages:
-            settle(study, propose_more, how or EngineConfig())
+    """Runs what is missing of the search, and writes best.json into its folder."""
+    with run_study(out, define_search(config), command, how or EngineConfig()) as (study, _):
         study.write_table()
         tuned = judge(config, study.results(), study.folder / "best.json")
         write_atomic(tuned.path, tuned.to_json())
     return tuned
 
 
-def search(config: TuneConfig) -> Kind:
-    """Its definition is all that decides which samples come first: not their number, nor what random search does not use."""
+def define_search(config: TuneConfig) -> StudyDefinition:
+    """What is stored decides which samples come first: not their number, nor what random search does not use. It is flat."""
+    unused = {"num_samples", *TUNED} | ({"round_size"} if config.method == "random" else set())
     values = asdict(config)
     run = values.pop("run")
-    unused = {"num_samples"} | ({"round_size"} if config.method == "random" else set())
-    kept = {name: value for name, value in values.items() if name not in unused}
-    # Flat, so that a study that is refused says which field differs.
-    definition = {"kind": "tune", **kept, **run.pop("model"), **{name: run[name] for name in run if name not in TUNED}}
+    stored = {"kind": "tune", **{name: value for name, value in flat({**values, **run}).items() if name not in unused}}
     samples: list[Stage] = [lambda study: propose(config, {result.config.id: result.loss for result in study.results()})]
-    return replace(read_search(definition), stages=samples)
+    return replace(search_from_json(stored), stages=samples)
 
 
-def read_search(definition: dict[str, Any]) -> Kind:
-    """Of a folder, which does not say how many samples were asked for."""
-    return Kind(definition, (), lambda study: _found(study.results()))
+def search_from_json(stored: dict[str, Any]) -> StudyDefinition:
+    """A search as study.json describes it, which does not say how many samples were asked for."""
+    return StudyDefinition(stored, (), lambda study: _read(study.results()))
 
 
-def _found(results: Sequence[Result]) -> Found:
-    return Found(best_of(results), tune_panels(results), results)
+def _read(results: Sequence[Result]) -> Findings:
+    return Findings(best_in_words(results), tune_panels(results), results)
 
 
 def tune_panels(results: Sequence[Result]) -> list[Panel]:
     """Loss over each hyperparameter, a point for each sample."""
-    made = []
+    best = min(results, key=lambda result: result.loss).config
+    panels = []
     for name in TUNED:
         points = tuple(Point(getattr(result.config, name), result.loss, result.config.id) for result in results)
-        best = getattr(min(results, key=lambda result: result.loss).config, name)
-        made.append(Panel(name, name, LOSS, (Series("samples", points, 0.3, best=best, joined=False),)))
-    return made
+        panels.append(Panel(name, name, LOSS, (Line("samples", points, 0.3, best=getattr(best, name), joined=False),)))
+    return panels
 
 
 def propose(config: TuneConfig, losses: Mapping[str, float] | None = None) -> list[RunConfig]:
-    """The samples that are known, given the losses of finished runs by id (infinite for diverged ones): all of a random
-    search; of TPE, up to the first round that is not finished. The same arguments give the same samples."""
+    """The samples that can be named, given the losses of finished runs by id (infinite for diverged ones). Random search names
+    all of them, TPE those up to the first round that is not finished. The same arguments give the same samples."""
     if config.method == "random":
         return [_random_sample(config, index) for index in range(config.num_samples)]
     return _tpe_samples(config, losses or {})
@@ -159,7 +147,7 @@ def _random_sample(config: TuneConfig, index: int) -> RunConfig:
 
 
 def _tpe_samples(config: TuneConfig, losses: Mapping[str, float]) -> list[RunConfig]:
-    """Asks for one round after the other, and tells the sampler how each ended."""
+    """Asks TPE for one round after the other, and tells it how each ended."""
     try:
         import optuna
     except ModuleNotFoundError as error:
@@ -173,11 +161,11 @@ def _tpe_samples(config: TuneConfig, losses: Mapping[str, float]) -> list[RunCon
     while len(samples) < config.num_samples:
         trials = [search.ask(spaces) for _ in range(min(config.round_size, config.num_samples - len(samples)))]
         asked = [{name: _rounded(trial.params[name], *config.ranges[name]) for name in TUNED} for trial in trials]
-        together = [with_fields(config.run, values) for values in asked]
-        samples += together
-        if any(sample.id not in losses for sample in together):
+        in_round = [with_fields(config.run, values) for values in asked]
+        samples += in_round
+        if any(sample.id not in losses for sample in in_round):
             break
-        for trial, sample in zip(trials, together, strict=True):
+        for trial, sample in zip(trials, in_round, strict=True):
             search.tell(trial, losses[sample.id])
     return samples
 
@@ -187,7 +175,7 @@ def _rounded(value: float, low: float, high: float) -> float:
 
 
 def judge(config: TuneConfig, results: Sequence[Result], path: Path) -> Tuned:
-    """The best of the results."""
+    """The best of the samples, and how sensitive their losses are."""
     losses = [result.loss for result in results]
     if not any(map(math.isfinite, losses)):
         raise ValueError(
@@ -195,18 +183,18 @@ def judge(config: TuneConfig, results: Sequence[Result], path: Path) -> Tuned:
         )
     best = min(results, key=lambda result: result.loss)
     values = {name: [float(getattr(result.config, name)) for result in results] for name in TUNED}
-    found = {name: sensitivity(column, losses) for name, column in values.items()}
-    return Tuned(config, best, len(results), sum(map(math.isinf, losses)), found, path)
+    sensitivities = {name: sensitivity(column, losses) for name, column in values.items()}
+    return Tuned(config, best, len(results), sum(map(math.isinf, losses)), sensitivities, path)
 
 
 def sensitivity(values: Sequence[float], losses: Sequence[float]) -> Sensitivity:
-    """Of the losses to one hyperparameter. Ranks, because losses near divergence would drown all else."""
+    """How sensitive losses are to one hyperparameter: by their ranks, because losses near divergence would drown all others."""
     close = [value for value, loss in zip(values, losses, strict=True) if loss <= min(losses) * (1 + _CLOSE)]
     return Sensitivity(_explained(np.log(np.asarray(values)), _ranks(losses)), min(close), max(close))
 
 
 def _explained(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> float:
-    """R² of a parabola, adjusted for its two coefficients; 0 where there are too few points to tell."""
+    """The R² of a parabola, adjusted for its two coefficients; 0 where there are too few points to tell."""
     num, variance = len(x), float(y.var())
     if num < 4 or variance == 0 or np.ptp(x) == 0:
         return 0.0
@@ -218,7 +206,7 @@ def _explained(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> float:
 
 
 def _ranks(losses: Sequence[float]) -> np.ndarray[Any, Any]:
-    """Equal losses, such as those of diverged runs, share the mean of their ranks."""
+    """The rank of each loss. Equal losses, such as those of diverged runs, share the mean of their ranks."""
     _, inverse, counts = np.unique(losses, return_inverse=True, return_counts=True)
     ranks: np.ndarray[Any, Any] = (np.cumsum(counts) - (counts + 1) / 2)[inverse]
     return ranks
@@ -230,20 +218,20 @@ def _edge(value: float, ends: tuple[float, float]) -> str | None:
 
 
 def doubts(path: str | Path, *, optimizer: str, rule: str) -> list[str]:
-    """Why what a best.json holds may not fit a run."""
-    source, found = _read_best(path).get("source", {}), []
+    """Why the hyperparameters in a best.json may not fit a run."""
+    source, reasons = _read_best(path).get("source", {}), []
     if source.get("optimizer", optimizer).lower() != optimizer.lower():
-        found.append(
+        reasons.append(
             f"what {path} holds was tuned with {source['optimizer']}, this is {optimizer}: its learning rate is another"
         )
-    if (source.get("rule", rule) == "sp") != (rule == "sp"):  # all others are the same on a dense proxy
-        found.append(f"what {path} holds was tuned under {source['rule']}, this is {rule}: it need not hold there")
-    return found
+    if (source.get("rule", rule) == "sp") != (rule == "sp"):  # all other rules are the same on a dense proxy
+        reasons.append(f"what {path} holds was tuned under {source['rule']}, this is {rule}: it need not hold there")
+    return reasons
 
 
 def read_hps(path: str | Path) -> dict[str, float]:
-    """The hyperparameters in a best.json, or in the one of a study's folder: fields of a run, to be set together. With them
-    comes base_width, the width at which they hold as they are."""
+    """The hyperparameters in a best.json, or in that of a study's folder: fields of a run, to be set together. With them comes
+    base_width, the width at which they were tuned."""
     values = _read_best(path)
     return {**{name: float(values[name]) for name in TUNED}, "base_width": int(values["base_width"])}
 

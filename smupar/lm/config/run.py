@@ -53,6 +53,21 @@ def changed(config: _Config, values: Mapping[str, Any]) -> _Config:
     return replace(config, **nested, **own)
 
 
+def flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested fields as one dictionary, in their order, by the names of the innermost ones."""
+    fields_of: dict[str, Any] = {}
+    for name, value in values.items():
+        fields_of |= flat(value) if isinstance(value, Mapping) else {name: value}
+    return fields_of
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """The fields that differ between what is stored and what is asked for, in words; empty if none does."""
+    changes = [(name, old.get(name), new.get(name)) for name in {**old, **new}]
+    told = [f"{name} {there} there, {here} here" for name, there, here in changes if there != here]
+    return "; ".join(told[:4]) + (f"; and {len(told) - 4} more" if len(told) > 4 else "")
+
+
 def default_of(item: Field[Any]) -> Any:
     """A field's default; ``MISSING`` if it has none."""
     return item.default if item.default_factory is MISSING else item.default_factory()

@@ -26,7 +26,7 @@ from typing import IO, Any, Literal
 import torch
 
 from smupar import __version__
-from smupar.lm.config.run import STANDARD_LIBRARY, RunConfig
+from smupar.lm.config.run import STANDARD_LIBRARY, RunConfig, differences, flat
 from smupar.lm.data.batches import Text, TextFacts
 from smupar.lm.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from smupar.output.files import locked, write_atomic
@@ -118,7 +118,8 @@ class RunFolder:
             old = read_config(self.path)
             self.config = _with_texts_of(old, config)
             if old.anywhere != self.config.anywhere:
-                raise ValueError(f"{self.path} holds another run ({_differences(old, config)}): choose another --out")
+                told = differences(flat(asdict(old)), flat(asdict(config)))
+                raise ValueError(f"{self.path} holds another run ({told}): choose another --out")
             facts = read_facts(self.path)
             if facts.sha256 != text.facts.sha256:
                 raise ValueError(
@@ -230,14 +231,3 @@ def _with_texts_of(old: RunConfig, new: RunConfig) -> RunConfig:
         new = replace(new, data=old.data)
     both = old.valid_data is not None and new.valid_data is not None
     return replace(new, valid_data=old.valid_data) if both else new
-
-
-def _differences(old: RunConfig, new: RunConfig) -> str:
-    a, b = _flat(old), _flat(new)
-    different = [f"{name} {a[name]} there, {b[name]} here" for name in a if a[name] != b[name]]
-    return "; ".join(different[:4]) + (f"; and {len(different) - 4} more" if len(different) > 4 else "")
-
-
-def _flat(config: RunConfig) -> dict[str, Any]:
-    values = asdict(config)
-    return values.pop("model") | values

@@ -1,0 +1,111 @@
+"""What a study is: the runs that it asks for, and how it reads their results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from smupar.lm.config.run import RunConfig
+from smupar.study.curves import Panel
+from smupar.study.space import with_fields
+from smupar.study.store import Result, Study, row_of
+
+# Proposes runs of a study, given the results that it has so far.
+Stage = Callable[[Study], Sequence[RunConfig]]
+
+# Columns of a table that are not fields of the configuration.
+_RESULT_COLUMNS = ("id", "status", "steps_done", "train_loss", "valid_loss", "num_parameters", "hidden_sparsity")
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a study found, for its page."""
+
+    sentence: str
+    panels: Sequence[Panel]
+    results: Sequence[Result]
+
+
+@dataclass(frozen=True)
+class StudyDefinition:
+    """One sweep, transfer study or search. A command makes it from its flags; a report makes it again from study.json."""
+
+    # What study.json holds. Its "kind" tells report.py who reads it. A study goes on with the same values, or some that ask
+    # for more.
+    stored: dict[str, Any]
+    stages: Sequence[Stage]  # the runs; a stage may depend on the results of those before
+    read: Callable[[Study], Findings]
+    needs_all_runs: bool = False  # whether nothing can be said before the last run has ended
+
+
+def with_more_seeds(stages: Sequence[Stage], axis: str, seeds: int) -> list[Stage]:
+    """Each stage, followed by one that runs further seeds of its runs round the best value of the axis."""
+    return [stage for first in stages for stage in (first, partial(_more_seeds_of, first, axis, seeds))]
+
+
+def _more_seeds_of(stage: Stage, axis: str, seeds: int, study: Study) -> list[RunConfig]:
+    return more_seeds(study, stage(study), axis, seeds)
+
+
+def more_seeds(study: Study, first: Sequence[RunConfig], axis: str, seeds: int) -> list[RunConfig]:
+    """Further seeds where they count: at the best value of every curve and its two neighbours. Their results may move the best
+    value, so a study asks again until none is missing."""
+    curves: dict[str, list[RunConfig]] = {}
+    for config in first:
+        curves.setdefault(with_fields(config, {axis: 1.0}).id, []).append(config)
+    runs = []
+    for curve in curves.values():
+        points = [seeds_of(config, seeds) for config in sorted(curve, key=lambda config: getattr(config, axis))]
+        results = [study.results(point) for point in points]
+        means = [mean_loss(finished) if finished else math.inf for finished in results]
+        best = means.index(min(means))
+        for index, point in enumerate(points):
+            done = {result.config.id for result in results[index]}
+            runs += [config for config in point[1:] if abs(index - best) <= 1 or config.id in done]
+    return runs
+
+
+def seeds_of(config: RunConfig, seeds: int) -> list[RunConfig]:
+    """The run, and those that differ from it in their seed alone."""
+    return [replace(config, seed=config.seed + number) for number in range(seeds)]
+
+
+def by_seeds(results: Sequence[Result]) -> list[list[Result]]:
+    """The results in groups that differ in their seed alone."""
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        groups.setdefault(replace(result.config, seed=0).id, []).append(result)
+    return list(groups.values())
+
+
+def mean_loss(results: Sequence[Result]) -> float:
+    return sum(result.loss for result in results) / len(results)
+
+
+def best_in_words(results: Sequence[Result]) -> str:
+    """The best run in one sentence; runs that differ in their seed alone count by their mean."""
+    best = min(by_seeds(results), key=mean_loss)
+    diverged = sum(result.summary.status == "diverged" for result in results)
+    row, several = row_of(best[0]), len(best) > 1
+    others = (*_RESULT_COLUMNS, "seed") if several else _RESULT_COLUMNS
+    varied = varied_columns([row_of(result) for result in results], others)
+    where = ", ".join(f"{name} {cell(row[name])}" for name in varied)
+    runs = f"run{'s' if several else ''} {', '.join(result.config.id for result in best)}"
+    losses = [result.loss for result in best]
+    spread = f", the mean of {len(best)} seeds ({min(losses):.4f} to {max(losses):.4f})" if several else ""
+    return (
+        f"Of {len(results)} runs, {diverged} diverged; the best ends at a loss of {mean_loss(best):.4f}{spread}: "
+        f"{where + ', ' if where else ''}{runs}."
+    )
+
+
+def varied_columns(rows: Sequence[dict[str, Any]], others: Sequence[str]) -> list[str]:
+    """The columns in which rows differ, apart from ``others``."""
+    return [name for name in rows[0] if name not in others and len({str(row[name]) for row in rows}) > 1]
+
+
+def cell(value: object) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else "" if value is None else str(value)
