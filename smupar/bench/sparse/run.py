@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from smupar.bench.sparse import cpu, gpu
-from smupar.bench.sparse.rows import Machine, Part
+from smupar.bench.sparse.rows import Machine, Part, measure_machine
 from smupar.bench.sparse.show import draw, facts, table
 from smupar.lm.config.run import ModelConfig
 from smupar.output.files import write_atomic
@@ -42,12 +42,13 @@ def bench_sparse(
     folder = None if out is None else Path(out)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
+    machine = measure_machine(torch.device(device))
     if device == "cuda":
-        machine, wanted = gpu.measure_machine(), (widths or gpu.WIDTHS, densities or gpu.DENSITIES, tokens or 16384)
-        parts = gpu.bench(*wanted, width=width, depth=depth, repeats=repeats, machine=machine)
+        sizes = (widths or gpu.WIDTHS, densities or gpu.DENSITIES, tokens or 16384)
+        parts = gpu.bench(*sizes, width=width, depth=depth, repeats=repeats, machine=machine)
     else:
-        machine, wanted = cpu.measure_machine(), (widths or _WIDTHS, densities or _DENSITIES, tokens or 2048)
-        parts = _on_cpu(*wanted, width=width, depth=depth, repeats=repeats, machine=machine, gpt=gpt)
+        sizes = (widths or _WIDTHS, densities or _DENSITIES, tokens or 2048)
+        parts = _on_cpu(*sizes, width=width, depth=depth, repeats=repeats, machine=machine, gpt=gpt)
     found = Part([], [])
     for part in parts:
         found.rows.extend(part.rows)
