@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -49,18 +48,19 @@ def bench_sparse(
     else:
         sizes = (widths or _WIDTHS, densities or _DENSITIES, tokens or 2048)
         parts = _on_cpu(*sizes, width=width, depth=depth, repeats=repeats, machine=machine, gpt=gpt)
-    found = Part([], [])
+    total = Part([], [])
     for part in parts:
-        found.rows.extend(part.rows)
-        found.missed.extend(part.missed)
+        total.rows.extend(part.rows)
+        total.missed.extend(part.missed)
         if folder is not None:  # each time, so that an interrupted run keeps what it has
-            write_atomic(folder / "sparse.json", json.dumps(_numbers(found, machine, repeats, device), indent=1))
-    if folder is not None and found.rows:
+            numbers = {"machine": asdict(machine), **facts(repeats, device), **asdict(total)}
+            write_atomic(folder / "sparse.json", json.dumps(numbers, indent=1))
+    if folder is not None and total.rows:
         try:
-            draw(found.rows, width).savefig(folder / "sparse.png", dpi=120)
+            draw(total.rows, width).savefig(folder / "sparse.png", dpi=120)
         except ModuleNotFoundError as error:  # the numbers do not need matplotlib
             print(f"smupar: only {folder / 'sparse.json'} was written, {error}", file=sys.stderr)
-    return table(found, machine, repeats, device)
+    return table(total, machine, repeats, device)
 
 
 def _pick(device: str | None) -> str:
@@ -90,7 +90,3 @@ def _on_cpu(
         yield Part(cpu.bench_layers(at_width, density, tokens, depth, repeats, machine), [])
     if gpt is not None:
         yield Part(cpu.bench_gpt(gpt, tokens, 1 / 32, repeats), [])
-
-
-def _numbers(found: Part, machine: Machine, repeats: int, device: str) -> dict[str, Any]:
-    return {"machine": asdict(machine), **facts(repeats, device), **asdict(found)}

@@ -1,12 +1,13 @@
 """Square blocks that are kept or dropped whole (pattern "block-64"), on a GPU: dense products of blocks by Triton.
 
 Values stay where the parameter has them, row by row: a block is found by where it starts and how far its rows are apart, and
-read as it is or turned. So forward, both gradients and any optimizer work on one tensor without repacking.
+read as it is or transposed. So forward, both gradients and any optimizer work on one tensor without repacking.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,8 +19,8 @@ from smupar.model.compressed import KernelIndex
 from smupar.model.csr import mask_of_index
 
 _SIZES = (128, 64, 32, 16)
-# Warps and stages by block size: the fastest on an H200; those for 16 were not measured.
-_LAUNCH = {128: (8, 3), 64: (4, 4), 32: (4, 4), 16: (4, 4)}
+# By block size: the fastest on an H200; those for 16 were not measured.
+_LAUNCH = {size: {"num_warps": 4, "num_stages": 4} for size in _SIZES} | {128: {"num_warps": 8, "num_stages": 3}}
 _TOKENS, _TOKENS_BACK = 128, 64  # rows that a program takes at a time: of a product, of the gradient of the weights
 _MOST_PROGRAMS = 65535  # along the second dimension of a grid. Rows stay there: programs that run together share them
 
@@ -105,10 +106,10 @@ class Blocks(OnGpu):
                 len(part),
                 rows.shape[1],
                 num_lines,
-                TURNED=by_row,
+                TRANSPOSED=by_row,
                 SIZE=index.size,
                 TOKENS=_TOKENS,
-                **_launch(index.size),
+                **_LAUNCH[index.size],
             )
         return y
 
@@ -129,18 +130,11 @@ class Blocks(OnGpu):
                 by_column.shape[1],
                 SIZE=index.size,
                 TOKENS=_TOKENS_BACK,
-                **_launch(index.size),
+                **_LAUNCH[index.size],
             )
         return made
 
 
-def _launch(size: int) -> dict[str, int]:
-    warps, stages = _LAUNCH[size]
-    return {"num_warps": warps, "num_stages": stages}
-
-
 def _kernels() -> Any:
-    """Imported late: Triton comes with torch for GPUs only."""
-    from smupar.execute.sparse import block_kernels
-
-    return block_kernels
+    """The Triton kernels, imported late: Triton comes with torch for GPUs only."""
+    return import_module("smupar.execute.sparse.block_kernels")

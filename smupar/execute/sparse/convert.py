@@ -141,8 +141,8 @@ def _carry_out(model: nn.Module, plan: Plan, layers: list[StoredLayer]) -> Stora
 
 
 def dense_state_dict(model: nn.Module) -> dict[str, Any]:
-    """The state dict that the model would have with all its weights dense: matrices and masks. Models of both kinds load it,
-    as they load that of a sparse one."""
+    """The state dict that the model would have with all its weights dense: matrices and masks. Models whose weights are dense
+    and models that keep only non-zeros both load it, as both load the state dict of a sparse model."""
     model = unwrapped(model)
     state = dict(model.state_dict())
     for key in [key for key in state if is_compressed(state, key)]:
@@ -180,7 +180,7 @@ def _refuse_dtype(dtype: torch.dtype | None, masked: list[MaskedWeight]) -> None
 def _refusal(
     model: nn.Module, weight: MaskedWeight, backend: str, users: Counter[int], dtype: torch.dtype | None
 ) -> str | None:
-    """Why the layer cannot be kept as asked, or, for "auto", as anything but a matrix."""
+    """Why the layer cannot be kept as asked; for "auto", why it can only stay a matrix."""
     if backend == DENSE:
         return None
     parent = model.get_submodule(parent_path(parent_path(weight.name)))
@@ -193,17 +193,15 @@ def _refusal(
 
 
 def _choice(weight: MaskedWeight, backend: str, refusal: str | None, work: Work, known: Measured) -> StoredLayer:
-    mask, chosen, seconds, note = weight.full_mask(), backend, dict[str, float](), refusal or ""
-    if backend == AUTO:
-        chosen = DENSE
-        if refusal is None:
-            chosen, seconds, note = _fastest(_with_matrix(weight.module), mask, work, known)
+    mask, chosen, seconds, note = weight.full_mask(), DENSE if backend == AUTO else backend, dict[str, float](), refusal or ""
+    if backend == AUTO and refusal is None:
+        chosen, seconds, note = _fastest(_with_matrix(weight.module), mask, work, known)
     density = float(torch.count_nonzero(mask)) / mask.numel()
     return StoredLayer(weight.name, tuple(mask.shape), density, chosen, seconds, note)
 
 
 def _with_matrix(layer: nn.Module) -> nn.Module:
-    """The layer, or one like it if it keeps non-zeros."""
+    """The layer, or, if it keeps only its non-zeros, a copy of it that has the matrix."""
     if not isinstance(layer, SparseLinear):
         return layer
     twin = copy.copy(layer)
@@ -238,7 +236,7 @@ def _try(layer: SparseLinear) -> None:
 
 @contextlib.contextmanager
 def _all_or_nothing(layers: list[nn.Module]) -> Iterator[None]:
-    """Puts the layers back as they were if something fails: the same tensors, which takes no memory that might be missing."""
+    """If something fails, puts the layers back as they were. They get the same tensors again, so this takes no memory."""
     before = [(layer, type(layer), {**layer.__dict__, **_insides(layer)}) for layer in layers]
     try:
         yield
@@ -251,7 +249,7 @@ def _all_or_nothing(layers: list[nn.Module]) -> Iterator[None]:
 
 
 def _insides(layer: nn.Module) -> dict[str, Any]:
-    """Copies of what torch keeps the tensors of a module in."""
+    """Copies of the dictionaries in which torch keeps the tensors of a module."""
     return {name: copy.copy(layer.__dict__[name]) for name in ("_parameters", "_buffers", "_non_persistent_buffers_set")}
 
 

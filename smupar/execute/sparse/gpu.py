@@ -38,14 +38,10 @@ def missing(device: torch.device) -> str | None:
     return None if major >= 8 else f"a GPU that multiplies bfloat16 (compute capability 8.0), this one has {major}.{minor}"
 
 
+@cache
 def compiled(file: str, name: str, device: torch.device, *, shared: int = 0, **defines: int) -> Launch:
     """A function of a CUDA source of this folder; ``shared``: bytes of shared memory that it is launched with."""
-    return _compiled(file, name, device, shared, tuple(sorted(defines.items())))
-
-
-@cache
-def _compiled(file: str, name: str, device: torch.device, shared: int, defines: tuple[tuple[str, int], ...]) -> Launch:
-    source = "".join(f"#define {key} {value}\n" for key, value in defines)
+    source = "".join(f"#define {key} {value}\n" for key, value in defines.items())
     source += "".join(Path(__file__).with_name(part).read_text() for part in ("bf16.cuh", file))
     with torch.cuda.device(device):
         kernel = torch.cuda._compile_kernel(source, name)

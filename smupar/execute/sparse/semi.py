@@ -5,8 +5,9 @@ Its packed matrix is the values row by row and then metadata, which depends on t
 each pass writes values before it: those of the matrix, or, for the other direction, of its transpose. The gradient of the
 weights is a dense product, of which the entries at the places are taken.
 
-cuSPARSELt has several algorithms for a product. Sizes that come back are timed once and keep the fastest from then on, so the
-choice may differ between two processes, and between the first products of one and the later ones: their last bits may too.
+cuSPARSELt has several algorithms for a product. When a size comes back for the third time they are timed, and the fastest is
+used from then on. So the algorithm, and with it the last bits of a product, may differ between two processes, and between the
+first products of a process and the later ones.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def tile_codes(mask: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class SemiIndex(GpuIndex):
     metadata: Tensor  # of the matrix as it is kept
-    turned_metadata: Tensor  # of its transpose
+    transposed_metadata: Tensor  # of its transpose
     codes: Tensor
 
 
@@ -75,15 +76,13 @@ class SemiStructured(OnGpu):
 
     def product(self, rows: Tensor, index: SemiIndex, values: Tensor, *, back: bool) -> Tensor:
         as_kept = index.out_dim == int(back)
-        return self._multiply(packed(values, index) if as_kept else packed_turned(values, index), rows)
-
-    def values_grad(self, grad: Tensor, x: Tensor, index: SemiIndex, values: Tensor) -> Tensor:
-        return picked(dense_grad(grad, x, index.out_dim), index, values)
-
-    def _multiply(self, matrix: Tensor, rows: Tensor) -> Tensor:
+        matrix = packed(values, index) if as_kept else packed_transpose(values, index)
         padding = -len(rows) % _TOKENS
         whole = F.pad(rows, (0, 0, 0, padding)) if padding else rows
         return self._plan(matrix, whole)(matrix, whole)[: len(rows)]
+
+    def values_grad(self, grad: Tensor, x: Tensor, index: SemiIndex, values: Tensor) -> Tensor:
+        return picked(dense_grad(grad, x, index.out_dim), index, values)
 
     def _plan(self, matrix: Tensor, rows: Tensor) -> MatmulPlan:
         shape = len(matrix), rows.shape[1]
@@ -110,9 +109,9 @@ def packed(values: Tensor, index: SemiIndex) -> Tensor:
     return made
 
 
-def packed_turned(values: Tensor, index: SemiIndex) -> Tensor:
+def packed_transpose(values: Tensor, index: SemiIndex) -> Tensor:
     """The transpose of the matrix, as cuSPARSELt reads it."""
-    made = _room(index.turned_metadata, index.shape[1], len(values))
+    made = _room(index.transposed_metadata, index.shape[1], len(values))
     row_tiles, column_tiles = index.codes.shape
     kernel = compiled(_SOURCE, "turn", values.device, F32=int(values.dtype == torch.float32))
     grid = -(-column_tiles // 32), -(-row_tiles // 32), 1
@@ -139,7 +138,7 @@ def _room(metadata: Tensor, num_rows: int, num_values: int) -> Tensor:
 def _metadata(mask: Tensor) -> Tensor:
     """What cuSPARSELt writes after the values. That it does so is not documented, hence the checks."""
     number = torch.arange(int(mask.sum()), device=mask.device)
-    found = []
+    metadata = []
     for digits in (number % 251, number // 251 % 251):  # numbers that bfloat16 holds exactly
         values = (digits + 1).to(DTYPE)
         matrix = torch.zeros(mask.shape, dtype=DTYPE, device=mask.device).masked_scatter_(mask, values)
@@ -150,10 +149,10 @@ def _metadata(mask: Tensor) -> Tensor:
                 f"this version of cuSPARSELt packs a matrix of shape {tuple(mask.shape)} in another way than expected, as "
                 f"{tuple(made.shape)}: use sparsify_storage with backend='dense', and tell us your version of torch"
             )
-        found.append(flat[len(values) :].view(torch.int16).clone())
-    if not torch.equal(*found):
+        metadata.append(flat[len(values) :].view(torch.int16).clone())
+    if not torch.equal(*metadata):
         raise RuntimeError("this version of cuSPARSELt writes metadata that depend on the values: use backend='dense'")
-    return found[0].view(DTYPE)
+    return metadata[0].view(DTYPE)
 
 
 def _faster(plan: MatmulPlan, matrix: Tensor, rows: Tensor) -> MatmulPlan:

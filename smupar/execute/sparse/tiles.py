@@ -1,4 +1,4 @@
-"""Non-zeros anywhere in the matrix, on a GPU: a tile of the activations in shared memory, which every non-zero reads.
+"""Non-zeros anywhere in the matrix, on a GPU. A tile of the activations lies in shared memory, where every non-zero reads it.
 
 The forward product and the gradient of the input are ours (``tiles.cu``), the gradient of the weights is a dense product of
 which the entries at the non-zeros are taken.
@@ -41,7 +41,7 @@ def tile_tokens(num_features: int, device: torch.device) -> int | None:
 
 @cache
 def shared_limit(device: torch.device) -> int:
-    """Bytes of shared memory that a block of threads can have; off a GPU those of a Hopper, for which an index can be made
+    """Bytes of shared memory that a block of threads can have. Off a GPU it is a Hopper's, so that an index can be made
     anywhere."""
     if device.type != "cuda":
         return _HOPPER_SHARED
