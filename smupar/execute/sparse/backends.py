@@ -99,7 +99,7 @@ def refusal(backend: str, layer: nn.Module, mask: Tensor, dtype: torch.dtype) ->
 
 
 def compress(layer: nn.Module, mask: Tensor, backend: str = "csr", *, out_dim: int | None = None) -> SparseLinear:
-    """Makes a SparseLinear of a plain linear layer, in place."""
+    """Makes a SparseLinear of a plain linear layer, in place; ``out_dim`` is for a class that is not in the table of layers."""
     weight, original = layer.get_parameter("weight"), type(layer)
     out_dim = out_dim_of(layer) if out_dim is None else out_dim
     assert out_dim is not None
