@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from smupar.dynamic.pruning import GMP, IMP
     from smupar.dynamic.sparsifiers import SET, RigL
     from smupar.execute.sparse.convert import StorageReport, dense_state_dict, sparsify_storage
-    from smupar.execute.sparse.products import SparseWarning
+    from smupar.execute.sparse.cpu import SparseWarning
     from smupar.execute.stacked import train_stacked
     from smupar.model.parameterize import attach, parameterize
     from smupar.optim.groups import param_groups
@@ -54,7 +54,7 @@ _WHERE = {
     "sparsify_storage": "execute.sparse.convert",
     "dense_state_dict": "execute.sparse.convert",
     "StorageReport": "execute.sparse.convert",
-    "SparseWarning": "execute.sparse.products",
+    "SparseWarning": "execute.sparse.cpu",
     "record_updates": "updates.meter",
     "follow_updates": "updates.meter",
     "Trace": "updates.trace",

@@ -72,8 +72,9 @@ def wired():
         model(torch.arange(8)).square().mean().backward()
         optimizer.step()
         sparsifier.step()
+    sparse = looks(model)
     smupar.sparsify_storage(model, plan, backend="dense")  # so that masks and what replaced them are both seen
-    return model, optimizer, replaced, before, looks(model)
+    return model, optimizer, replaced, before, sparse | looks(model)
 
 
 def looks(model):
@@ -82,6 +83,7 @@ def looks(model):
     for module in model.modules():
         seen |= {f"attribute {name}" for name in vars(module) if not isinstance(getattr(nn.Module(), name, None), dict)}
         seen |= {f"buffer {name}" for name in module._buffers}
+        seen |= {f"class {type(module).__name__}"}
         kinds = ("_forward_pre_hooks", "_forward_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
         seen |= {kind for kind in kinds if getattr(module, kind)}
         for parameter in module.parameters(recurse=False):
@@ -95,12 +97,13 @@ def page():
 
 def test_all_that_is_added_to_a_model_is_on_the_page():
     _, _, replaced, before, after = wired()
-    added = {re.sub(r"(attribute|buffer|hook) ", "", each) for each in after - before} | set(vars(replaced))
+    added = {re.sub(r"(attribute|buffer|class|hook) ", "", each) for each in after - before} | set(vars(replaced))
     named = {"_forward_pre_hooks", "_forward_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"}
     assert named <= after  # in the page's words: before and after the forward pass, and load_state_dict
     shown = page().replace("<param>", "weight")
     assert added - named == {each for each in added - named if f"`{each}`" in shown}
     assert {"weight_mask", "smupar_factor", "weight_smupar_input", "MaskGradient", "_smupar_attached"} <= added
+    assert {"SparseLinear", "original", "kernel_of", "_index", "weight_columns"} <= added
 
 
 def test_all_that_is_added_to_an_optimizer_is_on_the_page():

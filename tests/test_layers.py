@@ -249,6 +249,7 @@ def test_only_a_plain_linear_product_is_kept_as_non_zeros():
     torch.testing.assert_close(model(ids), twin(ids))
     smupar.sparsify_storage(model, plan, backend="dense")
     assert type(model.down) is MyLinear
+    assert (vars(model.down).keys(), model.down._parameters.keys()) == (vars(twin.down).keys(), twin.down._parameters.keys())
     assert torch.equal(model.down.weight, twin.down.weight)
 
 

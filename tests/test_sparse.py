@@ -18,16 +18,18 @@ from transformers.pytorch_utils import Conv1D
 import smupar
 from smupar.bench.sparse import bench_sparse
 from smupar.bench.sparse import gpu as bench_gpu
+from smupar.bench.sparse import run as bench_run
 from smupar.bench.sparse.rows import Machine
-from smupar.execute.sparse import auto, compiled, convert, linear
-from smupar.execute.sparse.linear import SparseLinear, compress
-from smupar.execute.sparse.products import Best, Compiled, Torch, turned
+from smupar.execute.sparse import auto, backends, compiled, convert
+from smupar.execute.sparse.backends import compress
+from smupar.execute.sparse.cpu import Compiled, Torch, best_kernel, to_csc
 from smupar.lm.config.run import Execution, ModelConfig, RunConfig
 from smupar.lm.model.gpt import build
 from smupar.lm.run import checkpoint
 from smupar.lm.run.distributed import World
 from smupar.lm.run.train import train as lm_train
 from smupar.lm.use.load import load_run
+from smupar.model.compressed import SparseLinear
 from smupar.model.csr import flat_places, row_index
 from smupar.model.parameterize import mask_of
 
@@ -121,7 +123,8 @@ def layer_pair(mask, *, dtype=torch.float32, bias=True, kernel=None, transposed=
     sparse = copy.deepcopy(dense)
     sparse.register_buffer("weight_mask", mask)
     compress(sparse, mask, out_dim=int(transposed))
-    sparse.kernel = kernel
+    if kernel is not None:
+        sparse.kernel_of = lambda _: kernel
     return dense, sparse
 
 
@@ -281,19 +284,19 @@ def test_products_beyond_two_to_the_24_non_zeros_are_exact():
     assert_same_products(dense, sparse, mask, torch.randn(3, 4200), 1e-5)
 
 
-def test_turned_index_lists_every_non_zero_by_column():
+def test_columns_list_every_non_zero_by_column():
     torch.manual_seed(0)
     mask = torch.rand(11, 7) < 0.4
     mask[:, 3] = False
     starts, columns = row_index(mask)
-    side = turned(starts, columns, 7)
+    view = to_csc(starts, columns, 7)
     expected_starts, expected_rows = row_index(mask.T)
-    assert torch.equal(side.starts, expected_starts)
-    assert torch.equal(side.others, expected_rows)
+    assert torch.equal(view.starts, expected_starts)
+    assert torch.equal(view.indices, expected_rows)
     values = torch.randn(int(mask.sum()))
     weight = torch.zeros(11, 7).masked_scatter(mask, values)
-    assert torch.equal(side.values(values), weight.T[mask.T])
-    assert torch.equal(side.back(side.values(values)), values)
+    assert torch.equal(view.values(values), weight.T[mask.T])
+    assert torch.equal(view.back(view.values(values)), values)
 
 
 def test_index_of_raw_memory_is_refused():
@@ -642,7 +645,7 @@ def test_dense_gradient_is_made_only_in_steps_that_need_it():
 
 
 def test_products_after_a_mask_change_are_those_of_the_dense_layer():
-    """The turned index must move along."""
+    """The columns must move along."""
     torch.manual_seed(0)
     for density in (0.3, 0.1, 0.8):
         _, sparse = layer_pair(torch.rand(40, 30) < 0.3)
@@ -757,18 +760,15 @@ def test_auto_leaves_layers_dense_that_cannot_be_sparse():
 
 
 def test_without_a_compiler_torch_does_it_and_says_so(monkeypatch, tmp_path):
-    from smupar.execute.sparse import products
-
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    for cached in (compiled._library, products.best_kernel):
+    for cached in (compiled._library, best_kernel):
         cached.cache_clear()
-    dense, sparse, _ = pair()
-    tokens, _ = batch(0)
     with pytest.warns(smupar.SparseWarning, match=r"no C\+\+ compiler"):
-        logits = sparse(tokens)
-    torch.testing.assert_close(logits, dense(tokens))
-    for cached in (compiled._library, products.best_kernel):
+        dense, sparse, _ = pair()
+    tokens, _ = batch(0)
+    torch.testing.assert_close(sparse(tokens), dense(tokens))
+    for cached in (compiled._library, best_kernel):
         cached.cache_clear()
 
 
@@ -884,9 +884,9 @@ def test_failure_in_the_middle_leaves_the_model_as_it_was(monkeypatch, place, nu
     for model in (dense, sparse):
         with monkeypatch.context() as patch:
             if place == "conversion":
-                patch.setattr(linear, "compress", failing_at(linear.compress, number))
+                patch.setattr(backends, "compress", failing_at(compress, number))
             else:
-                patch.setattr(Best, "index", failing_at(Best.index, number))
+                patch.setattr(Compiled, "index", failing_at(Compiled.index, number))
             assert_untouched(model, lambda model=model: smupar.sparsify_storage(model, plan, backend="csr"), "no room")
         torch.testing.assert_close(model(batch(0)[0]), expected)
         smupar.sparsify_storage(model, plan, backend="csr")
@@ -985,10 +985,10 @@ def no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "no GPU")
     monkeypatch.setattr(bench_gpu, "_GPU", torch.device("cpu"))
-    monkeypatch.setattr(bench_gpu, "measure_machine", lambda: Machine(1e9, 1e9))
+    monkeypatch.setattr(bench_run, "measure_machine", lambda device: Machine(1e9, 1e9))
     monkeypatch.setattr(bench_gpu, "_peak_bytes", lambda call: (call(), 5_000_000)[1])
     monkeypatch.setattr(bench_gpu, "_captured", lambda call: call)
-    monkeypatch.setattr(bench_gpu, "_seconds", lambda call, num: (call(), 2e-3)[1])
+    monkeypatch.setattr(bench_gpu, "synced_seconds_of", lambda call, num: (call(), 2e-3)[1])
     monkeypatch.setattr(bench_gpu, "gc", SimpleNamespace(collect=lambda: None))  # takes long in a process full of tests
 
 
@@ -1022,7 +1022,7 @@ def test_benchmark_notes_kernels_that_fail_and_goes_on(monkeypatch, no_gpu):
     def fails(*_, **__):
         raise RuntimeError("illegal instruction\nand much more")
 
-    monkeypatch.setattr(Best, "forward", fails)
+    monkeypatch.setattr(Compiled, "forward", fails)
     table = bench_sparse(**TINY)
     assert "\nnot measured: csr at 128, 1/8: RuntimeError: illegal instruction\n" in table
     assert "\nproduct" in table

@@ -16,11 +16,11 @@ from torch import nn
 import smupar
 from smupar.bench.sparse import bench_sparse
 from smupar.execute.sparse import auto, gpu, tiles
-from smupar.execute.sparse.backends import BACKENDS
-from smupar.execute.sparse.linear import SparseLinear, compress
+from smupar.execute.sparse.backends import compress, missing
 from smupar.lm.config.run import Execution, ModelConfig, RunConfig
 from smupar.lm.run.train import train as lm_train
 from smupar.lm.use.load import load_run
+from smupar.model.compressed import SparseLinear
 from smupar.model.parameterize import mask_of
 from smupar.plan.patterns import generator, parse_pattern
 
@@ -477,7 +477,7 @@ def test_dtype_comes_from_autocast_or_the_weights():
         model(torch.randint(16, (2, 8), device=GPU))
     with pytest.raises(ValueError, match=r"pattern=.2:4-transposable"):
         smupar.sparsify_storage(model, plan, backend="2:4", dtype=HALF)
-    assert BACKENDS["csr"].missing(GPU) is None
+    assert missing("csr", GPU) is None
     assert model.mix.backend == "csr"
 
 

@@ -3,19 +3,18 @@
 import ctypes
 import sys
 from fractions import Fraction
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 from smupar.execute import cuda_graphs as graphs
-from smupar.execute.sparse import block, cslt, gpu, kernels, semi, tiles
+from smupar.execute.sparse import backends, block, cslt, gpu, semi, tiles
 from smupar.execute.sparse.auto import Timing
-from smupar.execute.sparse.backends import BACKENDS
+from smupar.execute.sparse.backends import compress, kernel_of, missing, refusal
 from smupar.execute.sparse.block import Blocks, block_size, blocks_index
-from smupar.execute.sparse.kernels import kernel_of, missing
-from smupar.execute.sparse.linear import compress
-from smupar.execute.sparse.products import Sides
+from smupar.execute.sparse.cpu import CpuIndex
 from smupar.execute.sparse.semi import SemiStructured, tile_codes
 from smupar.execute.sparse.tiles import Tiles, shared_bytes, sliced_ell, tile_tokens
 from smupar.model.csr import row_index
@@ -46,7 +45,7 @@ def test_slices_hold_every_non_zero_where_the_kernel_looks(tokens, by_output, de
     if density < 1:
         mask[[0, 40]], mask[:, [3, 95]] = False, False
     values, matrix = values_in(mask)
-    sides = Sides.of(*row_index(mask), (64, 96), 0)
+    sides = CpuIndex.of(*row_index(mask), (64, 96), 0)
     side, expected = (sides.by_output, matrix) if by_output else (sides.by_input, matrix.T)
     made = sliced_ell(side, expected.shape[1], tokens)
     found, lines = torch.zeros_like(expected), 32 // (tokens // 8)
@@ -65,7 +64,7 @@ def test_slices_hold_every_non_zero_where_the_kernel_looks(tokens, by_output, de
 def test_slices_pad_little_at_low_density():
     torch.manual_seed(0)
     mask = torch.rand(1024, 1024) < 1 / 64
-    made = sliced_ell(Sides.of(*row_index(mask), (1024, 1024), 0).by_output, 1024, 32)
+    made = sliced_ell(CpuIndex.of(*row_index(mask), (1024, 1024), 0).by_output, 1024, 32)
     assert len(made.source) < 1.3 * int(mask.sum())
 
 
@@ -162,7 +161,7 @@ def searches(monkeypatch):
         found.append((len(matrix), *rows.shape))
         return f"searched {plan}"
 
-    monkeypatch.setattr(semi, "Plan", lambda shape, num_rows, device: f"{shape} x {num_rows}")
+    monkeypatch.setattr(semi, "MatmulPlan", lambda shape, num_rows, device: f"{shape} x {num_rows}")
     monkeypatch.setattr(semi, "_faster", faster)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return found
@@ -237,7 +236,7 @@ def test_plan_gives_back_what_it_took_and_says_which_call_failed(monkeypatch):
     monkeypatch.setattr(cslt, "_library", lambda: library)
     monkeypatch.setattr(cslt, "_handle", lambda device: cslt.Struct())
     monkeypatch.setattr(cslt, "current_stream", lambda device: ctypes.c_void_p(0))
-    plan = cslt.Plan((64, 128), 16, CPU)
+    plan = cslt.MatmulPlan((64, 128), 16, CPU)
     assert all(place % 16 == 0 for _, places in library.calls for place in places)
     made = {name: places[1] for name, places in library.calls if name.endswith("Init")}
     with pytest.raises(RuntimeError, match="cusparseLtMatmulSearch failed with code 3"):
@@ -273,7 +272,7 @@ def test_blocks_are_found_among_the_values_from_both_sides(size):
         for line in range(len(lines.starts) - 1):
             for k in range(int(lines.starts[line]), int(lines.starts[line + 1])):
                 at = int(lines.origins[k]) * size + each[:, None] * int(lines.strides[k]) * size + each
-                other = int(lines.others[k]) * size
+                other = int(lines.indices[k]) * size
                 block = values[at]
                 found[line * size : (line + 1) * size, other : other + size] = block.T if turn else block
         assert torch.equal(found, expected)
@@ -334,7 +333,7 @@ def sparse_layer(mask, kernel):
     layer = nn.Linear(mask.shape[1], mask.shape[0], bias=False)
     layer.register_buffer("weight_mask", mask)
     compress(layer, mask, out_dim=0, backend="2:4")
-    layer.kernel = kernel
+    layer.kernel_of = lambda _: kernel
     return layer
 
 
@@ -364,17 +363,17 @@ class Dtyped:
 
 def test_backends_on_a_gpu_want_bfloat16_activations(monkeypatch):
     monkeypatch.setattr(gpu, "missing", lambda device: None)
-    kernels._missing_on_gpu.cache_clear()
+    backends._missing_on_gpu.cache_clear()
     mask = torch.rand(64, 64) < 0.5
-    csr = BACKENDS["csr"]
-    assert csr.refusal(Dtyped(torch.float32), mask, torch.bfloat16) is None
-    assert csr.refusal(Dtyped(torch.bfloat16), mask, torch.bfloat16) is None
+    csr = partial(refusal, "csr")
+    assert csr(Dtyped(torch.float32), mask, torch.bfloat16) is None
+    assert csr(Dtyped(torch.bfloat16), mask, torch.bfloat16) is None
     for dtype in (torch.float32, torch.float16):
-        said = csr.refusal(Dtyped(torch.float32), mask, dtype)
+        said = csr(Dtyped(torch.float32), mask, dtype)
         assert f"its activations are {dtype}" in said
         assert "dtype=torch.bfloat16" in said
-    assert "its weight is torch.float64" in csr.refusal(Dtyped(torch.float64), mask, torch.bfloat16)
-    kernels._missing_on_gpu.cache_clear()
+    assert "its weight is torch.float64" in csr(Dtyped(torch.float64), mask, torch.bfloat16)
+    backends._missing_on_gpu.cache_clear()
 
 
 def test_devices_without_a_kernel_say_what_is_missing(monkeypatch):

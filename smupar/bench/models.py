@@ -8,7 +8,7 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -18,7 +18,7 @@ from torch import nn
 from tqdm import tqdm
 
 from smupar.bench.sparse import bench_sparse
-from smupar.execute.timing import in_turns, seconds_of
+from smupar.execute.timing import Call, best_of, in_turns, seconds_of
 from smupar.lm.config.presets import gpt_610m
 from smupar.lm.config.run import Execution, ModelConfig, RunConfig
 from smupar.lm.data import batches as data
@@ -52,8 +52,7 @@ def bench_parameterize(*, repeats: int = 3, model: ModelConfig = _610M, planned:
         masks = [mask for name, _ in gpt.named_parameters() if (mask := mask_of(gpt, name)) is not None]
         num_masked = sum(mask.numel() for mask in masks)
         extra_bytes[sparsity] = sum(mask.numel() * mask.element_size() for mask in masks) / max(1, num_masked)
-    num_parameters = sum(parameter.numel() for parameter in gpt.parameters())
-    lines.append(f"GPT of {num_parameters:,} parameters, CPU, {torch.get_num_threads()} threads, fastest of {repeats}:")
+    lines.append(f"GPT of {_num_parameters(model):,} parameters, CPU, {torch.get_num_threads()} threads, fastest of {repeats}:")
     lines.append(f"  normal_ of every parameter      {min(plain):6.2f} s  1.00x")
     for sparsity, seconds in ours.items():
         ratio = min(seconds) / min(plain)
@@ -100,13 +99,11 @@ def bench_train(*, repeats: int = 3, run: RunConfig | None = None, micro_batch: 
     for positions, title in (("learned", "causal attention, learned positions"), ("alibi", "ALiBi")):
         config = replace(run, model=replace(run.model, positions=positions, context=run.seq_len))  # type: ignore[arg-type]
         sides = {"without smupar": _plain_step(config, how, device), "sparsity 0.75": _smupar_step(config, how, device)}
-        for step in sides.values():  # compiles and warms up
-            seconds_of(step, 3, device)
-        seconds = in_turns(sides, repeats, lambda _, step: seconds_of(step, num_steps, device))
-        lines.append(f"{title}, {_num_parameters(config):,} parameters:")
+        seconds, _ = _compare(sides, repeats, num_steps, device, warm_up=3)
+        lines.append(f"{title}, {_num_parameters(config.model):,} parameters:")
         plain = seconds["without smupar"]
         for side, median in seconds.items():
-            share = 6 * _num_parameters(config) * tokens / median / peak
+            share = 6 * _num_parameters(config.model) * tokens / median / peak
             lines.append(
                 f"  {side:<15} {median * 1e3:7.1f} ms a step  {tokens / median:9.0f} tokens/s  {share:.1%} of peak  "
                 f"speed {plain / median:.3f}"
@@ -120,12 +117,12 @@ def _large_run(device: torch.device) -> RunConfig:
     return gpt_610m()
 
 
-def _smupar_step(config: RunConfig, how: Execution, device: torch.device) -> Callable[[], object]:
+def _smupar_step(config: RunConfig, how: Execution, device: torch.device) -> Call:
     stepper = Stepper(config, how, World(0, 1, device, "ddp"), _random_text(config))
     return lambda: stepper.step(0)
 
 
-def _plain_step(config: RunConfig, how: Execution, device: torch.device) -> Callable[[], object]:
+def _plain_step(config: RunConfig, how: Execution, device: torch.device) -> Call:
     """What a user would write without smupar: the same GPT, AdamW, autocast and compile, no masks, groups or factors."""
     model = on_meta(config.model).to_empty(device=device)
     model.tie()
@@ -154,6 +151,18 @@ def _plain_step(config: RunConfig, how: Execution, device: torch.device) -> Call
     return step
 
 
+def _compare(
+    sides: Mapping[str, Call], repeats: int, num_steps: int, device: torch.device, *, warm_up: int
+) -> tuple[dict[str, float], int]:
+    """Median seconds of a step by side, after steps that compile and warm up; and by how many bytes the peak of the GPU's
+    memory grew while they were measured."""
+    for step in sides.values():
+        seconds_of(step, warm_up, device)
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    seconds = in_turns(sides, repeats, lambda _, step: seconds_of(step, num_steps, device))
+    return seconds, torch.cuda.max_memory_allocated(device) - peak if device.type == "cuda" else 0
+
+
 def _random_text(config: RunConfig) -> data.Text:
     tokens = np.random.default_rng(0).integers(config.model.vocab_size, size=4 * config.batch_size * config.seq_len)
     part = Tokens([tokens.astype(np.uint32)])
@@ -164,8 +173,8 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
 
 
-def _num_parameters(config: RunConfig) -> int:
-    return sum(parameter.numel() for parameter in on_meta(config.model).parameters())
+def _num_parameters(config: ModelConfig) -> int:
+    return sum(parameter.numel() for parameter in on_meta(config).parameters())
 
 
 # Measured updates
@@ -182,18 +191,13 @@ def bench_updates(*, repeats: int = 3, run: RunConfig | None = None, micro_batch
         trace.save(f"{folder}/trace.json")
         sides = {"plain": _smupar_step(run, how, device)}
         sides["following"] = _smupar_step(replace(run, follow=f"{folder}/trace.json"), how, device)
-    peaks = {}
-    for side, step in sides.items():  # compiles, and leaves the first steps behind, which are all measured
-        seconds_of(step, 21, device)
-        peaks[side] = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    seconds = in_turns(sides, repeats, lambda _, step: seconds_of(step, num_steps, device))
+    seconds, grown = _compare(sides, repeats, num_steps, device, warm_up=21)  # the first steps are all measured
     plain, following = seconds["plain"], seconds["following"]
-    later = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     return (
-        f"{_device_name(device)}, torch {torch.__version__}, {run.dtype}, {_num_parameters(run):,} parameters, "
+        f"{_device_name(device)}, torch {torch.__version__}, {run.dtype}, {_num_parameters(run.model):,} parameters, "
         f"{run.batch_size} x {run.seq_len} tokens a step, median of {repeats} x {num_steps} steps: plain {plain * 1e3:.1f} ms, "
         f"following {following * 1e3:.1f} ms, {following / plain - 1:+.2%}; memory at the peak grew by "
-        f"{(later - peaks['following']) / 2**20:.0f} MiB over {repeats * num_steps} further steps"
+        f"{grown / 2**20:.0f} MiB over {repeats * num_steps} further steps"
     )
 
 
@@ -229,18 +233,16 @@ def bench_sweep(*, repeats: int = 3, cases: Sequence[tuple[int, int]] = _CASES, 
         text, count = _random_text(run), _STACKED.get(width, 8)
         runs = [replace(run, lr=run.lr * 2 ** (-number / count)) for number in range(count)]
         stack = GPTStack(runs, text, device)
-        sides: dict[str, Callable[[], object]] = {
+        sides: dict[str, Call] = {
             "plain": _plain_step(run, replace(how, micro_batch=run.batch_size), device),
             "captured": partial(Stepper(run, replace(how, graph=device.type == "cuda"), world, text).step, 0),
             "serial": partial(GPTStack(runs[:1], text, device).step, 0),
             "stacked": partial(stack.step, 0),
         }
-        for step in sides.values():
-            seconds_of(step, 6, device)
-        seconds = in_turns(sides, repeats, lambda _, step: seconds_of(step, num_steps, device))
+        seconds, _ = _compare(sides, repeats, num_steps, device, warm_up=6)
         each = {side: median / (count if side == "stacked" else 1) for side, median in seconds.items()}
         single, stacked = min(each["captured"], each["serial"]), each["stacked"]
-        share = 6 * _num_parameters(run) * tokens / min(single, stacked) / peak
+        share = 6 * _num_parameters(run.model) * tokens / min(single, stacked) / peak
         lines.append(
             f"{width:5}  {tokens:6}  {'  '.join(f'{value * 1e3:9.3f}' for value in each.values())}  {count:3}  "
             f"{each['plain'] / stacked:13.2f}  {single / stacked:14.2f}  {share:13.1%}"
@@ -259,9 +261,8 @@ def bench_data(*, repeats: int = 3, num_tokens: int = 200_000_000, batch_size: i
         del made
         tokens = open_tokens(folder)
         steps = itertools.count()
-        best = min(
-            seconds_of(lambda: data.batch(tokens, seed=0, step=next(steps), batch_size=batch_size, seq_len=seq_len), 10)
-            for _ in range(repeats)
+        best = best_of(
+            lambda: data.batch(tokens, seed=0, step=next(steps), batch_size=batch_size, seq_len=seq_len), repeats, 10
         )
     speed = batch_size * seq_len / best
     return f"batches of {batch_size} x {seq_len} from {num_tokens:,} tokens on disk: {speed / 1e6:.0f} million tokens/s"

@@ -1,6 +1,7 @@
 """How long calls take: the one stopwatch of benchmarks, and of whatever chooses the faster of several ways.
 
-Everything here is in seconds of one call. Several rounds count by their median, or by the best where the caller says so.
+All times are seconds of one call. ``in_turns`` compares several calls, ``best_of`` measures one, and ``training_step`` makes a
+call of a layer or a model.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 
 import torch
+from torch import Tensor, nn
 
 Call = Callable[[], object]
 _CPU = torch.device("cpu")
@@ -36,19 +38,42 @@ def gpu_seconds_of(call: Call, num: int = 1) -> float:
     return start.elapsed_time(end) / 1e3 / num
 
 
+def best_of(call: Call, rounds: int, num: int = 1, *, clock: Callable[[Call, int], float] = seconds_of) -> float:
+    """The fastest of several rounds of ``num`` calls; one round more than needed takes the place of a warm-up."""
+    return min(clock(call, num) for _ in range(rounds))
+
+
 def in_turns(
     calls: Mapping[str, Call],
     rounds: int,
     measure: Callable[[str, Call], float],
     pick: Callable[[list[float]], float] = statistics.median,
 ) -> dict[str, float]:
-    """Measures each call once in every round, so that a machine that slows down or speeds up does so for all of them; what
-    ``pick`` makes of the rounds."""
+    """Measures each call once in every round, so that a machine that slows down or speeds up does so for all of them.
+    ``pick`` makes one number of a call's rounds."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
             seconds[name].append(measure(name, call))
     return {name: pick(rounds_of) for name, rounds_of in seconds.items()}
+
+
+def training_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, grad: Tensor, passes: int = 1) -> Call:
+    """A training step as a call: forward, backward to input and weights, the optimizer's step. It runs under autocast where
+    activations have another dtype than the weights."""
+    x = x.detach().requires_grad_()
+    mixed = next(model.parameters()).dtype != x.dtype
+
+    def step() -> None:
+        for _ in range(passes):
+            with torch.enable_grad(), torch.autocast(x.device.type, x.dtype if mixed else torch.bfloat16, enabled=mixed):
+                y = model(x)
+            y.backward(grad)
+            x.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
 def _wait(device: torch.device) -> None:

@@ -1,20 +1,112 @@
-"""A layer that keeps only the non-zeros of its weight, and what becomes of them when the mask moves.
+"""A linear layer that keeps only the non-zeros of its weight, row by row (CSR), and what becomes of them when the mask moves.
 
 Its ``weight`` is one parameter of values under the name that the plan knows, and two buffers beside it say where the values
-lie (``csr``). ``sparse`` has the kernels that multiply by them.
+lie (``csr``). A ``Kernel`` multiplies by them: ``execute.sparse`` has the kernels and chooses one for the weight's device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from smupar.model.csr import flat_places, mask_of_index, matrix_of, row_index
+from smupar.model.csr import (
+    COLUMNS,
+    ROW_STARTS,
+    compress_state,
+    flat_places,
+    is_compressed,
+    mask_of_index,
+    matrix_of,
+    row_index,
+)
 from smupar.model.gradients import PassGradient
+
+
+class KernelIndex:
+    """What a kernel derives from the places of the non-zeros to multiply by them; subclasses are dataclasses of tensors."""
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All that it holds, also in its parts."""
+        for part in vars(self).values():
+            if isinstance(part, Tensor):
+                yield part
+            elif isinstance(part, KernelIndex):
+                yield from part.tensors()
+
+    def watched(self) -> Iterator[Tensor]:
+        """Tensors that backward reads and others may write to, such as the layer's buffers; none if all are its own."""
+        return iter(())
+
+
+class Kernel(ABC):
+    """Multiplies contiguous rows by a sparse matrix, whose values come in the order of the parameter: row by row."""
+
+    name: str
+    # The dtype that it calculates in and wants activations in. None: it takes any and calculates in float32, or in float64 if
+    # the values are float64.
+    dtype: torch.dtype | None = None
+
+    @abstractmethod
+    def refusal(self, mask: Tensor) -> str | None:
+        """Why it cannot multiply by a matrix with this mask, and what to do, or None."""
+
+    @abstractmethod
+    def index(self, row_starts: Tensor, columns: Tensor, shape: tuple[int, int], out_dim: int) -> KernelIndex:
+        """The index that the products take; a ValueError where ``refusal`` has one."""
+
+    @abstractmethod
+    def forward(self, x: Tensor, index: Any, values: Tensor, bias: Tensor | None) -> Tensor:
+        """The rows of the output."""
+
+    @abstractmethod
+    def backward(
+        self, grad: Tensor, x: Tensor, index: Any, values: Tensor, *, for_input: bool, for_values: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of the input and of the values, those that are asked for."""
+
+
+class Product(torch.autograd.Function):
+    """y = x W' + bias for the rows of x. torch's own CSR product has a dense gradient of the matrix: hence this one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, layer: SparseLinear, index: KernelIndex, kernel: Kernel
+    ) -> Tensor:
+        rows = _rows(x, values, kernel)
+        y = kernel.forward(rows, index, values, None if bias is None else bias.to(rows.dtype).contiguous())
+        # With the index of this pass, whatever becomes of the layer's own before the next.
+        ctx.save_for_backward(x, values, *index.watched())
+        ctx.layer, ctx.index, ctx.kernel = layer, index, kernel
+        return y.view(*x.shape[:-1], y.shape[1]).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, values, *_ = ctx.saved_tensors  # raises if the index was written to
+        layer, kernel = ctx.layer, ctx.kernel
+        rows, out = _rows(x, values, kernel), _rows(grad, values, kernel)
+        for_input, for_values, for_bias = ctx.needs_input_grad[:3]
+        grad_x, grad_values = kernel.backward(out, rows, ctx.index, values, for_input=for_input, for_values=for_values)
+        if for_values and layer.dense.wanted:
+            layer.add_dense_grad(out, rows)
+        return (
+            None if grad_x is None else grad_x.view(x.shape).to(x.dtype),
+            None if grad_values is None else grad_values.to(values.dtype),
+            out.sum(0, dtype=torch.promote_types(out.dtype, values.dtype)).to(values.dtype) if for_bias else None,
+            *[None] * 3,
+        )
+
+
+def _rows(x: Tensor, values: Tensor, kernel: Kernel) -> Tensor:
+    """The activations as a matrix, in the dtype that the kernel calculates in."""
+    dtype = kernel.dtype or (torch.float64 if values.dtype == torch.float64 else torch.float32)
+    return x.reshape(-1, x.shape[-1]).to(dtype).contiguous()
 
 
 @dataclass(frozen=True)
@@ -25,33 +117,98 @@ class MaskChange:
     new_entries: Tensor  # where the parameter is new
 
 
-class Compressed(nn.Module):
-    """A linear layer that keeps its non-zeros row by row."""
+class SparseLinear(nn.Module):
+    """What nn.Linear or transformers' Conv1D becomes when only its non-zeros are kept. ``execute.sparse.backends.compress``
+    changes the class of the layer and leaves its identity, its name, its hooks and its bias alone."""
 
     weight: nn.Parameter
     weight_columns: Tensor
     weight_row_starts: Tensor
+    index_names: ClassVar[tuple[str, ...]] = ("weight_columns", "weight_row_starts")  # buffers, the same on every rank
+
+    original: type[nn.Module]  # the class that the layer had
     matrix_shape: tuple[int, int]
-    out_dim: int
-    """Which dimension of the matrix is the output."""
+    out_dim: int  # which dimension of the matrix is the output
+    backend: str
+    kernel_of: Callable[[torch.device], Kernel]  # the backend's kernel for a device
     dense: PassGradient
-    index_names: ClassVar[tuple[str, ...]] = ("weight_columns", "weight_row_starts")
-    """Buffers beside the weight: the same on every rank."""
+    _index: KernelIndex | None = None
+    _made_of: tuple[object, ...] | None = None
+
+    @property
+    def kernel(self) -> Kernel:
+        return self.kernel_of(self.weight.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._refuse_device(x)
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        elif x.dtype != self.weight.dtype:
+            raise ValueError(f"the input is {x.dtype}, the weight {self.weight.dtype}: convert one of them")
+        return self._product(x, getattr(self, "bias", None))  # a layer of the user's own may have none
 
     def product(self, x: Tensor) -> Tensor:
         """The layer's output for rows ``x`` without bias, in their dtype."""
-        raise NotImplementedError
+        self._refuse_device(x)
+        if self.kernel.dtype is None:
+            return self._product(x, None)
+        # Kernels for GPUs round to bfloat16, and what is asked for here is the small difference of two products.
+        matrix = self.expand(self.weight.detach()).to(x.dtype)
+        return x @ (matrix.T if self.out_dim == 0 else matrix)
+
+    def _refuse_device(self, x: Tensor) -> None:
+        if x.device != self.weight.device:
+            raise ValueError(f"the input is on {x.device}, the weight on {self.weight.device}: move one of them")
+
+    # A kernel of our own: torch.compile does what lies between such layers.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        num_inputs, kernel = self.matrix_shape[1 - self.out_dim], self.kernel
+        if x.shape[-1] != num_inputs:
+            raise ValueError(f"the layer reads {num_inputs} features, the input of shape {tuple(x.shape)} has {x.shape[-1]}")
+        if kernel.dtype not in (None, x.dtype):
+            raise ValueError(
+                f"backend {self.backend!r} multiplies {kernel.dtype} on a GPU, the input is {x.dtype}: call the model under "
+                f"torch.autocast('cuda', {kernel.dtype}), or convert model and input"
+            )
+        return Product.apply(x, self.weight, bias, self, self.index(), kernel)
+
+    # The index
+
+    def index(self) -> KernelIndex:
+        """The kernel's index. It is made again whenever the places were written to: by masks that move, by a checkpoint."""
+        kernel, starts, columns = self.kernel, self.weight_row_starts, self.weight_columns
+        made_of = kernel.name, columns.device, starts._version, columns._version
+        if self._index is None or self._made_of != made_of:
+            self._check_index()
+            with torch.inference_mode(False):  # what is made while a model evaluates serves when it trains, too
+                self._index = kernel.index(starts, columns, self.matrix_shape, self.out_dim)
+            self._made_of = made_of
+        return self._index
+
+    def _check_index(self) -> None:
+        """A kernel reads where the index points to, so it must not be raw memory."""
+        starts, columns, num_columns = self.weight_row_starts, self.weight_columns, self.matrix_shape[1]
+        ordered = int(starts[0]) == 0 and bool((starts.diff() >= 0).all()) and int(starts[-1]) == len(columns)
+        inside = len(columns) == 0 or (int(columns.min()) >= 0 and int(columns.max()) < num_columns)
+        if not (ordered and inside and len(columns) == len(self.weight)):
+            raise ValueError(
+                f"the index of a sparse layer of shape {self.matrix_shape} is damaged, as after to_empty: load a checkpoint "
+                "into the model before it is used"
+            )
+
+    def forget_index(self) -> None:
+        """Drops what the kernel derived from row starts and columns."""
+        self._index = self._made_of = None
 
     @property
     def num_index_bytes(self) -> int:
-        """Bytes of the index: row starts, columns and tables derived from them."""
-        raise NotImplementedError
+        """Bytes of row starts, columns and the kernel's index."""
+        tensors = self.weight_row_starts, self.weight_columns, *self.index().tensors()
+        parts = {id(part): part for part in tensors}  # the kernel's index may hold the layer's own
+        return sum(part.numel() * part.element_size() for part in parts.values())
 
-    def check_mask(self, mask: Tensor) -> None:
-        """Raises a ValueError for a mask that the layer could not multiply by."""
-
-    def forget_index(self) -> None:
-        """Drops tables that were derived from row starts and columns."""
+    # The matrix and its mask
 
     @property
     def weight_mask(self) -> Tensor:
@@ -72,7 +229,11 @@ class Compressed(nn.Module):
     @torch.no_grad()
     def set_mask(self, mask: Tensor) -> MaskChange:
         """Makes ``mask`` the places of the non-zeros: weights that stay keep value and gradient, new ones start at 0."""
-        self.check_mask(mask)
+        if why := self.kernel.refusal(mask):
+            raise ValueError(
+                f"backend {self.backend!r} cannot hold the moved mask: {why}; or "
+                "sparsify_storage(model, plan, backend='csr'), or 'dense', before masks move"
+            )
         old_places, old_mask = self._places(), self.weight_mask
         starts, columns = row_index(mask)
         places = flat_places(starts, columns, self.matrix_shape[1])
@@ -115,3 +276,30 @@ class Compressed(nn.Module):
         # new node when a parameter's dtype changes, so it changes for a moment.
         self.weight.data = values.new_empty(0, dtype=torch.float16)
         self.weight.data = values
+
+    # Copies, conversions, checkpoints
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.forget_index()
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self.forget_index()
+        return super()._apply(*args, **kwargs)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Reads both kinds: non-zeros, as many as there are, and a matrix with its mask."""
+        key = f"{prefix}weight"
+        matrix, mask = state_dict.get(key), state_dict.get(f"{key}_mask")
+        if matrix is not None and mask is not None and tuple(matrix.shape) == tuple(mask.shape) == self.matrix_shape:
+            compress_state(state_dict, key)
+        if is_compressed(state_dict, key):
+            starts, columns = state_dict[f"{key}{ROW_STARTS}"], state_dict[f"{key}{COLUMNS}"]
+            if starts.shape == self.weight_row_starts.shape:  # else torch says what does not fit
+                self.make_room(len(columns))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        sizes = self.matrix_shape[1 - self.out_dim], self.matrix_shape[self.out_dim]
+        about = f"in_features={sizes[0]}, out_features={sizes[1]}, bias={getattr(self, 'bias', None) is not None}"
+        return f"{about}, non-zeros={len(self.weight)}, backend={self.backend!r}"

@@ -1,7 +1,7 @@
 """A weight matrix of a model, however it is kept: what the rest of the library asks about one, and what it does to one.
 
 ``MaskedWeight``      a parameter of the matrix's shape with a mask beside it, or none; it may be sharded over ranks
-``CompressedWeight``  a parameter of the non-zeros alone, in a ``Compressed`` layer
+``CompressedWeight``  a parameter of the non-zeros alone, in a ``SparseLinear``
 ``StackedWeight``     the same weight of many models, in tensors with a leading dimension of models
 
 Optimizer groups, learning rates and traces go by the parameter's name and need none of this. Whoever wants the matrix, the
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from smupar.model.compressed import Compressed, MaskChange
+from smupar.model.compressed import MaskChange, SparseLinear
 from smupar.model.csr import MASK
 from smupar.model.gradients import DenseGradient, gradient_mask, mask_gradient
 from smupar.model.sharding import is_sharded, like, local, num_ranks, sharded_like, whole, zero_off_mask
@@ -228,7 +228,7 @@ class CompressedWeight(MaskedWeight):
     """A weight of one model of which only the non-zeros are kept; its layer has the index that says where they lie."""
 
     stores_zeros, masks_gradient = False, True
-    module: Compressed
+    module: SparseLinear
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -340,7 +340,7 @@ def weight_of(model: nn.Module, name: str, optimizers: Sequence[torch.optim.Opti
     """A parameter of a model as a weight; with its optimizers, where their state should go along with the mask."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
-    kind = CompressedWeight if isinstance(module, Compressed) and leaf == "weight" else MaskedWeight
+    kind = CompressedWeight if isinstance(module, SparseLinear) and leaf == "weight" else MaskedWeight
     return kind(module, name, optimizers)
 
 

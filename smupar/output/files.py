@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and folders that one process at a time works in."""
+"""Files that are whole or not there, and folders in which one process works at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Either the old content or the new one is there, whenever the power fails."""
+    """Writes a file so that either the old or the new content is there, whenever the power fails."""
     # The process id keeps ranks apart that write the same file at the same time.
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
@@ -28,7 +28,7 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """A rename is durable once its folder is."""
+    """Makes a rename in the folder durable."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -38,7 +38,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Holds the folder, made if need be; the lock ends with the process, however that ends."""
+    """Makes the folder, if need be, and locks it; the lock ends with the process, however the process ends."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Packages that only some commands need, imported when they are, with what to install."""
+"""Packages that only some commands need: imported when they are needed, with an error that says what to install."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from smupar.model.compressed import Compressed
+from smupar.model.compressed import SparseLinear
 from smupar.model.parameterize import is_parameterized, no_broadcast, unwrapped
 from smupar.model.sharding import local, num_ranks
 from smupar.model.stepping import Step, optimizers, seam_of
@@ -241,7 +241,7 @@ class _Meter:
 
 def _is_measurable(model: nn.Module, plan: Plan, name: str) -> bool:
     module, row, leaf = model.get_submodule(parent_path(name)), plan[name], name.rpartition(".")[2]
-    if isinstance(module, Compressed):
+    if isinstance(module, SparseLinear):
         return leaf == "weight"
     kind = kind_of(module)
     fits = kind.reads == IMAGES or (len(row.in_dims) == 1 and not kind.is_lookup)

@@ -14,12 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from smupar.bench.sparse.rows import Machine, Row, Stack, against_dense, stack, state_bytes, step_floor
-from smupar.execute.sparse.auto import training_step
+from smupar.bench.sparse.rows import HiddenLayers, Machine, Row, against_dense, hidden_layers, state_bytes, step_floor
 from smupar.execute.sparse.convert import sparsify_storage
-from smupar.execute.sparse.linear import SparseLinear
-from smupar.execute.sparse.products import Torch
-from smupar.execute.timing import in_turns, seconds_of
+from smupar.execute.sparse.cpu import Torch
+from smupar.execute.timing import in_turns, seconds_of, training_step
 from smupar.lm.config.run import ModelConfig, RunConfig
 from smupar.lm.model.gpt import build
 from smupar.optim.groups import param_groups
@@ -31,7 +29,8 @@ PEERS = ("sparselab", "sparseprop")
 def bench_layers(width: int, density: float, tokens: int, depth: int, repeats: int, machine: Machine) -> list[Row]:
     x = torch.randn(tokens, width, generator=torch.Generator().manual_seed(0))
     grad = torch.randn(tokens, width, generator=torch.Generator().manual_seed(1)) / tokens
-    models: dict[str, nn.Module] = {DENSE: stack(width, depth, 1.0)[0], "dense bf16": stack(width, depth, 1.0)[0].bfloat16()}
+    models: dict[str, nn.Module] = {DENSE: hidden_layers(width, depth, 1.0)[0]}
+    models["dense bf16"] = hidden_layers(width, depth, 1.0)[0].bfloat16()
     models["torch csr"] = _sparse(width, depth, density, torch_kernel=True)
     models |= _peers(width, depth, density)
     models[OURS] = _sparse(width, depth, density)
@@ -48,32 +47,31 @@ def bench_layers(width: int, density: float, tokens: int, depth: int, repeats: i
     ]
 
 
-def _sparse(width: int, depth: int, density: float, *, torch_kernel: bool = False) -> Stack:
-    model, plan = stack(width, depth, density)
+def _sparse(width: int, depth: int, density: float, *, torch_kernel: bool = False) -> HiddenLayers:
+    model, plan = hidden_layers(width, depth, density)
     sparsify_storage(model, plan, backend="csr")
     if torch_kernel:
         for layer in model.hidden:
-            assert isinstance(layer, SparseLinear)
-            layer.kernel = Torch()
+            layer.kernel_of = lambda _: Torch()  # type: ignore[assignment]
     return model
 
 
 def _peers(width: int, depth: int, density: float) -> dict[str, nn.Module]:
-    """Those that are installed, with layers of the same density."""
-    found: dict[str, nn.Module] = {}
+    """Other people's sparse layers of the same density, from the packages that are installed."""
+    models: dict[str, nn.Module] = {}
     for name in PEERS:
         try:
             make: Any = import_module("sparseprop.modules" if name == "sparseprop" else name).SparseLinear
         except ImportError:
             continue
-        model, _ = stack(width, depth, density)
+        model, _ = hidden_layers(width, depth, density)
         for number, layer in enumerate(model.hidden):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch's CSR is in beta
                 peer = make.from_dense(layer) if name == "sparseprop" else make(width, width, bias=False, sparsity=1 - density)
             model.hidden[number] = peer
-        found[name] = model
-    return found
+        models[name] = model
+    return models
 
 
 def bench_gpt(config: ModelConfig, tokens: int, density: float, repeats: int) -> list[Row]:
@@ -104,13 +102,3 @@ def _interleaved(steps: Mapping[str, Callable[[], object]], repeats: int) -> dic
     for step in steps.values():
         step()
     return in_turns(steps, repeats, lambda _, step: seconds_of(step))
-
-
-def measure_machine() -> Machine:
-    big = torch.ones(2**26)
-    to, square = torch.empty_like(big), torch.randn(2048, 2048)
-
-    def best(call: Callable[[], object]) -> float:
-        return min(seconds_of(call) for _ in range(12))
-
-    return Machine(2 * 4 * 2**26 / best(lambda: to.copy_(big)), 2 * 2048**3 / best(lambda: square @ square))

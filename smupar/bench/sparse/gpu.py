@@ -18,13 +18,24 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from smupar.bench.sparse.rows import Machine, Part, Row, Stack, layer_floor, product_floor, stack, state_bytes, step_floor
-from smupar.execute.sparse.auto import training_step
-from smupar.execute.sparse.backends import BACKENDS
+from smupar.bench.sparse.rows import (
+    HiddenLayers,
+    Machine,
+    Part,
+    Row,
+    hidden_layers,
+    layer_floor,
+    product_floor,
+    state_bytes,
+    step_floor,
+    synced_seconds_of,
+)
+from smupar.execute.cuda_graphs import WARM_UP, Graphed
+from smupar.execute.sparse import backends
 from smupar.execute.sparse.convert import sparsify_storage
-from smupar.execute.sparse.linear import SparseLinear
 from smupar.execute.sparse.tiles import SlicedEll, Tiles, multiply, pack
-from smupar.execute.timing import Call, gpu_seconds_of, in_turns
+from smupar.execute.timing import Call, in_turns, training_step
+from smupar.model.compressed import SparseLinear
 from smupar.plan.patterns import generator, parse_pattern
 
 DENSE, CAPTURED = "dense bf16", " captured"
@@ -49,22 +60,22 @@ def bench(
     repeats: int,
     machine: Machine,
 ) -> Iterator[Part]:
-    """Case by case. What cannot be measured here is noted and does not end it."""
-    layers: list[tuple[str, str, int, float]] = [("2:4", "2:4-transposable", one, 1 / 2) for one in widths]
+    """Measures case by case. What cannot be measured here is noted, and the benchmark goes on."""
+    layers: list[tuple[str, str, int, float]] = [("2:4", "2:4-transposable", each, 1 / 2) for each in widths]
     layers += [("csr", "random", width, density) for density in densities]
-    layers += [("csr", "random", one, 1 / 128) for one in widths if (one, 1 / 128) not in {(width, d) for d in densities}]
+    layers += [("csr", "random", each, 1 / 128) for each in widths if each != width or 1 / 128 not in densities]
     layers += [("block", f"block-{size}", 2 * width, density) for size in (64, 128) for density in _BLOCK_DENSITIES]
     stacks = [
         ("csr", "random", width, 1 / 128),
         ("2:4", "2:4-transposable", 2 * width, 1 / 2),
         ("block", "block-64", width, 1 / 8),
     ]
-    cases: list[tuple[tuple[str, str, int, float], Callable[[str, Sides, int, Machine], list[Row]]]]
+    cases: list[tuple[tuple[str, str, int, float], Callable[[str, Contestants, int, Machine], list[Row]]]]
     cases = [(case, partial(_layer, case[1])) for case in layers]
     cases += [(case, partial(_steps, case[1], depth)) for case in stacks]
-    cases += [(("csr", "", one, 1 / 128), _product) for one in widths]
+    cases += [(("csr", "", each, 1 / 128), _product) for each in widths]
     for (backend, _, at_width, density), measure in tqdm(cases, desc="bench", leave=False):
-        sides = Sides(at_width, density, tokens)
+        sides = Contestants(at_width, density, tokens)
         rows = sides.attempt(backend, partial(measure, backend, sides, repeats, machine))
         yield Part(rows or [], sides.missed)
         del sides, rows
@@ -72,7 +83,7 @@ def bench(
         torch.cuda.empty_cache()
 
 
-class Sides:
+class Contestants:
     """What is timed in turns, by side: as it is and captured. A side that cannot be made or run is noted and left out."""
 
     def __init__(self, width: int, density: float, tokens: int) -> None:
@@ -95,8 +106,7 @@ class Sides:
         peak = self.attempt(side, lambda: _peak_bytes(call))
         if peak is None:
             return
-        self.calls[side] = call
-        self.peaks[side] = peak
+        self.calls[side], self.peaks[side] = call, peak
         graph = self.attempt(f"{side}{CAPTURED}", lambda: _captured(call))
         if graph is not None:
             self.calls[f"{side}{CAPTURED}"] = graph
@@ -109,15 +119,15 @@ class Sides:
             dense = seconds.get(DENSE + side[len(plain) :], math.nan)  # captured against captured
             share = held[plain] / held[DENSE] if plain in held and DENSE in held else math.nan
             least = floor(1.0 if plain == DENSE or plain.endswith(" dense") else self.density)
-            own = took, dense / took, held.get(plain, 0), share, least, self.peaks[plain]
-            rows.append(Row(what, self.width, self.tokens, self.density, side, *own))
+            numbers = took, dense / took, held.get(plain, 0), share, least, self.peaks[plain]
+            rows.append(Row(what, self.width, self.tokens, self.density, side, *numbers))
         return rows
 
 
 # A layer: forward, and backward to input and weights
 
 
-def _layer(pattern: str, backend: str, sides: Sides, repeats: int, machine: Machine) -> list[Row]:
+def _layer(pattern: str, backend: str, sides: Contestants, repeats: int, machine: Machine) -> list[Row]:
     width, tokens = sides.width, sides.tokens
     x, grad = (torch.randn(tokens, width, device=_GPU, dtype=_HALF) for _ in range(2))
     x.requires_grad_()
@@ -138,19 +148,17 @@ def _linear(width: int) -> nn.Linear:
 
 def _sparse_layer(backend: str, pattern: str, width: int, density: float) -> SparseLinear:
     _refuse_missing(backend)
-    layer: nn.Module = _linear(width)
-    mask = _mask(pattern, width, density)
-    if why := BACKENDS[backend].refusal(layer, mask, _HALF):
+    layer, mask = _linear(width), _mask(pattern, width, density)
+    if why := backends.refusal(backend, layer, mask, _HALF):
         raise ValueError(why)
     layer.register_buffer("weight_mask", mask)
-    BACKENDS[backend].compress(layer, mask)
-    assert isinstance(layer, SparseLinear)
-    layer.index()
-    return layer
+    sparse = backends.compress(layer, mask, backend)
+    sparse.index()
+    return sparse
 
 
 def _refuse_missing(backend: str) -> None:
-    if why := BACKENDS[backend].missing(_GPU):
+    if why := backends.missing(backend, _GPU):
         raise ValueError(why)
 
 
@@ -175,7 +183,7 @@ def _passes(layer: nn.Module, x: Tensor, grad: Tensor) -> Call:
 # A product
 
 
-def _product(backend: str, sides: Sides, repeats: int, machine: Machine) -> list[Row]:
+def _product(backend: str, sides: Contestants, repeats: int, machine: Machine) -> list[Row]:
     width, tokens = sides.width, sides.tokens
     mask = _mask("random", width, sides.density)
     values = torch.randn(int(mask.sum()), device=_GPU, dtype=_HALF)
@@ -187,32 +195,33 @@ def _product(backend: str, sides: Sides, repeats: int, machine: Machine) -> list
 
     def packed() -> tuple[SlicedEll, Tensor]:
         _refuse_missing(backend)
-        side = Tiles().index(starts, columns, (width, width), 0).forward
-        return side, pack(values, side)
+        layout = Tiles().index(starts, columns, (width, width), 0).forward
+        return layout, pack(values, layout)
 
     made = sides.attempt(backend, packed)
     if made is not None:
-        side, entries = made
-        sides.add(backend, lambda: multiply(x, side, entries))
-        sides.add(f"{backend} with packing", lambda: multiply(x, side, pack(values, side)))
+        layout, entries = made
+        sides.add(backend, lambda: multiply(x, layout, entries))
+        sides.add(f"{backend} with packing", lambda: multiply(x, layout, pack(values, layout)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's CSR is in beta
         peer = torch.sparse_csr_tensor(starts.int(), columns, values, (width, width), check_invariants=False)
-    turned = x.T.contiguous()
-    sides.add("cuSPARSE", lambda: peer @ turned)  # with activations as it likes them, feature by feature
+    by_feature = x.T.contiguous()  # as cuSPARSE likes activations
+    sides.add("cuSPARSE", lambda: peer @ by_feature)
     return sides.rows("product", {}, lambda density: product_floor(width, tokens, density, machine), repeats)
 
 
 # Training steps of hidden layers: weights and AdamW in fp32, activations in bf16
 
 
-def _steps(pattern: str, depth: int, backend: str, sides: Sides, repeats: int, machine: Machine) -> list[Row]:
+def _steps(pattern: str, depth: int, backend: str, sides: Contestants, repeats: int, machine: Machine) -> list[Row]:
     width, tokens, density = sides.width, sides.tokens, sides.density
     x, grad = (torch.randn(tokens, width, device=_GPU, dtype=_HALF) for _ in range(2))
     held = {}
 
-    def made(side: str) -> tuple[str, Stack]:
-        model, plan = stack(width, depth, 1.0 if side == DENSE else density, pattern="random" if side == DENSE else pattern)
+    def made(side: str) -> tuple[str, HiddenLayers]:
+        dense = side == DENSE
+        model, plan = hidden_layers(width, depth, 1.0 if dense else density, pattern="random" if dense else pattern)
         model.to(_GPU)
         if side not in (backend, "auto"):
             return side, model
@@ -255,36 +264,21 @@ def _peak_bytes(call: Call) -> int:
 
 def _captured(call: Call) -> Call:
     """The same as a CUDA graph."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    done = torch.zeros((), device=_GPU)
+
+    def captured() -> Tensor:
         call()
-    graph.replay()
+        return done
+
+    graphed = Graphed(captured)
+    for _ in range(WARM_UP + 1):
+        graphed()
     torch.cuda.synchronize()
-    return graph.replay
+    return graphed.graph.replay
 
 
 def _timed(calls: dict[str, Call], repeats: int) -> dict[str, float]:
     """Median seconds of a call; sides in turns, each several times between two looks at the clock."""
-    nums = {side: min(50, max(2, round(_ROUND_SECONDS / max(1e-6, _seconds(call, 2))))) for side, call in calls.items()}
-    return in_turns(calls, repeats, lambda side, call: _seconds(call, nums[side]))
-
-
-def _seconds(call: Call, num: int) -> float:
-    torch.cuda.synchronize()  # so that the time the host takes to start the first call counts
-    return gpu_seconds_of(call, num)
-
-
-def measure_machine() -> Machine:
-    big = torch.ones(2**28, device=_GPU)
-    to, square = torch.empty_like(big), torch.randn(8192, 8192, device=_GPU, dtype=_HALF)
-
-    def best(call: Call) -> float:
-        call()
-        return min(_seconds(call, 5) for _ in range(3))
-
-    return Machine(2 * 4 * 2**28 / best(lambda: to.copy_(big)), 2 * 8192**3 / best(lambda: square @ square))
+    rough = {side: max(1e-6, synced_seconds_of(call, 2)) for side, call in calls.items()}
+    nums = {side: min(50, max(2, round(_ROUND_SECONDS / seconds))) for side, seconds in rough.items()}
+    return in_turns(calls, repeats, lambda side, call: synced_seconds_of(call, nums[side]))

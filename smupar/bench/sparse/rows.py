@@ -1,15 +1,17 @@
-"""What is measured, as rows of a table; stacks of hidden layers; and the floor."""
+"""What is measured, as rows of a table; the hidden layers; the machine's speeds and the floor."""
 
 from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smupar.execute.sparse.linear import SparseLinear
+from smupar.execute.timing import Call, best_of, gpu_seconds_of
+from smupar.model.compressed import SparseLinear
 from smupar.model.parameterize import parameterize
 from smupar.plan.plan import Plan
 
@@ -43,7 +45,24 @@ class Machine:
     product_flops: float  # per second
 
 
-class Stack(nn.Module):
+def measure_machine(device: torch.device) -> Machine:
+    """The speeds of a copy and of a dense product: in fp32 on a CPU, by the host's clock; in bf16 on a GPU, by its own."""
+    on_gpu = device.type == "cuda"
+    num, size, dtype = (2**28, 8192, torch.bfloat16) if on_gpu else (2**26, 2048, torch.float32)
+    big, square = torch.ones(num, device=device), torch.randn(size, size, device=device, dtype=dtype)
+    copy = torch.empty_like(big)
+    how: dict[str, Any] = {"rounds": 4, "num": 5, "clock": synced_seconds_of} if on_gpu else {"rounds": 12}
+    copying, multiplying = best_of(lambda: copy.copy_(big), **how), best_of(lambda: square @ square, **how)
+    return Machine(2 * 4 * num / copying, 2 * size**3 / multiplying)
+
+
+def synced_seconds_of(call: Call, num: int = 1) -> float:
+    """Seconds of a call by the GPU's clock, from an idle GPU on: the time that the host takes to start the first counts."""
+    torch.cuda.synchronize()
+    return gpu_seconds_of(call, num)
+
+
+class HiddenLayers(nn.Module):
     """Hidden layers of one width, as they follow each other in a network."""
 
     def __init__(self, width: int, depth: int) -> None:
@@ -58,19 +77,19 @@ class Stack(nn.Module):
         return x
 
 
-def stack(width: int, depth: int, density: float, *, pattern: str = "random") -> tuple[Stack, Plan]:
-    model = Stack(width, depth)
+def hidden_layers(width: int, depth: int, density: float, *, pattern: str = "random") -> tuple[HiddenLayers, Plan]:
+    model = HiddenLayers(width, depth)
     with warnings.catch_warnings(), torch.device("meta"):
         warnings.simplefilter("ignore")
-        base = Stack(width // 4, depth)
+        base = HiddenLayers(width // 4, depth)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # few weights per neuron are what is measured here
         return model, parameterize(model, base=base, density=density, pattern=pattern, reset=False)
 
 
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Of hidden weights, their indices and their optimizer state; a peer's index is not counted."""
-    hidden = model.hidden if isinstance(model, Stack) else model
+    """Bytes of hidden weights, their indices and their optimizer state; a peer's index is not counted."""
+    hidden = model.hidden if isinstance(model, HiddenLayers) else model
     weights = [parameter for parameter in hidden.parameters() if parameter in optimizer.state]
     tensors = [value for weight in weights for value in (weight, *optimizer.state[weight].values()) if value.ndim]
     index = sum(layer.num_index_bytes for layer in hidden.modules() if isinstance(layer, SparseLinear))
@@ -83,23 +102,24 @@ def against_dense(seconds: dict[str, float], held: dict[str, int], side: str, de
 
 
 def step_floor(width: int, tokens: int, depth: int, density: float, machine: Machine, *, activation_bytes: int = 4) -> float:
+    """Seconds of a training step of hidden layers."""
     num = density * width * width
     # A layer reads its input twice and the gradient of its output, and writes its output and the gradient of its input; the
-    # activation function behind it does the same. Of weight, gradient and both averages each is read and all but one written.
+    # activation function after it does the same. Of weight, gradient and both averages each is read and all but one written.
     activations = 10 * activation_bytes * tokens * width
     state = num * (7 * 4 + (8 if density < 1 else 0))
     return depth * _floor(activations + state, 6 * num * tokens, machine)
 
 
 def layer_floor(width: int, tokens: int, density: float, machine: Machine) -> float:
-    """Of forward and backward in bfloat16: half of the above for activations; weights read twice, their gradient written;
+    """Seconds of forward and backward in bfloat16: activations as in half a step, weights read twice, their gradient written;
     no indices."""
     num = density * width * width
     return _floor(5 * 2 * tokens * width + num * 3 * 2, 6 * num * tokens, machine)
 
 
 def product_floor(width: int, tokens: int, density: float, machine: Machine) -> float:
-    """Of a forward product in bfloat16: activations read and written, weights read; no indices."""
+    """Seconds of a forward product in bfloat16: activations read and written, weights read; no indices."""
     num = density * width * width
     return _floor(2 * 2 * tokens * width + num * 2, 2 * num * tokens, machine)
 

@@ -7,13 +7,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from smupar.bench.sparse import cpu, gpu
-from smupar.bench.sparse.rows import Machine, Part
+from smupar.bench.sparse.rows import Machine, Part, measure_machine
 from smupar.bench.sparse.show import draw, facts, table
 from smupar.lm.config.run import ModelConfig
 from smupar.output.files import write_atomic
@@ -42,24 +41,26 @@ def bench_sparse(
     folder = None if out is None else Path(out)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
+    machine = measure_machine(torch.device(device))
     if device == "cuda":
-        machine, wanted = gpu.measure_machine(), (widths or gpu.WIDTHS, densities or gpu.DENSITIES, tokens or 16384)
-        parts = gpu.bench(*wanted, width=width, depth=depth, repeats=repeats, machine=machine)
+        sizes = (widths or gpu.WIDTHS, densities or gpu.DENSITIES, tokens or 16384)
+        parts = gpu.bench(*sizes, width=width, depth=depth, repeats=repeats, machine=machine)
     else:
-        machine, wanted = cpu.measure_machine(), (widths or _WIDTHS, densities or _DENSITIES, tokens or 2048)
-        parts = _on_cpu(*wanted, width=width, depth=depth, repeats=repeats, machine=machine, gpt=gpt)
-    found = Part([], [])
+        sizes = (widths or _WIDTHS, densities or _DENSITIES, tokens or 2048)
+        parts = _on_cpu(*sizes, width=width, depth=depth, repeats=repeats, machine=machine, gpt=gpt)
+    total = Part([], [])
     for part in parts:
-        found.rows.extend(part.rows)
-        found.missed.extend(part.missed)
+        total.rows.extend(part.rows)
+        total.missed.extend(part.missed)
         if folder is not None:  # each time, so that an interrupted run keeps what it has
-            write_atomic(folder / "sparse.json", json.dumps(_numbers(found, machine, repeats, device), indent=1))
-    if folder is not None and found.rows:
+            numbers = {"machine": asdict(machine), **facts(repeats, device), **asdict(total)}
+            write_atomic(folder / "sparse.json", json.dumps(numbers, indent=1))
+    if folder is not None and total.rows:
         try:
-            draw(found.rows, width).savefig(folder / "sparse.png", dpi=120)
+            draw(total.rows, width).savefig(folder / "sparse.png", dpi=120)
         except ModuleNotFoundError as error:  # the numbers do not need matplotlib
             print(f"smupar: only {folder / 'sparse.json'} was written, {error}", file=sys.stderr)
-    return table(found, machine, repeats, device)
+    return table(total, machine, repeats, device)
 
 
 def _pick(device: str | None) -> str:
@@ -89,7 +90,3 @@ def _on_cpu(
         yield Part(cpu.bench_layers(at_width, density, tokens, depth, repeats, machine), [])
     if gpt is not None:
         yield Part(cpu.bench_gpt(gpt, tokens, 1 / 32, repeats), [])
-
-
-def _numbers(found: Part, machine: Machine, repeats: int, device: str) -> dict[str, Any]:
-    return {"machine": asdict(machine), **facts(repeats, device), **asdict(found)}

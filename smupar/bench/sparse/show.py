@@ -1,4 +1,4 @@
-"""The table and the picture."""
+"""The table and the picture of ``bench_sparse``."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from smupar.output.pictures import new_figure
 
 
 def facts(repeats: int, device: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"torch": torch.__version__, "repeats": repeats, "device": device}
+    about: dict[str, Any] = {"torch": torch.__version__, "repeats": repeats, "device": device}
     if device == "cuda":
-        return {**found, "name": torch.cuda.get_device_name()}
+        return {**about, "name": torch.cuda.get_device_name()}
     try:
         library()
         kernel = "compiled"
     except NoKernel as why:
         kernel = f"torch: {why}"
-    return {**found, "threads": torch.get_num_threads(), "kernel": kernel}
+    return {**about, "threads": torch.get_num_threads(), "kernel": kernel}
 
 
-def table(found: Part, machine: Machine, repeats: int, device: str) -> str:
-    rows, known, on_gpu = found.rows, facts(repeats, device), device == "cuda"
+def table(part: Part, machine: Machine, repeats: int, device: str) -> str:
+    rows, about, on_gpu = part.rows, facts(repeats, device), device == "cuda"
     floor = f"Floor: {machine.copy_bytes / 1e9:.1f} GB/s, {machine.product_flops / 1e9:.0f} GFLOP/s. "
     if on_gpu:
         head = (
-            f"{known['name']}, torch {known['torch']}; layer: forward and backward in bf16, product: forward, layers: a "
+            f"{about['name']}, torch {about['torch']}; layer: forward and backward in bf16, product: forward, layers: a "
             "training step (weights and fused AdamW fp32, autocast bf16); captured: as a CUDA graph, against dense captured; "
             f"median of {repeats} rounds in turns, against dense bf16. {floor}"
             "State: weights and indices, of layers AdamW's averages too. Peak: what a step allocates beside what is there"
         )
     else:
         head = (
-            f"CPU, {known['threads']} threads, torch {known['torch']}, kernel {known['kernel']}; forward, backward and AdamW, "
+            f"CPU, {about['threads']} threads, torch {about['torch']}, kernel {about['kernel']}; forward, backward and AdamW, "
             f"median of {repeats} in turns. {floor}State: weights, indices and AdamW's averages of hidden layers"
         )
     long = max([14, *(len(row.side) for row in rows)])
     peak = "  peak MB" if on_gpu else ""
     lines = [head, f"what     width  density  {'side':<{long}}  ms a step   speed  floor ms{peak}  state MB  of dense"]
     lines += [_line(row, long, on_gpu) for row in rows]
-    lines += found.missed
+    lines += part.missed
     absent = [name for name in cpu.PEERS if name not in {row.side for row in rows}]
     if absent and not on_gpu:
         lines.append(f"not installed here, so not compared: {', '.join(absent)}")
@@ -65,7 +65,7 @@ def _line(row: Row, long: int, on_gpu: bool) -> str:
 
 def draw(rows: list[Row], width: int) -> Any:
     """Time against density at one width, and against width at one density, with the floor; dense at that one width takes 1.
-    Of training steps on a CPU, of a layer's passes on a GPU."""
+    Times are those of training steps on a CPU, and of a layer's passes on a GPU."""
     figure = new_figure(figsize=(11, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     on_gpu = any(row.what == "layer" for row in rows)

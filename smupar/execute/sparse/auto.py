@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from smupar.execute.sparse.backends import BACKENDS, DENSE, out_dim_of
-from smupar.execute.timing import Call, in_turns, seconds_of
+from smupar.execute.sparse.backends import DENSE, compress, out_dim_of
+from smupar.execute.timing import Call, in_turns, seconds_of, training_step
 from smupar.model.sharding import num_ranks
 
 _ROUNDS = 3
@@ -21,10 +20,8 @@ _GPU_MARGIN = 0.03  # a GPU's clock rate wanders: what gains less stays dense
 
 @dataclass(frozen=True)
 class Timing:
-    seconds: dict[str, float]
-    """Of a training step, by backend, "dense" among them."""
-    failures: dict[str, str]
-    """Backends that could not do it after all, with what they said."""
+    seconds: dict[str, float]  # of a training step, by backend, "dense" among them
+    failures: dict[str, str]  # backends that could not do it after all, with what they said
 
     def fastest(self, device: torch.device) -> str:
         best = min(self.seconds, key=lambda name: self.seconds[name])
@@ -39,19 +36,15 @@ Measured = dict[tuple[object, ...], Timing]
 class Work:
     """What a layer is given in a training step."""
 
-    tokens: int
-    """Rows of the activations, in a pass."""
-    passes: int = 1
-    """Before the optimizer's step: micro-batches."""
-    dtype: torch.dtype | None = None
-    """Of the activations; None: that of the weights."""
+    tokens: int  # rows of the activations, in a pass
+    passes: int = 1  # before the optimizer's step: micro-batches
+    dtype: torch.dtype | None = None  # of the activations; None: that of the weights
 
 
 def timing_of(layer: nn.Module, mask: Tensor, backends: list[str], work: Work, known: Measured) -> Timing:
-    """Of a training step; ``known`` has those of layers like it and is added to. On several ranks
-    all take what the first measured: they must choose alike."""
-    weight = layer.weight
-    assert isinstance(weight, Tensor)
+    """How long a training step of the layer takes; ``known`` has the timings of layers like it and gets new ones. On several
+    ranks all take what the first measured: they must choose alike."""
+    weight: Any = layer.weight
     density = float(f"{float(mask.sum()) / mask.numel():.2g}")
     key = (type(layer), tuple(weight.shape), density, weight.dtype, weight.device, work, *backends)
     if key not in known:
@@ -71,8 +64,7 @@ def _measured(layer: nn.Module, mask: Tensor, backends: list[str], work: Work) -
     for name in backends:
         copy = _like(layer, mask)
         try:
-            BACKENDS[name].compress(copy, mask)
-            step = _step_of(copy, sizes, work)
+            step = _step_of(compress(copy, mask, name), sizes, work)
             step()
         except Exception as error:  # whatever a compiler or a library of kernels raises; the layer can stay as it is
             failures[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
@@ -83,21 +75,21 @@ def _measured(layer: nn.Module, mask: Tensor, backends: list[str], work: Work) -
 
 def _like(layer: nn.Module, mask: Tensor) -> nn.Module:
     """A layer of the same class and size with other weights and without hooks."""
-    made = type(layer).__new__(type(layer))
-    made.__dict__.update(vars(layer))
-    nn.Module.__init__(made)  # of what torch keeps in modules, nothing is shared with the layer
+    twin = type(layer).__new__(type(layer))
+    twin.__dict__.update(vars(layer))
+    nn.Module.__init__(twin)  # so that nothing that torch keeps in modules is shared with the layer
     weight: Any = layer.weight
     bias: Any = getattr(layer, "bias", None)
     with torch.random.fork_rng(devices=[]):  # the user's random numbers stay what they were
         values = torch.randn(weight.shape).to(weight)
-    made.register_parameter("weight", nn.Parameter(values))
-    made.register_parameter("bias", None if bias is None else nn.Parameter(torch.zeros_like(bias)))
-    made.register_buffer("weight_mask", mask)
-    return made
+    twin.register_parameter("weight", nn.Parameter(values))
+    twin.register_parameter("bias", None if bias is None else nn.Parameter(torch.zeros_like(bias)))
+    twin.register_buffer("weight_mask", mask)
+    return twin
 
 
-def _step_of(layer: nn.Module, sizes: tuple[int, int], work: Work) -> Callable[[], None]:
-    """``sizes`` are those of input and output."""
+def _step_of(layer: nn.Module, sizes: tuple[int, int], work: Work) -> Call:
+    """A training step of the layer; ``sizes`` are those of input and output."""
     like = next(layer.parameters())
     rng = torch.Generator(like.device).manual_seed(0)
     # Random, since a GPU is faster at multiplying constants.
@@ -106,26 +98,6 @@ def _step_of(layer: nn.Module, sizes: tuple[int, int], work: Work) -> Callable[[
     )
     optimizer = torch.optim.AdamW(layer.parameters(), lr=0.0, fused=like.is_cuda)  # the weights stay as they are
     return training_step(layer, optimizer, x, grad, work.passes)
-
-
-def training_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, grad: Tensor, passes: int = 1
-) -> Callable[[], None]:
-    """Forward and backward to input and weights, and the optimizer's step; under autocast where activations have another dtype
-    than the weights."""
-    x = x.detach().requires_grad_()
-    mixed = next(model.parameters()).dtype != x.dtype
-
-    def step() -> None:
-        for _ in range(passes):
-            with torch.enable_grad(), torch.autocast(x.device.type, x.dtype if mixed else torch.bfloat16, enabled=mixed):
-                y = model(x)
-            y.backward(grad)
-            x.grad = None
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
 
 
 def _seconds(step: Call, device: torch.device) -> float:

@@ -1,64 +1,61 @@
-"""The ways of keeping a sparse layer, by name, and which layers each can hold. They share one kind of layer and differ in the
-kernel that multiplies: a new one is a kernel, an entry in ``kernels`` and its name here."""
+"""The backends: ways of keeping a sparse layer, by name. They share one kind of layer, ``SparseLinear``, and differ in the
+kernel that multiplies. A new one is a ``Kernel``, its line in ``_ON_GPU``, and its name among the choices of
+``Execution.storage`` in ``lm/config/run``."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from functools import cache, partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from smupar.execute.sparse import gpu, linear
-from smupar.execute.sparse.kernels import kernel_of, missing
+from smupar.execute.sparse import cpu, gpu
+from smupar.execute.sparse.block import Blocks
+from smupar.execute.sparse.semi import SemiStructured
+from smupar.execute.sparse.tiles import Tiles
+from smupar.model.compressed import Kernel, SparseLinear
+from smupar.model.csr import row_index
+from smupar.model.gradients import PassGradient
 from smupar.model.sharding import is_sharded
 from smupar.plan.layers import kind_of
 
+_ON_GPU: dict[str, gpu.OnGpu] = {"csr": Tiles(), "2:4": SemiStructured(), "block": Blocks()}
+BACKENDS = tuple(_ON_GPU)
 DENSE, AUTO = "dense", "auto"
 _CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+
+def missing(backend: str, device: torch.device) -> str | None:
+    """What a backend would need to run on a device, or None."""
+    if device.type == "cpu" and backend == "csr":
+        return None
+    if device.type != "cuda":
+        where = "runs on a CPU or an NVIDIA GPU" if backend == "csr" else "needs an NVIDIA GPU"
+        return f"backend {backend!r} {where}, the model is on {device}: use {'dense' if backend == 'csr' else 'csr'!r} there"
+    return _missing_on_gpu(backend, device)
+
+
+@cache
+def _missing_on_gpu(backend: str, device: torch.device) -> str | None:
+    why = _ON_GPU[backend].missing(device)
+    return why and f"backend {backend!r} on a GPU needs {why}: use 'dense', or 'csr' on a CPU"
+
+
+def kernel_of(backend: str, device: torch.device) -> Kernel:
+    """The kernel that multiplies for a backend on a device."""
+    if why := missing(backend, device):
+        raise ValueError(why)
+    return cpu.best_kernel() if device.type == "cpu" else _ON_GPU[backend]
+
+
+# Which layers
 
 
 def out_dim_of(layer: nn.Module) -> int | None:
     """Which dimension of its weight a plain linear layer writes; None for any other layer."""
     kind = kind_of(layer)
     return kind.out_dim if kind.is_plain else None
-
-
-@dataclass(frozen=True)
-class Backend:
-    name: str
-
-    def missing(self, device: torch.device) -> str | None:
-        """What it would need to run on a device, or None."""
-        return missing(self.name, device)
-
-    def refusal(self, layer: nn.Module, mask: Tensor, dtype: torch.dtype) -> str | None:
-        """Why it cannot hold a linear layer that gets activations of this dtype, or None."""
-        weight: Any = layer.weight
-        on_gpu = weight.device.type == "cuda"
-        dtypes = gpu.VALUE_DTYPES if on_gpu else _CPU_DTYPES
-        if weight.dtype not in dtypes:
-            names = ", ".join(str(one).removeprefix("torch.") for one in dtypes)
-            where = " on a GPU" if on_gpu else ""
-            return f"its weight is {weight.dtype}, and backend {self.name!r} multiplies {names}{where}: convert it first"
-        kernel = kernel_of(self.name, weight.device)
-        if kernel.dtype not in (None, dtype):
-            return (
-                f"its activations are {dtype}, and backend {self.name!r} multiplies {kernel.dtype} on a GPU: pass "
-                f"dtype={kernel.dtype} and train under torch.autocast('cuda', {kernel.dtype}) (smupar train: --dtype bf16)"
-            )
-        return kernel.refusal(mask)
-
-    def compress(self, layer: nn.Module, mask: Tensor) -> None:
-        """Makes a sparse layer of it, in place."""
-        out_dim = out_dim_of(layer)
-        assert out_dim is not None
-        if not hasattr(layer, "bias"):  # a layer of the user's own
-            layer.register_parameter("bias", None)
-        linear.compress(layer, mask, out_dim=out_dim, backend=self.name)
-
-
-BACKENDS = {name: Backend(name) for name in ("csr", "2:4", "block")}
 
 
 def layer_refusal(layer: nn.Module, leaf: str, parent: nn.Module, num_users: int) -> str | None:
@@ -78,3 +75,54 @@ def layer_refusal(layer: nn.Module, leaf: str, parent: nn.Module, num_users: int
     if weight.is_meta:
         return "its weight is on the meta device: call to_empty and parameterize first"
     return None
+
+
+def refusal(backend: str, layer: nn.Module, mask: Tensor, dtype: torch.dtype) -> str | None:
+    """Why a backend cannot hold a linear layer that gets activations of this dtype, or None."""
+    weight: Any = layer.weight
+    on_gpu = weight.device.type == "cuda"
+    dtypes = gpu.VALUE_DTYPES if on_gpu else _CPU_DTYPES
+    if weight.dtype not in dtypes:
+        names = ", ".join(str(known).removeprefix("torch.") for known in dtypes)
+        where = " on a GPU" if on_gpu else ""
+        return f"its weight is {weight.dtype}, and backend {backend!r} multiplies {names}{where}: convert it first"
+    kernel = kernel_of(backend, weight.device)
+    if kernel.dtype not in (None, dtype):
+        return (
+            f"its activations are {dtype}, and backend {backend!r} multiplies {kernel.dtype} on a GPU: pass "
+            f"dtype={kernel.dtype} and train under torch.autocast('cuda', {kernel.dtype}) (smupar train: --dtype bf16)"
+        )
+    return kernel.refusal(mask)
+
+
+# There and back
+
+
+def compress(layer: nn.Module, mask: Tensor, backend: str = "csr", *, out_dim: int | None = None) -> SparseLinear:
+    """Makes a SparseLinear of a plain linear layer, in place; ``out_dim`` is for a class that is not in the table of layers."""
+    weight, original = layer.get_parameter("weight"), type(layer)
+    out_dim = out_dim_of(layer) if out_dim is None else out_dim
+    assert out_dim is not None
+    num_rows, num_columns = weight.shape
+    starts, columns = row_index(mask)
+    values = nn.Parameter(weight.detach()[mask], requires_grad=weight.requires_grad)
+    del layer.weight_mask
+    layer.__class__ = SparseLinear
+    sparse = cast(SparseLinear, layer)
+    sparse.original, sparse.matrix_shape, sparse.out_dim, sparse.backend = original, (num_rows, num_columns), out_dim, backend
+    sparse.kernel_of, sparse.dense, sparse.weight = partial(kernel_of, backend), PassGradient(), values
+    sparse.register_buffer("weight_columns", columns)
+    sparse.register_buffer("weight_row_starts", starts)
+    return sparse
+
+
+def expand(layer: SparseLinear) -> None:
+    """Makes the layer again what it was before ``compress``, with its present values and mask."""
+    mask, original = layer.weight_mask, layer.original
+    weight = nn.Parameter(layer.expand(layer.weight.detach()), requires_grad=layer.weight.requires_grad)
+    del layer.weight_columns, layer.weight_row_starts
+    for name in ("original", "matrix_shape", "out_dim", "backend", "kernel_of", "dense", "_index", "_made_of"):
+        layer.__dict__.pop(name, None)
+    layer.__class__ = original  # type: ignore[assignment]
+    layer.weight = weight
+    layer.register_buffer("weight_mask", mask)

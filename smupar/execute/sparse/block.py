@@ -1,12 +1,13 @@
 """Square blocks that are kept or dropped whole (pattern "block-64"), on a GPU: dense products of blocks by Triton.
 
 Values stay where the parameter has them, row by row: a block is found by where it starts and how far its rows are apart, and
-read as it is or turned. So forward, both gradients and any optimizer work on one tensor without repacking.
+read as it is or transposed. So forward, both gradients and any optimizer work on one tensor without repacking.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,17 +15,14 @@ import torch
 from torch import Tensor
 
 from smupar.execute.sparse.gpu import DTYPE, GpuIndex, OnGpu
+from smupar.model.compressed import KernelIndex
 from smupar.model.csr import mask_of_index
 
 _SIZES = (128, 64, 32, 16)
-_LAUNCH = {128: (8, 3), 64: (4, 4), 32: (4, 4), 16: (4, 4)}
-"""Warps and stages by block size: the fastest on an H200; those for 16 were not measured."""
+# By block size: the fastest on an H200; those for 16 were not measured.
+_LAUNCH = {size: {"num_warps": 4, "num_stages": 4} for size in _SIZES} | {128: {"num_warps": 8, "num_stages": 3}}
 _TOKENS, _TOKENS_BACK = 128, 64  # rows that a program takes at a time: of a product, of the gradient of the weights
 _MOST_PROGRAMS = 65535  # along the second dimension of a grid. Rows stay there: programs that run together share them
-
-
-def missing() -> str | None:
-    return None if find_spec("triton") is not None else "Triton: pip install triton"
 
 
 def block_size(mask: Tensor) -> int | None:
@@ -42,27 +40,21 @@ def _counts(mask: Tensor, size: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Lines:
-    """Kept blocks in the order of one dimension."""
+class BlockCsr(KernelIndex):
+    """The kept blocks line by line, where the lines are rows of blocks or columns of blocks."""
 
-    starts: Tensor  # of each line of blocks among them
-    others: Tensor  # the place of each in the other dimension
-    origins: Tensor  # where each begins among the values, in block sizes
-    strides: Tensor  # from a row of it to the next, in block sizes
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.starts, self.others, self.origins, self.strides
+    starts: Tensor  # [lines + 1]: where the blocks of each line start
+    indices: Tensor  # [blocks]: the place of each in its line
+    origins: Tensor  # [blocks]: where each begins among the values, in block sizes
+    strides: Tensor  # [blocks]: from a row of it to the next, in block sizes
 
 
 @dataclass(frozen=True)
 class BlocksIndex(GpuIndex):
-    rows: Lines
-    columns: Lines
+    rows: BlockCsr
+    columns: BlockCsr
     row_of: Tensor  # of each kept block, in the order of ``rows``
     size: int
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return *self.rows.tensors(), *self.columns.tensors(), self.row_of
 
 
 def blocks_index(mask: Tensor, size: int, out_dim: int) -> BlocksIndex:
@@ -74,8 +66,8 @@ def blocks_index(mask: Tensor, size: int, out_dim: int) -> BlocksIndex:
     origins = starts[row_of] * size + torch.arange(len(row_of), device=mask.device) - starts[row_of]
     strides = in_row[row_of]
     order = torch.argsort(column_of, stable=True)
-    by_row = Lines(*(part.int() for part in (starts, column_of, origins, strides)))
-    by_column = Lines(*(part.int() for part in (_starts(keep.sum(0)), row_of[order], origins[order], strides[order])))
+    by_row = BlockCsr(*(part.int() for part in (starts, column_of, origins, strides)))
+    by_column = BlockCsr(*(part.int() for part in (_starts(keep.sum(0)), row_of[order], origins[order], strides[order])))
     return BlocksIndex((mask.shape[0], mask.shape[1]), out_dim, by_row, by_column, row_of.int(), size)
 
 
@@ -85,6 +77,9 @@ def _starts(counts: Tensor) -> Tensor:
 
 class Blocks(OnGpu):
     name = "block"
+
+    def missing(self, device: torch.device) -> str | None:
+        return super().missing(device) or (None if find_spec("triton") else "Triton: pip install triton")
 
     def refusal(self, mask: Tensor) -> str | None:
         if block_size(mask) is None:
@@ -101,20 +96,20 @@ class Blocks(OnGpu):
     def product(self, rows: Tensor, index: BlocksIndex, values: Tensor, *, back: bool) -> Tensor:
         by_row = index.out_dim == int(back)  # whether what is written is a row of blocks as they are kept
         lines, num_lines = (index.rows, index.shape[0]) if by_row else (index.columns, index.shape[1])
-        y, own, most = rows.new_empty(len(rows), num_lines), values.to(DTYPE), _MOST_PROGRAMS * _TOKENS
+        y, halves, most = rows.new_empty(len(rows), num_lines), values.to(DTYPE), _MOST_PROGRAMS * _TOKENS
         for part, made in zip(rows.split(most), y.split(most), strict=True):
             _kernels().gathered[(num_lines // index.size, -(-len(part) // _TOKENS))](
                 part,
-                own,
+                halves,
                 made,
                 *lines.tensors(),
                 len(part),
                 rows.shape[1],
                 num_lines,
-                TURNED=by_row,
+                TRANSPOSED=by_row,
                 SIZE=index.size,
                 TOKENS=_TOKENS,
-                **_launch(index.size),
+                **_LAUNCH[index.size],
             )
         return y
 
@@ -127,7 +122,7 @@ class Blocks(OnGpu):
                 by_column,
                 made,
                 index.row_of,
-                index.rows.others,
+                index.rows.indices,
                 index.rows.origins,
                 index.rows.strides,
                 len(grad),
@@ -135,18 +130,11 @@ class Blocks(OnGpu):
                 by_column.shape[1],
                 SIZE=index.size,
                 TOKENS=_TOKENS_BACK,
-                **_launch(index.size),
+                **_LAUNCH[index.size],
             )
         return made
 
 
-def _launch(size: int) -> dict[str, int]:
-    warps, stages = _LAUNCH[size]
-    return {"num_warps": warps, "num_stages": stages}
-
-
 def _kernels() -> Any:
-    """Imported late: Triton comes with torch for GPUs only."""
-    from smupar.execute.sparse import block_kernels
-
-    return block_kernels
+    """The Triton kernels, imported late: Triton comes with torch for GPUs only."""
+    return import_module("smupar.execute.sparse.block_kernels")

@@ -13,28 +13,28 @@ def gathered(
     V,
     Y,
     starts,
-    others,
+    indices,
     origins,
     strides,
     num_tokens,
     num_in,
     num_out,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     SIZE: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Y[tokens, line] = sum over the blocks of the line of X[tokens, other] times the block, or its transpose if TURNED."""
+    """Y[tokens, line] = sum over the blocks of the line of X[tokens, other] times the block, or its transpose if TRANSPOSED."""
     line = tl.program_id(0)
     token = (tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     inside = (token < num_tokens)[:, None]
     each = tl.arange(0, SIZE)
     total = tl.zeros((TOKENS, SIZE), dtype=tl.float32)
     for k in range(tl.load(starts + line), tl.load(starts + line + 1)):
-        other = tl.load(others + k)
+        other = tl.load(indices + k)
         block = V + tl.load(origins + k).to(tl.int64) * SIZE
         stride = tl.load(strides + k).to(tl.int64) * SIZE
         x = tl.load(X + token[:, None] * num_in + (other * SIZE + each)[None, :], mask=inside, other=0.0)
-        if TURNED:
+        if TRANSPOSED:
             w = tl.load(block + each[None, :] * stride + each[:, None])
         else:
             w = tl.load(block + each[:, None] * stride + each[None, :])

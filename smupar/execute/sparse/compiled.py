@@ -13,7 +13,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 _SOURCE = Path(__file__).with_name("kernel.cpp")
@@ -38,7 +38,7 @@ def library() -> ctypes.CDLL:
 @cache
 def _library() -> ctypes.CDLL | str:
     compiler = next(
-        (path for name in (os.environ.get("CXX"), "c++", "g++", "clang++") if name and (path := _found(name))), None
+        (path for name in (os.environ.get("CXX"), "c++", "g++", "clang++") if name and (path := shutil.which(name))), None
     )
     if compiler is None:
         return "there is no C++ compiler (c++, g++ or clang++; CXX names another)"
@@ -56,12 +56,8 @@ def _library() -> ctypes.CDLL | str:
         return f"the compiled kernel could not be kept or loaded: {error}"
 
 
-def _found(name: str) -> str | None:
-    return shutil.which(name)
-
-
 def _machine() -> bytes:
-    """What code for this very processor depends on."""
+    """A description of this processor, since code that is compiled for it may not run on another."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
@@ -80,17 +76,14 @@ def _folder() -> Path:
 
 def _compile(compiler: str, folder: Path, name: str) -> None:
     with tempfile.TemporaryDirectory(dir=folder) as unfinished:
-        made = Path(unfinished) / name
-        command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(made)]
+        path = Path(unfinished) / name
+        run = partial(subprocess.run, check=True, capture_output=True, text=True)
+        command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(path)]
         try:
-            _run([*command, "-fopenmp"])
+            run([*command, "-fopenmp"])
         except subprocess.CalledProcessError:  # Apple's compiler has no OpenMP: one thread then
-            _run([*command, "-Wno-unknown-pragmas"])
-        made.replace(folder / name)  # whole, whichever process was first
-
-
-def _run(command: list[str]) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True)
+            run([*command, "-Wno-unknown-pragmas"])
+        path.replace(folder / name)  # whole, whichever process was first
 
 
 def _typed(loaded: ctypes.CDLL) -> ctypes.CDLL:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from smupar.execute.sparse import backends
 from smupar.execute.sparse.auto import Measured, Work, timing_of
-from smupar.execute.sparse.backends import AUTO, BACKENDS, DENSE, layer_refusal
-from smupar.execute.sparse.kernels import kernel_of
-from smupar.execute.sparse.linear import SparseLinear, expand
+from smupar.execute.sparse.backends import AUTO, BACKENDS, DENSE
+from smupar.model.compressed import SparseLinear
 from smupar.model.csr import expand_state, is_compressed
 from smupar.model.parameterize import attach, check_plan, is_parameterized, unwrapped
 from smupar.model.storage import watch_optimizers
@@ -37,8 +37,7 @@ class StoredLayer:
     shape: tuple[int, ...]
     density: float
     backend: str
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    """Of a training step, by backend, where they were measured."""
+    seconds: Mapping[str, float] = field(default_factory=dict)  # of a training step, by backend, where they were measured
     note: str = ""
 
 
@@ -48,9 +47,9 @@ class StorageReport:
 
     layers: tuple[StoredLayer, ...]
     num_bytes: int
-    """Of these weights with their masks or indices."""
+    """Bytes of these weights with their masks or indices."""
     dense_bytes: int
-    """Of the weights alone, were they dense."""
+    """Bytes of the weights alone, were they dense."""
 
     def __str__(self) -> str:
         alike: dict[tuple[str, ...], list[str]] = {}  # layers of all blocks in one line
@@ -96,7 +95,7 @@ def sparsify_storage(
         raise ValueError(f"tokens and passes must be at least 1, got {tokens} and {passes}")
     masked = _masked(model, plan)
     device = masked[0].parameter.device
-    if backend in BACKENDS and (missing := BACKENDS[backend].missing(device)):
+    if backend in BACKENDS and (missing := backends.missing(backend, device)):
         raise ValueError(missing)
     _refuse_dtype(dtype, masked)
     if dtype is None and torch.is_autocast_enabled(device.type):
@@ -142,8 +141,8 @@ def _carry_out(model: nn.Module, plan: Plan, layers: list[StoredLayer]) -> Stora
 
 
 def dense_state_dict(model: nn.Module) -> dict[str, Any]:
-    """The state dict that the model would have with all its weights dense: matrices and masks. Models of both kinds load it,
-    as they load that of a sparse one."""
+    """The state dict that the model would have with all its weights dense: matrices and masks. Models whose weights are dense
+    and models that keep only non-zeros both load it, as both load the state dict of a sparse model."""
     model = unwrapped(model)
     state = dict(model.state_dict())
     for key in [key for key in state if is_compressed(state, key)]:
@@ -181,57 +180,55 @@ def _refuse_dtype(dtype: torch.dtype | None, masked: list[MaskedWeight]) -> None
 def _refusal(
     model: nn.Module, weight: MaskedWeight, backend: str, users: Counter[int], dtype: torch.dtype | None
 ) -> str | None:
-    """Why the layer cannot be kept as asked, or, for "auto", as anything but a matrix."""
+    """Why the layer cannot be kept as asked; for "auto", why it can only stay a matrix."""
     if backend == DENSE:
         return None
     parent = model.get_submodule(parent_path(parent_path(weight.name)))
-    why = layer_refusal(weight.module, weight.leaf, parent, users[id(weight.parameter)]) if weight.stores_zeros else None
+    why = (
+        backends.layer_refusal(weight.module, weight.leaf, parent, users[id(weight.parameter)]) if weight.stores_zeros else None
+    )
     if why is None and backend in BACKENDS:
-        why = BACKENDS[backend].refusal(weight.module, weight.full_mask(), dtype or weight.parameter.dtype)
+        why = backends.refusal(backend, weight.module, weight.full_mask(), dtype or weight.parameter.dtype)
     return why
 
 
 def _choice(weight: MaskedWeight, backend: str, refusal: str | None, work: Work, known: Measured) -> StoredLayer:
-    mask, chosen, seconds, note = weight.full_mask(), backend, dict[str, float](), refusal or ""
-    if backend == AUTO:
-        chosen = DENSE
-        if refusal is None:
-            chosen, seconds, note = _fastest(_with_matrix(weight.module), mask, work, known)
+    mask, chosen, seconds, note = weight.full_mask(), DENSE if backend == AUTO else backend, dict[str, float](), refusal or ""
+    if backend == AUTO and refusal is None:
+        chosen, seconds, note = _fastest(_with_matrix(weight.module), mask, work, known)
     density = float(torch.count_nonzero(mask)) / mask.numel()
     return StoredLayer(weight.name, tuple(mask.shape), density, chosen, seconds, note)
 
 
 def _with_matrix(layer: nn.Module) -> nn.Module:
-    """The layer, or one like it if it keeps non-zeros."""
+    """The layer, or, if it keeps only its non-zeros, a copy of it that has the matrix."""
     if not isinstance(layer, SparseLinear):
         return layer
     twin = copy.copy(layer)
     twin.__dict__.update(_insides(layer))  # torch's copy would share them
-    expand(twin)
+    backends.expand(twin)
     return twin
 
 
 def _keep(model: nn.Module, chosen: StoredLayer, tried: set[tuple[object, ...]]) -> None:
     layer, mask = model.get_submodule(parent_path(chosen.name)), weight_of(model, chosen.name).full_mask()
     if isinstance(layer, SparseLinear):
-        expand(layer)
+        backends.expand(layer)
     if chosen.backend == DENSE:
         return
-    BACKENDS[chosen.backend].compress(layer, mask)
-    assert isinstance(layer, SparseLinear)
-    layer.index()
-    key = chosen.backend, chosen.shape, layer.out_dim, layer.weight.dtype, layer.weight.device
-    if layer.weight.is_cuda and key not in tried:
-        _try(layer)
+    sparse = backends.compress(layer, mask, chosen.backend)
+    sparse.index()
+    key = chosen.backend, chosen.shape, sparse.out_dim, sparse.weight.dtype, sparse.weight.device
+    if sparse.weight.is_cuda and key not in tried:
+        _try(sparse)
         tried.add(key)
 
 
 def _try(layer: SparseLinear) -> None:
-    """A product and its gradients: kernels for GPUs are compiled only then, and what fails should fail here."""
-    kernel = kernel_of(layer.backend, layer.weight.device)
+    """Makes a product and its gradients: kernels for GPUs are compiled only then, and what fails should fail here."""
     sizes = layer.matrix_shape[1 - layer.out_dim], layer.matrix_shape[layer.out_dim]
+    kernel, values, index = layer.kernel, layer.weight.detach(), layer.index()
     x, grad = (torch.zeros(1, size, dtype=kernel.dtype, device=layer.weight.device) for size in sizes)
-    values, index = layer.weight.detach(), layer.index()
     kernel.forward(x, index, values, None)
     kernel.backward(grad, x, index, values, for_input=True, for_values=True)
     torch.cuda.synchronize(layer.weight.device)  # a launch that fails says so later
@@ -239,32 +236,32 @@ def _try(layer: SparseLinear) -> None:
 
 @contextlib.contextmanager
 def _all_or_nothing(layers: list[nn.Module]) -> Iterator[None]:
-    """Puts the layers back as they were if something fails: the same tensors, which takes no memory that might be missing."""
+    """If something fails, puts the layers back as they were. They get the same tensors again, so this takes no memory."""
     before = [(layer, type(layer), {**layer.__dict__, **_insides(layer)}) for layer in layers]
     try:
         yield
     except BaseException:
-        for layer, kind, own in before:
+        for layer, kind, attributes in before:
             layer.__class__ = kind
             layer.__dict__.clear()
-            layer.__dict__.update(own)
+            layer.__dict__.update(attributes)
         raise
 
 
 def _insides(layer: nn.Module) -> dict[str, Any]:
-    """Copies of what torch keeps the tensors of a module in."""
+    """Copies of the dictionaries in which torch keeps the tensors of a module."""
     return {name: copy.copy(layer.__dict__[name]) for name in ("_parameters", "_buffers", "_non_persistent_buffers_set")}
 
 
 def _fastest(layer: nn.Module, mask: Tensor, work: Work, known: Measured) -> tuple[str, dict[str, float], str]:
-    """A backend's name, what was measured, and why others were not among it."""
+    """The name of the fastest backend, what was measured, and why others were not."""
     weight: Any = layer.weight
     activations: torch.dtype = work.dtype or weight.dtype
-    here = [one for one, kind in BACKENDS.items() if not kind.missing(weight.device)]
-    unable = {one: why for one in here if (why := BACKENDS[one].refusal(layer, mask, activations))}
-    able = [one for one in here if one not in unable]
+    here = [name for name in BACKENDS if not backends.missing(name, weight.device)]
+    unable = {name: why for name in here if (why := backends.refusal(name, layer, mask, activations))}
+    able = [name for name in here if name not in unable]
     chosen, seconds = DENSE, dict[str, float]()
     if able:
         timing = timing_of(layer, mask, able, work, known)
         chosen, seconds, unable = timing.fastest(weight.device), timing.seconds, unable | timing.failures
-    return chosen, seconds, "; ".join(f"{one}: {why}" for one, why in unable.items())
+    return chosen, seconds, "; ".join(f"{name}: {why}" for name, why in unable.items())

@@ -1,5 +1,5 @@
-"""cuSPARSELt's product with a 2:4 matrix, planned once for a size. torch's own call makes its plan anew each time, which takes
-the host about as long as a GPU multiplies at width 4096.
+"""cuSPARSELt's product with a 2:4 matrix, planned once for a size. torch's own call plans again each time, which takes the host
+about as long as a GPU multiplies at width 4096.
 
 Called through ctypes: torch brings the library along, but not its header.
 """
@@ -27,6 +27,7 @@ _CUSPARSELT_MATMUL_ALG_DEFAULT = 0
 
 
 def missing() -> str | None:
+    """What 2:4 products would need of cuSPARSELt, or None."""
     version = torch.backends.cusparselt.version() if torch.backends.cusparselt.is_available() else None
     if version is None or not hasattr(torch, "_cslt_compress"):
         return f"cuSPARSELt, which torch {torch.__version__} was built without"
@@ -68,7 +69,7 @@ def _handle(device: torch.device) -> Struct:
     return handle
 
 
-class Plan:
+class MatmulPlan:
     """``plan(matrix, rows)`` is rows @ matrix.T, for one size of each, in bfloat16. ``matrix`` is packed."""
 
     def __init__(self, shape: tuple[int, int], num_rows: int, device: torch.device) -> None:
@@ -141,5 +142,5 @@ def _destroy(matrix: Struct, rows: Struct, result: Struct, product: Struct, choi
     library.cusparseLtMatmulPlanDestroy(plan)
     if hasattr(library, "cusparseLtMatmulAlgSelectionDestroy"):
         library.cusparseLtMatmulAlgSelectionDestroy(choice)
-    for one in (matrix, rows, result):
-        library.cusparseLtMatDescriptorDestroy(one)
+    for descriptor in (matrix, rows, result):
+        library.cusparseLtMatDescriptorDestroy(descriptor)

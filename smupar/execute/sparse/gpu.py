@@ -1,7 +1,7 @@
 """What the kernels for NVIDIA GPUs have in common: bfloat16, and CUDA source that torch compiles when it is first needed.
 
-Nothing of the weights is kept between passes: each packs the values anew, in what a launch costs. Optimizers of other libraries
-and CUDA graphs write to weights without telling torch, so there is no knowing that packed ones are still right.
+Nothing of the weights is kept between passes: each pass packs the values again, which costs a launch. Optimizers of other
+libraries and CUDA graphs write to weights without telling torch, so nobody knows whether packed values are still right.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
@@ -19,12 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from smupar.model.compressed import Kernel, KernelIndex
+
 DTYPE = torch.bfloat16
-VALUE_DTYPES = (torch.float32, torch.bfloat16)
-"""Of parameters: what the CUDA sources read and write."""
+VALUE_DTYPES = (torch.float32, torch.bfloat16)  # of parameters: what the CUDA sources read and write
 
 
 def missing(device: torch.device) -> str | None:
+    """What every kernel needs of a GPU and torch and does not find, or None."""
     if torch.version.hip is not None:
         return "an NVIDIA GPU"
     if sys.platform != "linux":
@@ -35,15 +38,11 @@ def missing(device: torch.device) -> str | None:
     return None if major >= 8 else f"a GPU that multiplies bfloat16 (compute capability 8.0), this one has {major}.{minor}"
 
 
+@cache
 def compiled(file: str, name: str, device: torch.device, *, shared: int = 0, **defines: int) -> Launch:
     """A function of a CUDA source of this folder; ``shared``: bytes of shared memory that it is launched with."""
-    return _compiled(file, name, device, shared, tuple(sorted(defines.items())))
-
-
-@cache
-def _compiled(file: str, name: str, device: torch.device, shared: int, defines: tuple[tuple[str, int], ...]) -> Launch:
-    source = "".join(f"#define {key} {value}\n" for key, value in defines)
-    source += "".join(Path(__file__).with_name(one).read_text() for one in ("bf16.cuh", file))
+    source = "".join(f"#define {key} {value}\n" for key, value in defines.items())
+    source += "".join(Path(__file__).with_name(part).read_text() for part in ("bf16.cuh", file))
     with torch.cuda.device(device):
         kernel = torch.cuda._compile_kernel(source, name)
         kernel.set_shared_memory_config(shared)
@@ -51,20 +50,20 @@ def _compiled(file: str, name: str, device: torch.device, shared: int, defines: 
 
 
 def current_stream(device: torch.device) -> ctypes.c_void_p:
-    """Without the object that torch.cuda.current_stream makes of it, which takes longer than a launch."""
+    """The stream's address. The object that torch.cuda.current_stream returns takes longer to make than a launch."""
     return ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device.index))
 
 
 class Launch:
-    """A kernel that torch compiled. Called by itself it looks up the driver's library at each launch, which takes the host
-    longer than the GPU needs for the kernel."""
+    """Launches a kernel that torch compiled. torch's own call looks up the driver's library at each launch, which takes the
+    host longer than the GPU needs for the kernel."""
 
     def __init__(self, kernel: Any, shared: int, device: torch.device) -> None:
         self.kernel, self.shared, self.device = kernel, shared, device
         self.driver = ctypes.CDLL("libcuda.so.1")
 
     def __call__(self, grid: tuple[int, int, int], block: tuple[int, int, int], args: list[Tensor | int]) -> None:
-        """Tensors become pointers to what they hold."""
+        """The kernel gets the address of each tensor's data."""
         values = [ctypes.c_void_p(arg.data_ptr()) if isinstance(arg, Tensor) else ctypes.c_int(arg) for arg in args]
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         stream = current_stream(self.device)
@@ -76,8 +75,8 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class GpuIndex:
-    """What the indices have in common; each adds its own tensors."""
+class GpuIndex(KernelIndex):
+    """What the indices of GPU kernels have in common; each adds tensors, which nobody else writes to."""
 
     shape: tuple[int, int]
     out_dim: int
@@ -86,22 +85,22 @@ class GpuIndex:
     def num_outputs(self) -> int:
         return self.shape[self.out_dim]
 
-    def watched(self) -> tuple[Tensor, ...]:
-        return ()  # all tensors are its own
 
+class OnGpu(Kernel):
+    """What the kernels for GPUs have in common. Each of them has two products:
 
-class OnGpu:
-    """A kernel is what has these two products, ``refusal`` and ``index``, which makes a ``GpuIndex``."""
+    product(rows, index, values, back=...)  rows of the output from rows of the input; ``back``: rows of the input's gradient
+                                            from rows of the output's gradient
+    values_grad(grad, x, index, values)     the gradient of the values, in their order and dtype
+    """
 
-    dtype: torch.dtype | None = DTYPE
+    dtype = DTYPE
+    product: Callable[..., Tensor]
+    values_grad: Callable[..., Tensor]
 
-    def product(self, rows: Tensor, index: Any, values: Tensor, *, back: bool) -> Tensor:
-        """Rows of the input to rows of the output; ``back``: of the output's gradient to those of the input's."""
-        raise NotImplementedError
-
-    def values_grad(self, grad: Tensor, x: Tensor, index: Any, values: Tensor) -> Tensor:
-        """In the order and the dtype of the values."""
-        raise NotImplementedError
+    def missing(self, device: torch.device) -> str | None:
+        """What the kernel would need to run on a GPU, or None."""
+        return missing(device)
 
     def forward(self, x: Tensor, index: Any, values: Tensor, bias: Tensor | None) -> Tensor:
         if len(x) == 0:
@@ -127,8 +126,8 @@ _threads = threading.local()
 
 
 def _entered(device: torch.device) -> AbstractContextManager[object]:
-    """Kernels that torch compiled from source are launched by the driver, which knows no device in a thread, such as one of
-    autograd's, until something else of torch ran there."""
+    """The context to launch kernels in. The driver launches them, and in a new thread, such as one of autograd's, it knows no
+    device until something else of torch ran there."""
     context = contextlib.nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
     seen = _threads.__dict__.setdefault("devices", set())
     if device not in seen:
@@ -138,8 +137,8 @@ def _entered(device: torch.device) -> AbstractContextManager[object]:
 
 
 def dense_grad(grad: Tensor, x: Tensor, out_dim: int) -> Tensor:
-    """The gradient of the whole matrix. A dense product and a choice of its entries is faster than a product of the entries
-    alone: 167 us against 247 at width 2048, 16384 tokens, density 1/128 on an H200."""
+    """The gradient of the whole matrix. A dense product and a choice of its entries take less time than a product of the
+    entries alone: 167 us against 247 at width 2048, 16384 tokens, density 1/128 on an H200."""
     return grad.T @ x if out_dim == 0 else x.T @ grad
 
 

@@ -1,6 +1,6 @@
 // The work around a 2:4 product: tiles of 4 x 4 weights with two in each row and column, whose places are a code of 16 bits, bit
-// 4 r + c for row r and column c. A row of a tile is two values: one 32-bit word in bfloat16. Compiled with F32: whether the
-// values of the parameter are float or bfloat16, behind bf16.cuh.
+// 4 r + c for row r and column c. A row of a tile is two values: one 32-bit word in bfloat16. F32 says whether the values of the
+// parameter are float or bfloat16. bf16.cuh comes before this file.
 
 #if F32
 typedef float2 Pair;
@@ -63,7 +63,8 @@ turn(const Pair* values, const u16* codes, u32* turned, int row_tiles, int colum
   }
 }
 
-// Of a whole matrix in bfloat16 the entries at the places, row by row, in the dtype of the parameter: a thread takes a tile.
+// Takes the entries at the places from a whole matrix in bfloat16, row by row, in the dtype of the parameter: a thread takes a
+// tile.
 extern "C" __global__ void __launch_bounds__(256)
 pick(const uint2* matrix, const u16* codes, Pair* values, int row_tiles, int column_tiles) {
   const int column = blockIdx.x * 256 + threadIdx.x;
@@ -78,7 +79,7 @@ pick(const uint2* matrix, const u16* codes, Pair* values, int row_tiles, int col
       const u32 all[4] = {four.x & 0xffffu, four.x >> 16, four.y & 0xffffu, four.y >> 16};
       u32 low = 0, high = 0;
 #pragma unroll
-      for (int c = 3; c >= 0; c--)  // from behind, so that the last one written is the first
+      for (int c = 3; c >= 0; c--)  // from the last to the first, which stays
         if (kept >> c & 1) low = all[c];
 #pragma unroll
       for (int c = 0; c < 4; c++)

@@ -1,30 +1,33 @@
-"""Two of every four weights, along rows and columns alike (pattern "2:4-transposable"): what tensor cores multiply in half the
-time, by cuSPARSELt.
+"""Two of every four weights, along rows and columns alike (pattern "2:4-transposable"), by cuSPARSELt: tensor cores multiply
+such a matrix in half the time.
 
 Its packed matrix is the values row by row and then metadata, which depends on the places alone. So metadata is made once, and
-each pass writes values in front of it: those of the matrix, or, for the other direction, of its transpose. The gradient of the
+each pass writes values before it: those of the matrix, or, for the other direction, of its transpose. The gradient of the
 weights is a dense product, of which the entries at the places are taken.
 
-cuSPARSELt has several algorithms for a product. Sizes that come back are timed once and keep the fastest from then on, so the
-choice may differ between two processes, and between the first products of one and the later ones: their last bits may too.
+cuSPARSELt has several algorithms for a product. When a size comes back for the third time they are timed, and the fastest is
+used from then on. So the algorithm, and with it the last bits of a product, may differ between two processes, and between the
+first products of a process and the later ones.
 """
 
 from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from smupar.execute.sparse.cslt import Plan
+from smupar.execute.sparse import cslt
+from smupar.execute.sparse.cslt import MatmulPlan
 from smupar.execute.sparse.gpu import DTYPE, GpuIndex, OnGpu, compiled, dense_grad
-from smupar.execute.timing import Call, gpu_seconds_of
+from smupar.execute.timing import best_of, gpu_seconds_of
 from smupar.model.csr import mask_of_index
 
 _SIZES = 64  # multiples of 32 that are none of 64 did not pass the tests (torch 2.11 on an H200)
-_TOKENS = 16  # and of the rows
+_TOKENS = 16  # the number of rows must be a multiple of it
 _SOURCE = "semi.cu"
 _REMEDY = 'parameterize with pattern="2:4-transposable"'
 SEARCH_AT = 3  # a search takes as long as many products: worth it for sizes that come back, not for every length of a batch
@@ -42,20 +45,20 @@ def tile_codes(mask: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class SemiIndex(GpuIndex):
     metadata: Tensor  # of the matrix as it is kept
-    turned_metadata: Tensor  # of its transpose
+    transposed_metadata: Tensor  # of its transpose
     codes: Tensor
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.metadata, self.turned_metadata, self.codes
 
 
 class SemiStructured(OnGpu):
     name = "2:4"
 
     def __init__(self) -> None:
-        self._plans: dict[tuple[object, ...], tuple[Plan, int]] = {}
-        """By sizes and device, the last used behind, and how often each was used until its algorithm was searched for."""
-        self._captured: set[Plan] = set()  # which CUDA graphs may replay, so they stay
+        # By sizes and device, the last used at the end, and how often each was used until its algorithm was searched for.
+        self._plans: dict[tuple[object, ...], tuple[MatmulPlan, int]] = {}
+        self._captured: set[MatmulPlan] = set()  # CUDA graphs may replay them, so they stay
+
+    def missing(self, device: torch.device) -> str | None:
+        return super().missing(device) or cslt.missing()
 
     def refusal(self, mask: Tensor) -> str | None:
         if any(size % _SIZES for size in mask.shape):
@@ -73,22 +76,20 @@ class SemiStructured(OnGpu):
 
     def product(self, rows: Tensor, index: SemiIndex, values: Tensor, *, back: bool) -> Tensor:
         as_kept = index.out_dim == int(back)
-        return self._multiply(packed(values, index) if as_kept else packed_turned(values, index), rows)
-
-    def values_grad(self, grad: Tensor, x: Tensor, index: SemiIndex, values: Tensor) -> Tensor:
-        return picked(dense_grad(grad, x, index.out_dim), index, values)
-
-    def _multiply(self, matrix: Tensor, rows: Tensor) -> Tensor:
+        matrix = packed(values, index) if as_kept else packed_transpose(values, index)
         padding = -len(rows) % _TOKENS
         whole = F.pad(rows, (0, 0, 0, padding)) if padding else rows
         return self._plan(matrix, whole)(matrix, whole)[: len(rows)]
 
-    def _plan(self, matrix: Tensor, rows: Tensor) -> Plan:
+    def values_grad(self, grad: Tensor, x: Tensor, index: SemiIndex, values: Tensor) -> Tensor:
+        return picked(dense_grad(grad, x, index.out_dim), index, values)
+
+    def _plan(self, matrix: Tensor, rows: Tensor) -> MatmulPlan:
         shape = len(matrix), rows.shape[1]
         key = shape, len(rows), rows.device
         with _choosing:
             plan, seen = self._plans.pop(key, (None, 0))
-            plan = plan or Plan(shape, len(rows), rows.device)
+            plan = plan or MatmulPlan(shape, len(rows), rows.device)
             if torch.cuda.is_current_stream_capturing():  # there nothing can be timed
                 self._captured.add(plan)
             elif seen < SEARCH_AT:
@@ -108,9 +109,9 @@ def packed(values: Tensor, index: SemiIndex) -> Tensor:
     return made
 
 
-def packed_turned(values: Tensor, index: SemiIndex) -> Tensor:
-    """Its transpose."""
-    made = _room(index.turned_metadata, index.shape[1], len(values))
+def packed_transpose(values: Tensor, index: SemiIndex) -> Tensor:
+    """The transpose of the matrix, as cuSPARSELt reads it."""
+    made = _room(index.transposed_metadata, index.shape[1], len(values))
     row_tiles, column_tiles = index.codes.shape
     kernel = compiled(_SOURCE, "turn", values.device, F32=int(values.dtype == torch.float32))
     grid = -(-column_tiles // 32), -(-row_tiles // 32), 1
@@ -135,9 +136,9 @@ def _room(metadata: Tensor, num_rows: int, num_values: int) -> Tensor:
 
 
 def _metadata(mask: Tensor) -> Tensor:
-    """What cuSPARSELt writes behind the values. That it does so is not documented, hence the checks."""
+    """What cuSPARSELt writes after the values. That it does so is not documented, hence the checks."""
     number = torch.arange(int(mask.sum()), device=mask.device)
-    found = []
+    metadata = []
     for digits in (number % 251, number // 251 % 251):  # numbers that bfloat16 holds exactly
         values = (digits + 1).to(DTYPE)
         matrix = torch.zeros(mask.shape, dtype=DTYPE, device=mask.device).masked_scatter_(mask, values)
@@ -148,23 +149,18 @@ def _metadata(mask: Tensor) -> Tensor:
                 f"this version of cuSPARSELt packs a matrix of shape {tuple(mask.shape)} in another way than expected, as "
                 f"{tuple(made.shape)}: use sparsify_storage with backend='dense', and tell us your version of torch"
             )
-        found.append(flat[len(values) :].view(torch.int16).clone())
-    if not torch.equal(*found):
+        metadata.append(flat[len(values) :].view(torch.int16).clone())
+    if not torch.equal(*metadata):
         raise RuntimeError("this version of cuSPARSELt writes metadata that depend on the values: use backend='dense'")
-    return found[0].view(DTYPE)
+    return metadata[0].view(DTYPE)
 
 
-def _faster(plan: Plan, matrix: Tensor, rows: Tensor) -> Plan:
+def _faster(plan: MatmulPlan, matrix: Tensor, rows: Tensor) -> MatmulPlan:
     """The plan, or what cuSPARSELt's own search makes of it, if that is faster when timed."""
-    searched = Plan(plan.shape, plan.num_rows, rows.device)
+    searched = MatmulPlan(plan.shape, plan.num_rows, rows.device)
     try:
         searched.search(matrix, rows)
-        gains = _seconds(lambda: searched(matrix, rows)) < _seconds(lambda: plan(matrix, rows))
+        seconds = [best_of(partial(each, matrix, rows), 6, clock=gpu_seconds_of) for each in (searched, plan)]
     except RuntimeError:  # an algorithm that this shape or version does not have
         return plan
-    return searched if gains else plan
-
-
-def _seconds(call: Call) -> float:
-    call()
-    return min(gpu_seconds_of(call) for _ in range(5))
+    return searched if seconds[0] < seconds[1] else plan

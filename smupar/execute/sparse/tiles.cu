@@ -1,7 +1,6 @@
 // Products with a matrix whose non-zeros lie anywhere. A block of threads holds TOK rows of the activations in shared memory,
-// turned, so that a non-zero meets them side by side; WARPS warps go through the lines of the matrix, which are laid out for them
-// by `slices` in tiles.py. Compiled with TOK and WARPS, and for `pack` with F32: whether values are float or bfloat16,
-// behind bf16.cuh.
+// transposed, so that a non-zero meets them side by side. WARPS warps go through the lines of the matrix, which `sliced_ell` in
+// tiles.py lays out for them. For `pack`, F32 says whether values are float or bfloat16. bf16.cuh comes before this file.
 
 #ifdef F32
 // Entries of the matrix: a value in the upper, its place in the line in the lower half. Padding has source -1.

@@ -1,4 +1,4 @@
-"""Non-zeros anywhere in the matrix, on a GPU: a tile of the activations in shared memory, which every non-zero reads.
+"""Non-zeros anywhere in the matrix, on a GPU. A tile of the activations lies in shared memory, where every non-zero reads it.
 
 The forward product and the gradient of the input are ours (``tiles.cu``), the gradient of the weights is a dense product of
 which the entries at the non-zeros are taken.
@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from smupar.execute.sparse.cpu import CpuIndex, CsrView
 from smupar.execute.sparse.gpu import GpuIndex, OnGpu, compiled, dense_grad
-from smupar.execute.sparse.products import Side, Sides
+from smupar.model.compressed import KernelIndex
 from smupar.model.csr import flat_places
 
 _BLOCK = 32  # lines that a warp takes at a time
@@ -22,8 +23,8 @@ _RUN = 4  # entries of a line that a thread reads at once
 _STAGE = 72  # bytes of a token in a warp's stage; STRIDE in tiles.cu
 _SOURCE = "tiles.cu"
 _WARPS = 32
+# Up to how many features, and tokens that a tile then has: the fastest of those measured on an H200, with so many warps.
 _TILES = ((2048, 32), (4096, 16), (8192, 8))
-"""Up to how many features, and tokens that a tile then has: the fastest of those measured on an H200, with so many warps."""
 _TOKENS_OF_A_LANE = 8  # the fewest that a tile can have
 _HOPPER_SHARED = 227 * 1024
 
@@ -40,7 +41,7 @@ def tile_tokens(num_features: int, device: torch.device) -> int | None:
 
 @cache
 def shared_limit(device: torch.device) -> int:
-    """Bytes of shared memory that a block of threads can have; off a GPU those of a Hopper, for which an index can be made
+    """Bytes of shared memory that a block of threads can have. Off a GPU it is a Hopper's, so that an index can be made
     anywhere."""
     if device.type != "cuda":
         return _HOPPER_SHARED
@@ -53,7 +54,7 @@ def shared_bytes(num_features: int, tokens: int) -> int:
 
 
 @dataclass(frozen=True)
-class SlicedEll:
+class SlicedEll(KernelIndex):
     """The non-zeros of one dimension of the matrix, line by line, in the sliced ELLPACK format.
 
     Lines come in blocks of 32, in a block sorted by falling number of non-zeros, and are then cut into slices of as many lines
@@ -80,10 +81,10 @@ class SlicedEll:
         return len(self.places)
 
 
-def sliced_ell(side: Side, num_inputs: int, tokens: int) -> SlicedEll:
+def sliced_ell(view: CsrView, num_inputs: int, tokens: int) -> SlicedEll:
     """The layout for tiles of ``tokens``, which decide how many lines a warp works on at once."""
     height = 32 // (tokens // _TOKENS_OF_A_LANE)  # lines of a slice
-    counts, columns, device = side.starts.diff(), side.others.long(), side.starts.device
+    counts, columns, device = view.starts.diff(), view.indices.long(), view.starts.device
     lines = torch.arange(len(counts), device=device)
     most = int(counts.max())
     sorted_lines = torch.argsort(lines // _BLOCK * (most + 1) + most - counts, stable=True)
@@ -97,13 +98,13 @@ def sliced_ell(side: Side, num_inputs: int, tokens: int) -> SlicedEll:
     # Lines that are read at once should not all want the same banks: each begins with features of other banks.
     banks = 64 // tokens
     order = torch.argsort(line * banks + (columns - in_slice) % banks, stable=True)
-    rank = torch.arange(len(columns), device=device) - side.starts[line]  # within the line, which the order does not leave
+    rank = torch.arange(len(columns), device=device) - view.starts[line]  # within the line: the order keeps lines together
     run = slice_starts[slice_of] + rank // _RUN * height + in_slice
     entry = run * _RUN + rank % _RUN
     num_entries = _RUN * (int(slice_starts[-1]) + height)
     source = torch.full((num_entries,), -1, dtype=torch.int32, device=device)
     placed = torch.zeros(num_entries, dtype=torch.int16, device=device)
-    values = order if side.order is None else side.order.long()[order]
+    values = order if view.order is None else view.order.long()[order]
     source[entry], placed[entry] = values.int(), columns[order].to(torch.int16)
     return SlicedEll(source, placed, slice_starts.int(), (sorted_lines % _BLOCK).to(torch.uint8), num_inputs, tokens)
 
@@ -113,10 +114,6 @@ class TilesIndex(GpuIndex):
     forward: SlicedEll
     back: SlicedEll
     places: Tensor  # of the non-zeros in the flattened matrix
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        own = [(side.source, side.columns, side.starts, side.places) for side in (self.forward, self.back)]
-        return *own[0], *own[1], self.places
 
 
 class Tiles(OnGpu):
@@ -128,24 +125,24 @@ class Tiles(OnGpu):
     def index(self, row_starts: Tensor, columns: Tensor, shape: tuple[int, int], out_dim: int) -> TilesIndex:
         if why := _size_refusal(shape, columns.device):
             raise ValueError(f"backend 'csr' cannot multiply a layer on {columns.device}: {why}")
-        sides = Sides.of(row_starts, columns, shape, out_dim)
-        made = []
-        for side, num_inputs in ((sides.by_output, shape[1 - out_dim]), (sides.by_input, shape[out_dim])):
+        views = CpuIndex.of(row_starts, columns, shape, out_dim)
+        layouts = []
+        for view, num_inputs in ((views.by_output, shape[1 - out_dim]), (views.by_input, shape[out_dim])):
             tokens = tile_tokens(num_inputs, columns.device)
             assert tokens is not None
-            made.append(sliced_ell(side, num_inputs, tokens))
-        return TilesIndex(shape, out_dim, made[0], made[1], flat_places(row_starts, columns, shape[1]).int())
+            layouts.append(sliced_ell(view, num_inputs, tokens))
+        return TilesIndex(shape, out_dim, layouts[0], layouts[1], flat_places(row_starts, columns, shape[1]).int())
 
     def product(self, rows: Tensor, index: TilesIndex, values: Tensor, *, back: bool) -> Tensor:
-        side = index.back if back else index.forward
-        return multiply(rows, side, pack(values, side))
+        layout = index.back if back else index.forward
+        return multiply(rows, layout, pack(values, layout))
 
     def values_grad(self, grad: Tensor, x: Tensor, index: TilesIndex, values: Tensor) -> Tensor:
         return dense_grad(grad, x, index.out_dim).view(-1).index_select(0, index.places).to(values.dtype)
 
 
 def _size_refusal(shape: tuple[int, ...], device: torch.device) -> str | None:
-    """All that there is to refuse: the places do not matter."""
+    """Why no tile fits the sizes; the places of the non-zeros do not matter."""
     if any(size % _BLOCK for size in shape):
         return f"its sizes {shape} are no multiples of {_BLOCK}: choose such a width, or leave it dense"
     most = _TILES[-1][0]
@@ -157,19 +154,19 @@ def _size_refusal(shape: tuple[int, ...], device: torch.device) -> str | None:
     return None
 
 
-def pack(values: Tensor, side: SlicedEll) -> Tensor:
+def pack(values: Tensor, layout: SlicedEll) -> Tensor:
     """Entries of the matrix as ``multiply`` reads them: bfloat16 value and place in one word."""
-    num = len(side.source)
+    num = len(layout.source)
     entries = torch.empty(num, dtype=torch.int32, device=values.device)
     kernel = compiled(_SOURCE, "pack", values.device, F32=int(values.dtype == torch.float32))
-    kernel((-(-num // 256), 1, 1), (256, 1, 1), [values, side.source, side.columns, entries, num])
+    kernel((-(-num // 256), 1, 1), (256, 1, 1), [values, layout.source, layout.columns, entries, num])
     return entries
 
 
-def multiply(x: Tensor, side: SlicedEll, entries: Tensor) -> Tensor:
-    tokens, shared = side.tokens, shared_bytes(side.num_inputs, side.tokens)
+def multiply(x: Tensor, layout: SlicedEll, entries: Tensor) -> Tensor:
+    tokens, shared = layout.tokens, shared_bytes(layout.num_inputs, layout.tokens)
     kernel = compiled(_SOURCE, "multiply", x.device, shared=shared, TOK=tokens, WARPS=_WARPS)
-    y = x.new_empty(len(x), side.num_outputs)
-    arguments: list[Tensor | int] = [x, entries, side.starts, side.places, y, len(x), side.num_inputs, side.num_outputs]
+    y = x.new_empty(len(x), layout.num_outputs)
+    arguments: list[Tensor | int] = [x, entries, layout.starts, layout.places, y, len(x), layout.num_inputs, layout.num_outputs]
     kernel((-(-len(x) // tokens), 1, 1), (_WARPS * 32, 1, 1), arguments)
     return y
