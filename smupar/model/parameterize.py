@@ -27,7 +27,7 @@ from smupar.model.gradients import gradient_mask
 from smupar.model.init import initialise, padding_rows, plan_resets
 from smupar.model.sharding import is_sharded, zero_off_mask
 from smupar.model.stepping import Step, on_every_step, optimizers, seam_of
-from smupar.model.storage import watch_optimizers
+from smupar.model.relayout import watch_optimizers
 from smupar.model.weights import weight_of, weights
 from smupar.plan.layers import kind_of
 from smupar.plan.optimizers import facts_of

@@ -19,7 +19,7 @@ from smupar.execute.sparse.kernels import kernel_of
 from smupar.execute.sparse.linear import SparseLinear, expand
 from smupar.model.csr import expand_state, is_compressed
 from smupar.model.parameterize import attach, check_plan, is_parameterized, unwrapped
-from smupar.model.storage import watch_optimizers
+from smupar.model.relayout import watch_optimizers
 from smupar.model.weights import MaskedWeight, weight_of
 from smupar.output.tables import aligned
 from smupar.plan.plan import Plan
