@@ -21,7 +21,7 @@ from smupar.execute.cuda_graphs import Graphed, Upload, compile_static
 from smupar.model.parameterize import add_missing_factors
 from smupar.model.weights import StackedWeight, weight_of
 from smupar.optim.groups import groups_by_optimizer
-from smupar.plan.optimizers import OPTIMIZERS, OptimizerFacts, facts_of, family_of, names_with
+from smupar.plan.optimizers import MUON_COEFFICIENTS, MUON_EPS, MUON_STEPS, facts_for_role, family_of, names_with
 from smupar.plan.plan import Plan
 from smupar.plan.tensors import parent_path
 
@@ -30,8 +30,6 @@ LossFn = Callable[[nn.Module, Any], Tensor]
 # Models whose activations are held at once where a gradient is computed outside of the compiled step.
 _CHUNK = 4
 SUPPORTED = names_with("stackable")
-# torch.optim.Muon's defaults.
-_MUON_COEFFICIENTS, _MUON_STEPS, _MUON_EPS = (3.4445, -4.775, 2.0315), 5, 1e-7
 
 
 @dataclass(frozen=True)
@@ -73,9 +71,10 @@ class Stack:
         dtype: torch.dtype | None = None,
         own_batches: bool = False,
     ) -> None:
-        self.kind, self.facts = optimizer.lower(), facts_of(optimizer)
-        self.betas, self.momentum = hyperparameters[0].betas, hyperparameters[0].momentum
-        self.two_optimizers = self.facts.hidden_only or hyperparameters[0].rest_lr is not None
+        first = hyperparameters[0]
+        self.kind, self.betas, self.momentum = optimizer.lower(), first.betas, first.momentum
+        # Of the optimizer that each parameter gets.
+        self.facts = {row.name: facts_for_role(row.role, self.kind, first.rest_lr) for row in plans[0]}
         self.hidden = {row.name for row in plans[0] if row.role == "hidden"}
         # A compiled or captured step knows where its tensors are: another set of models is copied into them.
         self.tensors = self._gathered(models, plans, hyperparameters)
@@ -158,7 +157,7 @@ class Stack:
             lr = lr * _wide(share * t["rates"][name] if name in t["rates"] else share, param)
             decay = decay * _wide(self.decay_change(name), param) if name in t["rates"] else decay
             new = self._updated(name, param, grads[name], lr, decay, eps, _wide(number, param))
-            if name in t["masks"] and self._facts(name).mixes_entries:
+            if name in t["masks"] and self.facts[name].mixes_entries:
                 new = new.masked_fill(~t["masks"][name], 0)
             param.copy_(torch.where(_wide(t["alive"], param), new, param))
         return losses
@@ -171,16 +170,12 @@ class Stack:
     def _updated(
         self, name: str, param: Tensor, grad: Tensor, lr: Tensor, decay: Tensor, eps: Tensor, number: Tensor
     ) -> Tensor:
-        facts = self._facts(name)
+        facts = self.facts[name]
         if facts.decoupled:
             param = param * (1 - lr * decay)
         else:
             grad = grad + decay * param
         return param - _CHANGES[facts.name](self.tensors["state"][name], grad, lr, eps, number, self.betas, self.momentum)
-
-    def _facts(self, name: str) -> OptimizerFacts:
-        """Those of the optimizer that a parameter gets."""
-        return OPTIMIZERS["adamw"] if self.two_optimizers and name not in self.hidden else self.facts
 
     # Gathering
 
@@ -211,7 +206,7 @@ class Stack:
         return tensors
 
     def _new_state(self, name: str, param: Tensor) -> list[Tensor]:
-        return [torch.zeros_like(param) for _ in range(self._facts(name).num_states_with(self.momentum))]
+        return [torch.zeros_like(param) for _ in range(self.facts[name].num_states_with(self.momentum))]
 
 
 def train_stacked(
@@ -458,12 +453,12 @@ _CHANGES = {"AdamW": _adam, "Adam": _adam, "SGD": _sgd, "Lion": _lion, "Muon": _
 
 def _orthogonalised(update: Tensor) -> Tensor:
     """The quintic Newton-Schulz iteration of torch.optim.Muon, on a stack of matrices."""
-    a, b, c = _MUON_COEFFICIENTS
+    a, b, c = MUON_COEFFICIENTS
     x = update.bfloat16()
     wide = x.shape[-2] <= x.shape[-1]
     x = x if wide else x.mT
-    x = x / x.flatten(1).norm(dim=1).clamp(min=_MUON_EPS).view(-1, 1, 1)
-    for _ in range(_MUON_STEPS):
+    x = x / x.flatten(1).norm(dim=1).clamp(min=MUON_EPS).view(-1, 1, 1)
+    for _ in range(MUON_STEPS):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x if wide else x.mT).to(update.dtype)
