@@ -162,6 +162,29 @@ class Stack:
             param.copy_(torch.where(_wide(t["alive"], param), new, param))
         return losses
 
+    # Learning rates that change, as ``LayerRates`` has them for one model
+
+    def correct(self, name: str, model: int, factor: float) -> None:
+        """Multiplies the plan's learning rate of a weight by a correction."""
+        self.tensors["corrections"][name][model] = factor
+        self._set_rate(name)
+
+    def measure(self, name: str, factors: Tensor) -> None:
+        """Replaces the corrections of a weight by what was measured; nothing changes where a factor is not a number."""
+        measured = self.tensors["measured"][name]
+        measured.copy_(torch.where(factors.isnan(), measured, factors))
+        self._set_rate(name)
+
+    def forget_measured(self) -> None:
+        """Goes back to corrections."""
+        for name, measured in self.tensors["measured"].items():
+            measured.fill_(math.nan)
+            self._set_rate(name)
+
+    def _set_rate(self, name: str) -> None:
+        measured, correction = self.tensors["measured"][name], self.tensors["corrections"][name]
+        self.tensors["rates"][name].copy_(torch.where(measured.isnan(), correction, measured))
+
     def decay_change(self, name: str) -> Tensor:
         """What further factors on the learning rate leave of a weight decay that is independent of it."""
         rates = self.tensors["rates"][name]
@@ -196,7 +219,10 @@ class Stack:
             "masks": {name: torch.stack([weight_of(model, name).full_mask() for model in models]) for name in masked},
             "constants": _constants(models, plans, hyperparameters, self.kind),
             "state": {name: self._new_state(name, param) for name, param in params.items()},
-            "rates": {name: torch.ones(len(models), device=device) for name in self.hidden},  # further factors on the LR
+            # Further factors on the learning rates of hidden weights: what ``_set_rate`` makes of the two that follow it.
+            "rates": {name: torch.ones(len(models), device=device) for name in self.hidden},
+            "corrections": {name: torch.ones(len(models), device=device) for name in self.hidden},
+            "measured": {name: torch.full((len(models),), math.nan, device=device) for name in self.hidden},
             "independent": torch.tensor([h.decay == "independent" for h in hyperparameters], device=device),
             "alive": torch.ones(len(models), dtype=torch.bool, device=device),
             "number": torch.zeros(len(models), device=device),
