@@ -214,12 +214,9 @@ def pruned(weight: Tensor, mask: Tensor, num_kept: Tensor) -> Tensor:
     return largest(weight.abs(), mask, torch.minimum(num_kept, mask.sum(1)))
 
 
-# Name, weights and mask of a layer, each (models, weights), and how many weights of each model to keep.
-Layer = tuple[str, Tensor, Tensor, list[int]]
-
-
-def ranked(layers: Iterable[Layer], pool: str, remedy: str) -> Iterator[tuple[str, Tensor]]:
-    """Name and mask of the largest weights of every layer, or, in a global pool, of all layers in one ranking."""
+def ranked(layers: Iterable[tuple[str, Tensor, Tensor, list[int]]], pool: str, remedy: str) -> Iterator[tuple[str, Tensor]]:
+    """Name and mask of the largest weights of every layer, or, in a global pool, of all layers in one ranking. A layer is its
+    name, weights and mask, each (models, weights), and how many weights of each model to keep."""
     for group in [list(layers)] if pool == "global" else ([layer] for layer in layers):
         names, weights, masks, nums = zip(*group, strict=True)
         kept = pruned(torch.cat(weights, 1), torch.cat(masks, 1), torch.tensor(nums, device=masks[0].device).sum(0))

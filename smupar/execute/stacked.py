@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from smupar.execute.cuda_graphs import Graphed, Upload, compile_static
+from smupar.model.csr import MASK
 from smupar.model.parameterize import add_missing_factors
 from smupar.model.weights import StackedWeight, weight_of
 from smupar.optim.groups import groups_by_optimizer
@@ -34,11 +35,10 @@ SUPPORTED = names_with("stackable")
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """Of one model's optimizer; the arguments of ``param_groups`` and of the optimizer, with torch's defaults."""
+    """One model's optimizer: the arguments of ``param_groups`` and of the optimizer, with torch's defaults."""
 
     lr: float
-    rest_lr: float | None = None
-    """Of an AdamW on all that is not hidden; default none, for muon lr."""
+    rest_lr: float | None = None  # the rate of an AdamW on all that is not hidden; default none, for muon lr
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     eps_scaling: str = "constant"
@@ -95,7 +95,7 @@ class Stack:
         return len(self.models)
 
     def refill(self, models: Sequence[nn.Module], plans: Sequence[Plan], hyperparameters: Sequence[Hyperparameters]) -> None:
-        """Starts anew with other models of the same shapes, as many; nothing is compiled again."""
+        """Starts with other models of the same shapes, as many; nothing is compiled again."""
         fresh = self._gathered(models, plans, hyperparameters)
         _pytree.tree_map(lambda mine, other: mine.copy_(other), self.tensors, fresh)
         self.models, self.num_steps = list(models), 0
@@ -210,12 +210,12 @@ class Stack:
         _refuse(models, plans, hyperparameters, self.kind)
         add_missing_factors(models, plans)
         masked = sorted(self.hidden | {row.name for plan in plans for row in plan if row.masked})
-        own = {f"{name}_mask" for name in masked}
+        mask_buffers = {f"{name}{MASK}" for name in masked}
         params = _stacked([dict(model.named_parameters()) for model in models])
         device = next(iter(params.values())).device
         tensors: dict[str, Any] = {
             "params": params,
-            "buffers": _stacked([{name: b for name, b in m.named_buffers() if name not in own} for m in models]),
+            "buffers": _stacked([{name: b for name, b in m.named_buffers() if name not in mask_buffers} for m in models]),
             "masks": {name: torch.stack([weight_of(model, name).full_mask() for model in models]) for name in masked},
             "constants": _constants(models, plans, hyperparameters, self.kind),
             "state": {name: self._new_state(name, param) for name, param in params.items()},
@@ -306,8 +306,9 @@ def _unstackable(model: nn.Module) -> str | None:
     return None
 
 
-def _stacked(many: list[dict[str, Any]]) -> dict[str, Tensor]:
-    return {name: torch.stack([one[name].detach() for one in many]) for name in many[0]}
+def _stacked(tensors: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Tensors by name of each model, made into one tensor for each name."""
+    return {name: torch.stack([model[name].detach() for model in tensors]) for name in tensors[0]}
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:
@@ -319,8 +320,8 @@ def _aliases(model: nn.Module) -> dict[str, str]:
 
 def _constants(
     models: Sequence[nn.Module], plans: Sequence[Plan], hyperparameters: Sequence[Hyperparameters], optimizer: str
-) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    """By parameter name: learning rate, decay and epsilon of every model, as ``param_groups`` gives them."""
+) -> dict[str, tuple[Tensor, ...]]:
+    """Learning rate, decay and epsilon of every model, as ``param_groups`` gives them, by parameter name."""
     rows: dict[str, list[tuple[float, float, float]]] = {}
     for model, plan, h in zip(models, plans, hyperparameters, strict=True):
         names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -341,12 +342,7 @@ def _constants(
                 values = (group["lr"], group["weight_decay"], group.get("eps", h.eps))
                 rows.setdefault(names[id(parameter)], []).append(values)
     device = next(models[0].parameters()).device
-    return {name: _three(torch.tensor(values, dtype=torch.float64), device) for name, values in rows.items()}
-
-
-def _three(values: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    lr, decay, eps = values.float().to(device).unbind(1)
-    return lr, decay, eps
+    return {n: torch.tensor(values, dtype=torch.float64).float().to(device).unbind(1) for n, values in rows.items()}
 
 
 class _Loss(nn.Module):

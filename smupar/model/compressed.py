@@ -32,11 +32,9 @@ class Compressed(nn.Module):
     weight_columns: Tensor
     weight_row_starts: Tensor
     matrix_shape: tuple[int, int]
-    out_dim: int
-    """Which dimension of the matrix is the output."""
+    out_dim: int  # which dimension of the matrix is the output
     dense: PassGradient
-    index_names: ClassVar[tuple[str, ...]] = ("weight_columns", "weight_row_starts")
-    """Buffers beside the weight: the same on every rank."""
+    index_names: ClassVar[tuple[str, ...]] = ("weight_columns", "weight_row_starts")  # buffers, the same on every rank
 
     def product(self, x: Tensor) -> Tensor:
         """The layer's output for rows ``x`` without bias, in their dtype."""

@@ -1,8 +1,8 @@
 """The one seam round ``optimizer.step()``: what the package does before a step and after it, by name and in a fixed order.
 
 torch calls two global hooks of ours round the step of every optimizer, the first before an optimizer's own hooks and the second
-after them. Each optimizer has a ``Seam``, an attribute that copies and pickles leave behind as they do hooks, with the phases
-that apply to it; ``print(seam_of(optimizer))`` shows what will run. An optimizer without phases pays for one attribute look-up.
+after them. Each optimizer has a ``Seam``, an attribute that copies and pickles drop as they drop hooks, with the phases that
+apply to it; ``print(seam_of(optimizer))`` shows what will run. An optimizer without phases pays for one attribute look-up.
 """
 
 from __future__ import annotations

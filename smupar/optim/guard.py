@@ -68,7 +68,7 @@ def wrong_groups(optimizer: torch.optim.Optimizer) -> tuple[float, list[dict[str
     on_gpu = any(isinstance(group["lr"], Tensor) and group["lr"].device.type != "cpu" for group in groups)
     if len(groups) < 2 or on_gpu:  # reading a GPU tensor at each step would stall it
         return 0.0, []
-    # While a step is made, ``rates`` may have put another learning rate in the place of the scheduled one.
+    # While a step is made, ``layer_rates`` may have put another learning rate in the place of the scheduled one.
     bases = [float(group.get("scheduled_lr", group["lr"])) / group["lr_factor"] for group in groups]
     if all(_same(bases[0], other) for other in bases):  # as a rule: at each step, over a group for each hidden weight
         return bases[0], []

@@ -31,24 +31,6 @@ class UpdatesWarning(UserWarning):
     """A trace is doubtful, or cannot be followed as it should."""
 
 
-def _refuse(model: nn.Module) -> None:
-    check_parameterized(model, "first, and build the optimizer from param_groups")
-    check_not_compiled(model, "and would ignore new hooks: compile afterwards")
-    for module in model.modules():
-        remove_copied_probes(module)
-
-
-def _blind(names: Iterable[str]) -> list[str]:
-    """What to say about hidden weights that are not measured, if there are any."""
-    names = list(names)
-    if not names:
-        return []
-    return [
-        f"{len(names)} hidden weights cannot be measured ({', '.join(names[:3])}): their layers are neither linear nor "
-        "convolutions, or no optimizer has them. They keep the plan's factor."
-    ]
-
-
 class _Meter:
     """Measures what each step of the optimizer did to every hidden layer's output."""
 
@@ -56,7 +38,9 @@ class _Meter:
 
     def __init__(self, model: nn.Module, plan: Plan, optimizer: Any) -> None:
         model = unwrapped(model)
-        _refuse(model)
+        check_parameterized(model, "first, and build the optimizer from param_groups")
+        check_not_compiled(model, "and would ignore new hooks: compile afterwards")
+        remove_copied_probes(model)
         self.optimizers = optimizers(optimizer)
         if not self.optimizers:
             raise ValueError("no optimizer was given")
@@ -65,8 +49,16 @@ class _Meter:
         names = [name for name in self.rates.names if name in trained and _is_measurable(model, plan, name)]
         if not names:
             raise ValueError("no hidden weight can be measured: the plan has none in linear layers or convolutions")
-        self.cautions = _blind(name for name in self.rates.names if name not in names)
-        self.probes = self._probes(model, plan, names)
+        self.cautions: list[str] = []
+        if unmeasured := [name for name in self.rates.names if name not in names]:
+            self.cautions.append(
+                f"{len(unmeasured)} hidden weights cannot be measured ({', '.join(unmeasured[:3])}): their layers are neither "
+                "linear nor convolutions, or no optimizer has them. They keep the plan's factor."
+            )
+        self.probes = {name: LayerProbe(name, model, plan) for name in names}
+        for probe in self.probes.values():
+            probe.reader = weakref.ref(self)
+        no_broadcast(model, (f"{parent_path(name)}.{probe.buffer}".lstrip(".") for name, probe in self.probes.items()))
         self.trace = Trace(
             shapes={name: plan[name].shape for name in self.probes},
             optimizer="+".join(name_of(each).lower() for each in self.optimizers if group_of_weight(each)),
@@ -77,13 +69,6 @@ class _Meter:
         self.factors: dict[str, float] = {}
         for each in self.optimizers:
             seam_of(each).add(self, look=self._look, measure=self._measure)
-
-    def _probes(self, model: nn.Module, plan: Plan, names: list[str]) -> dict[str, LayerProbe]:
-        probes = {name: LayerProbe(name, model, plan) for name in names}
-        for probe in probes.values():
-            probe.reader = weakref.ref(self)
-        no_broadcast(model, (f"{parent_path(name)}.{probe.buffer}".lstrip(".") for name, probe in probes.items()))
-        return probes
 
     def remove(self) -> None:
         for each in self.optimizers:

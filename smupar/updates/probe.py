@@ -118,13 +118,14 @@ class LayerProbe(Probe):
         return self.reader is not None and self.reader() is not None
 
 
-def remove_copied_probes(module: nn.Module) -> None:
-    """Removes probes that a deepcopy brought along; raises if a live meter still uses them."""
-    for key, hook in list(module._forward_pre_hooks.items()):
-        probe = getattr(hook, "__self__", None)
-        if isinstance(probe, LayerProbe):
-            if probe.is_read:
-                raise ValueError("the updates of this model are measured already: call remove() on what measures them")
-            del module._forward_pre_hooks[key]
-            module._buffers.pop(probe.buffer, None)
-            module._non_persistent_buffers_set.discard(probe.buffer)
+def remove_copied_probes(model: nn.Module) -> None:
+    """Removes probes that a deepcopy brought along; raises if somebody still reads them."""
+    for module in model.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            probe = getattr(hook, "__self__", None)
+            if isinstance(probe, LayerProbe):
+                if probe.is_read:
+                    raise ValueError("the updates of this model are measured already: call remove() on what measures them")
+                del module._forward_pre_hooks[key]
+                module._buffers.pop(probe.buffer, None)
+                module._non_persistent_buffers_set.discard(probe.buffer)
