@@ -49,9 +49,6 @@ class Mover(ABC):
     def _start_optimizers(self, models: list[int]) -> None:
         """Makes optimizers forget the steps that they made."""
 
-    def due(self, step: int) -> bool:
-        return any(move.due(step) for move in self.groups)
-
     def needs_gradient(self, step: int) -> bool:
         """Whether masks grow by the dense gradient of a step."""
         return any(move.needs_gradient and move.due(step) for move in self.groups)

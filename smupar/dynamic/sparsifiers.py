@@ -162,12 +162,12 @@ class Sparsifier(Mover):
             return False
         self._stepped = False
         self.num_steps += 1
-        due = self.due(self.num_steps)
+        due = self.move.due(self.num_steps)
         if due:
             self.update(self.num_steps, self._ready_weights())
         if isinstance(self.move, Rounds) and self.num_steps == self.move.rewind:
             self.remember()
-        if due or self.due(self.num_steps + 1):
+        if due or self.move.due(self.num_steps + 1):
             self._request_gradients()
         return due
 

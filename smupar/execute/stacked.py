@@ -218,7 +218,10 @@ class Stack:
             "buffers": _stacked([{name: b for name, b in m.named_buffers() if name not in mask_buffers} for m in models]),
             "masks": {name: torch.stack([weight_of(model, name).full_mask() for model in models]) for name in masked},
             "constants": _constants(models, plans, hyperparameters, self.kind),
-            "state": {name: self._new_state(name, param) for name, param in params.items()},
+            "state": {
+                name: [torch.zeros_like(param) for _ in range(self.facts[name].num_states_with(self.momentum))]
+                for name, param in params.items()
+            },
             # Further factors on the learning rates of hidden weights: what ``_set_rate`` makes of the two that follow it.
             "rates": {name: torch.ones(len(models), device=device) for name in self.hidden},
             "corrections": {name: torch.ones(len(models), device=device) for name in self.hidden},
@@ -230,9 +233,6 @@ class Stack:
         if any(h.clip is not None for h in hyperparameters):
             tensors["clip"] = torch.tensor([math.inf if h.clip is None else h.clip for h in hyperparameters], device=device)
         return tensors
-
-    def _new_state(self, name: str, param: Tensor) -> list[Tensor]:
-        return [torch.zeros_like(param) for _ in range(self.facts[name].num_states_with(self.momentum))]
 
 
 def train_stacked(

@@ -113,10 +113,6 @@ class LayerProbe(Probe):
         """A copy, or one that is loaded, is read by nobody."""
         return {**self.__dict__, "reader": None}
 
-    @property
-    def is_read(self) -> bool:
-        return self.reader is not None and self.reader() is not None
-
 
 def remove_copied_probes(model: nn.Module) -> None:
     """Removes probes that a deepcopy brought along; raises if somebody still reads them."""
@@ -124,7 +120,7 @@ def remove_copied_probes(model: nn.Module) -> None:
         for key, hook in list(module._forward_pre_hooks.items()):
             probe = getattr(hook, "__self__", None)
             if isinstance(probe, LayerProbe):
-                if probe.is_read:
+                if probe.reader is not None and probe.reader() is not None:
                     raise ValueError("the updates of this model are measured already: call remove() on what measures them")
                 del module._forward_pre_hooks[key]
                 module._buffers.pop(probe.buffer, None)
