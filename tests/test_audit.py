@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 import smupar
 from smupar.lm.config.run import ModelConfig
 from smupar.lm.model.gpt import GPT
-from smupar.model.parameterize import scales_output
+from smupar.model.parameterize import has_factor_hook
 
 RULES = ("sp", "mup", "smupar", "smupar-init-only", "smupar-lr-only")
 PATTERNS = {
@@ -359,7 +359,7 @@ def test_forward_hook_that_was_removed_is_found(path, factor):
     model, plan = mlp()
     module = model.get_submodule(path)
     module._forward_pre_hooks.clear()
-    assert not scales_output(module)
+    assert not has_factor_hook(module)
     line = only_finding(model, plan)
     assert line == f"{path!r} ('{path}.weight') does not apply its forward factor {factor}: call smupar.attach(model, plan)"
     smupar.attach(model, plan)

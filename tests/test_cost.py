@@ -94,19 +94,20 @@ def test_nonzeros_are_those_of_the_built_model():
         assert estimate(config).num_nonzeros == kept
 
 
+@pytest.mark.parametrize("rest_lr", [None, 0.01])
 @pytest.mark.parametrize(
     "optimizer", ["adamw", "adam", "sgd", "muon", "lion", "nadam", "radam", "adamax", "rmsprop", "adagrad"]
 )
-def test_state_bytes_are_those_of_all_tensors_after_a_step(optimizer):
-    config = replace(TINY, optimizer=optimizer)
+def test_state_bytes_are_those_of_all_tensors_after_a_step(optimizer, rest_lr):
+    config = replace(TINY, optimizer=optimizer, rest_lr=rest_lr)
     model, plan = build(config)
     optimizers = make_optimizers(model, plan, config)
     _backward(model, config)
-    for one in optimizers:
-        one.step()
+    for optimizer in optimizers:
+        optimizer.step()
     tensors = [*model.parameters(), *(parameter.grad for parameter in model.parameters())]
     tensors += [mask_of(model, row.name) for row in plan if row.masked]
-    tensors += [value for one in optimizers for state in one.state.values() for value in state.values() if value.dim()]
+    tensors += [v for optimizer in optimizers for state in optimizer.state.values() for v in state.values() if v.dim()]
     assert estimate(config).state_bytes == sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 

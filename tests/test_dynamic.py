@@ -1184,7 +1184,7 @@ def test_drop_fraction_must_lie_between_0_and_1(kind, fraction):
     ],
 )
 def test_schedules_must_have_a_beginning_before_their_end(kind, settings):
-    with pytest.raises(ValueError, match=r"every must be at least 1, and stop behind start"):
+    with pytest.raises(ValueError, match=r"every must be at least 1, and stop after start"):
         build(kind, **settings)
 
 

@@ -162,9 +162,9 @@ def test_models_are_made_in_threads_that_leave_torchs_compiler_alone():
     code = """
 import threading, torch, torch._dynamo
 torch._dynamo.reset = lambda: print(threading.current_thread() is threading.main_thread())
-from smupar.lm import data
-from smupar.lm.config import ModelConfig, RunConfig
-from smupar.lm.stack import GPTStack
+from smupar.lm.config.run import ModelConfig, RunConfig
+from smupar.lm.data import batches as data
+from smupar.lm.run.stack import GPTStack
 config = RunConfig(model=ModelConfig(width=64, depth=1), steps=1, batch_size=4, seq_len=32)
 GPTStack([config] * 8, data.open_text(config), torch.device("cpu"))
 """

@@ -25,7 +25,8 @@ from smupar.model.parameterize import mask_of
 from smupar.model.stepping import seam_of
 from smupar.optim.layer_rates import group_of_weight
 from smupar.plan.optimizers import family_of
-from smupar.updates.meter import NUM_TOKENS, UpdatesWarning
+from smupar.updates.meter import UpdatesWarning
+from smupar.updates.probe import NUM_TOKENS
 from smupar.updates.trace import Guide, Trace, due, same_moment
 
 CLASSES = 5

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smupar.model.parameterize import FACTOR, masks_move, scales_output, unwrapped
+from smupar.model.parameterize import FACTOR, has_factor_hook, masks_move, unwrapped
 from smupar.model.sharding import is_sharded, whole
 from smupar.model.stepping import optimizers
 from smupar.model.weights import MaskedWeight, weight_of
@@ -221,7 +221,7 @@ def _std(kept: Tensor, row: PlanRow, planned: float) -> Iterator[Finding]:
 def _forward_factor(module: nn.Module, path: str, factor: float, row: PlanRow, dtype: torch.dtype) -> Iterator[Finding]:
     remedy = "call smupar.attach(model, plan)"
     cause = "input factor" if row.role == "embedding" and path == row.forward[0][0] else "output factor"
-    if not scales_output(module) or not hasattr(module, FACTOR):
+    if not has_factor_hook(module) or not hasattr(module, FACTOR):
         yield Finding(f"{path!r} ({row.name!r}) does not apply its forward factor {factor:.6g}: {remedy}", cause, path)
         return
     applied, tolerance = float(getattr(module, FACTOR)), 1e-6

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from smupar.lm.config.presets import preset
 from smupar.lm.config.run import RunConfig, changed, padded_vocab
 from smupar.lm.config.validation import refuse
-from smupar.plan.optimizers import names_with
+from smupar.plan.optimizers import has_adamw_beside, names_with
 from smupar.study.config import SHORT, TransferConfig, TuneConfig
 
 Kind = TypeVar("Kind", RunConfig, TransferConfig, TuneConfig)
@@ -104,9 +104,9 @@ def _refuse_what_does_nothing(typed: Mapping[str, Any], before: RunConfig) -> No
     chosen = {"dynamic": before.dynamic, "optimizer": before.optimizer, "positions": before.model.positions, **typed}
     for name, (other, values) in _NEEDS.items():
         value = chosen[other].lower()
-        has_adamw_beside = other == "optimizer" and typed.get("rest_lr") is not None
+        beside = other == "optimizer" and has_adamw_beside(value, typed.get("rest_lr"))
         refuse(
-            name in typed and value not in values and not has_adamw_beside,
+            name in typed and value not in values and not beside,
             f"{_flag(name)} does nothing with {_flag(other)} {value}: it is for {', '.join(values)}",
         )
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smupar.dynamic.moves import num_kept, ranked
+from smupar.dynamic.moves import POOLS, num_kept, ranked
 from smupar.model.parameterize import unwrapped
 from smupar.model.sharding import whole
 from smupar.model.weights import MaskedWeight, weights
@@ -43,14 +43,14 @@ def snip_masks(
     if frozen:
         raise ValueError(f"{frozen[0]!r} is frozen, and SNIP needs its gradient: freeze it after masks are found")
     sums = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
-    num, kept = 0, {name: buffer.clone() for name, buffer in model.named_buffers()}
+    num, buffers = 0, {name: buffer.clone() for name, buffer in model.named_buffers()}
     for batch in batches:
         num += 1
         grads = torch.autograd.grad(loss_fn(model, batch), list(parameters.values()), materialize_grads=True)
         for name, grad in zip(parameters, grads, strict=True):
             sums[name] += grad
     for name, buffer in model.named_buffers():  # running statistics
-        buffer.copy_(kept[name])
+        buffer.copy_(buffers[name])
     if num == 0:
         raise ValueError("SNIP needs at least one batch")
     return _best_masks(model, plan, density, lambda w: whole(w.parameter.detach() * sums[w.name]).abs(), pool=pool)
@@ -65,7 +65,7 @@ def _best_masks(
     *,
     pool: str,
 ) -> dict[str, Tensor]:
-    choice("pool", pool, ("layer", "global"))
+    choice("pool", pool, POOLS)
     hidden = weights(unwrapped(model), plan)
     shares = allocate(density, {name: plan[name].shape for name in hidden})
     nums = {name: num_kept(name, plan[name].shape, shares[name]) for name in hidden}

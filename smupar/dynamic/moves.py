@@ -1,17 +1,23 @@
-"""When masks move, which weights are chosen, and how many."""
+"""When masks move, which weights are chosen, and how many: a move decides, on weights of one model or of many.
+
+``next_masks(weights, goals, step)`` of a move gives the name and the new mask, (models, entries), of each weight in turn.
+``goals`` has the models that make this move, by their number.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from smupar.plan.allocations import round_half_up
+from smupar.model.weights import Weight
+from smupar.plan.allocations import Allocation, allocate, round_half_up
 from smupar.plan.plan import Plan, PlanRow
 from smupar.plan.settings import choice
 from smupar.rules import get_rule
@@ -28,6 +34,7 @@ CURVES: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: progress,
     "cosine": lambda progress: (1 - math.cos(math.pi * progress)) / 2,
 }
+POOLS = ("layer", "global")
 
 
 # When
@@ -45,7 +52,7 @@ class Times:
         if self.every < 1 or not 0 <= self.start < self.stop:
             raise ValueError(
                 f"masks move every {self.every} steps from {self.start} to {self.stop}: every must be at least 1, and stop "
-                "behind start"
+                "after start"
             )
 
     def due(self, step: int) -> bool:
@@ -97,8 +104,26 @@ class DropAndGrow:
         choice("decay", self.decay, DECAYS)
         choice("grow", self.grow, ("gradient", "random"))
 
+    @property
+    def needs_gradient(self) -> bool:
+        return self.grow == "gradient"
+
+    @property
+    def stop(self) -> int:
+        return self.times.stop
+
     def due(self, step: int) -> bool:
         return self.times.due(step)
+
+    def next_masks(self, weights: Mapping[str, Weight], goals: Mapping[int, Goal], step: int) -> Iterator[tuple[str, Tensor]]:
+        for name, weight in weights.items():
+            values, mask = weight.rows(list(goals))
+            if self.needs_gradient:
+                score = weight.dense_grad(list(goals)).abs()
+            else:
+                keys = torch.tensor([key_of(goal.plan.seed, step, name) for goal in goals.values()], device=mask.device)
+                score = random_scores(mask.shape[1], keys)
+            yield name, self.moved(values, mask, score, step)
 
     def moved(self, weight: Tensor, mask: Tensor, grow_score: Tensor, step: int) -> Tensor:
         """The new mask."""
@@ -109,10 +134,28 @@ class DropAndGrow:
         return kept | largest(grow_score.nan_to_num(nan=0.0), ~kept, num)
 
 
+class _KeepLargest:
+    """Keeps the weights of largest magnitude, as many as the density of a step says. ``pool``: each layer its own number
+    ("layer"), or one ranking of all hidden weights ("global")."""
+
+    pool: str
+    needs_gradient: ClassVar[bool] = False
+
+    def density(self, first: Fraction, last: Fraction, step: int) -> Fraction:
+        raise NotImplementedError
+
+    def next_masks(self, weights: Mapping[str, Weight], goals: Mapping[int, Goal], step: int) -> Iterator[tuple[str, Tensor]]:
+        def nums(name: str) -> list[int]:
+            rows = [(goal.plan[name], goal.last[name]) for goal in goals.values()]
+            return [num_kept(name, row.shape, self.density(row.density, last, step)) for row, last in rows]
+
+        layers = ((name, *weight.rows(list(goals)), nums(name)) for name, weight in weights.items())
+        return ranked(layers, self.pool, "prune less, or with pool='layer'")
+
+
 @dataclass(frozen=True)
-class Pruning:
-    """Keeps the weights of largest magnitude, fewer and fewer. The last step is due whatever ``every`` is. ``pool``: each layer
-    its own number ("layer"), or one ranking of all hidden weights ("global")."""
+class Pruning(_KeepLargest):
+    """Keeps fewer and fewer weights. The last step is due whatever ``every`` is."""
 
     times: Times
     curve: str = "cubic"
@@ -120,6 +163,11 @@ class Pruning:
 
     def __post_init__(self) -> None:
         choice("curve", self.curve, CURVES)
+        choice("pool", self.pool, POOLS)
+
+    @property
+    def stop(self) -> int:
+        return self.times.stop
 
     def due(self, step: int) -> bool:
         return self.times.due(step) or step == self.times.stop
@@ -131,19 +179,29 @@ class Pruning:
 
 
 @dataclass(frozen=True)
-class Rounds:
-    """Keeps the weights of largest magnitude, the same share of them in each round, and starts anew."""
+class Rounds(_KeepLargest):
+    """Keeps the same share of the weights in each round, after which training starts again from step ``rewind``."""
 
     every: int
     rounds: int
     pool: str = "layer"
+    rewind: int = 0
 
     def __post_init__(self) -> None:
         if self.rounds < 1 or self.every < 1:
             raise ValueError(f"IMP needs at least one round of at least one step, got {self.rounds} of {self.every}")
+        if not 0 <= self.rewind < self.every:
+            raise ValueError(
+                f"IMP goes back to a step of its first round, rewind must lie in [0, {self.every}), got {self.rewind}"
+            )
+        choice("pool", self.pool, POOLS)
+
+    @property
+    def stop(self) -> int:
+        return self.rounds * self.every
 
     def due(self, step: int) -> bool:
-        return 0 < step <= self.rounds * self.every and step % self.every == 0
+        return 0 < step <= self.stop and step % self.every == 0
 
     def density(self, first: Fraction, last: Fraction, step: int) -> Fraction:
         """After the last round exactly ``last``."""
@@ -156,12 +214,9 @@ def pruned(weight: Tensor, mask: Tensor, num_kept: Tensor) -> Tensor:
     return largest(weight.abs(), mask, torch.minimum(num_kept, mask.sum(1)))
 
 
-Layer = tuple[str, Tensor, Tensor, list[int]]
-"""Name, weights and mask of a layer, each (models, weights), and how many weights of each model to keep."""
-
-
-def ranked(layers: Iterable[Layer], pool: str, remedy: str) -> Iterator[tuple[str, Tensor]]:
-    """Name and mask of the largest weights of every layer, or, in a global pool, of all layers in one ranking."""
+def ranked(layers: Iterable[tuple[str, Tensor, Tensor, list[int]]], pool: str, remedy: str) -> Iterator[tuple[str, Tensor]]:
+    """Name and mask of the largest weights of every layer, or, in a global pool, of all layers in one ranking. A layer is its
+    name, weights and mask, each (models, weights), and how many weights of each model to keep."""
     for group in [list(layers)] if pool == "global" else ([layer] for layer in layers):
         names, weights, masks, nums = zip(*group, strict=True)
         kept = pruned(torch.cat(weights, 1), torch.cat(masks, 1), torch.tensor(nums, device=masks[0].device).sum(0))
@@ -175,6 +230,38 @@ def ranked(layers: Iterable[Layer], pool: str, remedy: str) -> Iterator[tuple[st
 Move = DropAndGrow | Pruning | Rounds
 
 
+@dataclass(frozen=True)
+class Goal:
+    """How the masks of one model move.
+
+    last        densities that a pruned model ends with
+    correction  of a pruned model's learning rates, by Table 1. "moment": that of the density it has at the moment; "fixed":
+                that of the last density from the start, and the init of that density
+    """
+
+    plan: Plan
+    move: Move | None = None
+    last: Mapping[str, Fraction] = field(default_factory=dict)
+    correction: str | None = None
+
+
+def pruning_goal(
+    plan: Plan, move: Pruning | Rounds, density: float | Mapping[str, float] | Allocation, correction: str = "moment"
+) -> Goal:
+    """The goal of a model that is pruned to ``density``; one that it cannot reach is refused."""
+    choice("correction", correction, ("moment", "fixed"))
+    hidden = {row.name: row for row in plan if row.role == "hidden"}
+    last = allocate(density, {name: row.shape for name, row in hidden.items()})
+    for name, row in hidden.items():
+        num_kept(name, row.shape, last[name])
+        if last[name] > row.density:
+            raise ValueError(
+                f"{name!r} has density {float(row.density):g} already and would be pruned to {float(last[name]):g}: "
+                "parameterize with the density to start from, 1 as a rule"
+            )
+    return Goal(plan, move, last, correction)
+
+
 def density_factor(plan: Plan, row: PlanRow, density: Fraction, family: str) -> float:
     """What a density other than the planned one makes of the plan's learning rate, by Table 1."""
     power = get_rule(plan.rule).lr[family][row.role]
@@ -182,7 +269,7 @@ def density_factor(plan: Plan, row: PlanRow, density: Fraction, family: str) -> 
 
 
 def init_factor(plan: Plan, row: PlanRow, density: Fraction) -> float:
-    """Likewise of the init std."""
+    """What a density other than the planned one makes of the plan's init std, by Table 1."""
     power = get_rule(plan.rule).init_var[row.role]
     return math.sqrt(power.of(1, 1, density / row.density))
 

@@ -15,59 +15,79 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from smupar.dynamic.movers import Goal, Mover
-from smupar.dynamic.moves import DropAndGrow, Times
-from smupar.model.compressed import MaskChange
-from smupar.model.parameterize import attach, is_parameterized, let_masks_move, unwrapped
+from smupar.dynamic.movers import Mover
+from smupar.dynamic.moves import DropAndGrow, Goal, Rounds, Times, density_factor, init_factor
+from smupar.dynamic.restart import Restart
+from smupar.model.parameterize import add_masks, attach, check_parameterized, let_masks_move, unwrapped
 from smupar.model.sharding import local, num_ranks
 from smupar.model.stepping import Step, optimizers, seam_of
-from smupar.model.weights import MaskedWeight, Weight, weight_of, weights
-from smupar.plan.optimizers import facts_of, name_of
+from smupar.model.weights import MaskedWeight, weight_of, weights
+from smupar.optim.layer_rates import group_of_weight, layer_rates
+from smupar.plan.optimizers import facts_of
 from smupar.plan.plan import Plan, PlanWarning
 
 # Calls of step() before it says that it saw none of the optimizer's.
 _MANY_IDLE = 1000
 _MOVABLE = ("random", "bernoulli", "given", None)
+_ABSENT, _FINITE, _NOT_FINITE = 0, 1, 2  # what a rank saw of a weight's dense gradient; of several ranks the largest counts
 
 
 class Sparsifier(Mover):
-    """Moves the masks of one model; counts steps.
+    """Moves the masks of one model towards a goal; counts steps. Its subclasses make goals for the methods of the literature.
 
     A grown weight starts at 0 with optimizer state 0; a dropped one is 0 and has no state left. ``restart_bias_correction``
     gives grown weights Adam's bias correction from their own first step: else their first updates are too large. ``steps`` is
-    the length of the run, if it is known: a schedule that ends behind it is refused.
+    the length of the run, if it is known: a schedule that ends after it is refused.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        plan: Plan,
         optimizer: Any,
         goal: Goal,
         *,
-        stop: int,
         restart_bias_correction: bool = False,
         steps: int | None = None,
     ) -> None:
         super().__init__([goal])
-        self.model, self.plan, self.optimizers = unwrapped(model), plan, optimizers(optimizer)
-        if not is_parameterized(self.model):
-            raise ValueError("this model is not parameterized: call smupar.parameterize before masks move")
-        if steps is not None and stop > steps:
-            raise ValueError(f"masks would move until step {stop}, but the run ends at {steps}: choose an earlier stop")
-        structured = sorted({str(row.pattern) for row in plan if row.role == "hidden" and row.pattern not in _MOVABLE})
-        if structured:
-            raise ValueError(f"masks that move are unstructured, pattern {structured[0]!r} would be lost: use pattern='random'")
-        attach(self.model, plan)
-        for reason in filter(None, (facts_of(each).no_moves for each in self.optimizers)):
-            raise ValueError(reason)
+        assert goal.move is not None
+        self.model, self.plan, self.optimizers = unwrapped(model), goal.plan, optimizers(optimizer)
+        self.move, self.num_steps = goal.move, 0
+        self._stepped, self._num_idle = False, 0
+        self._idle_before: set[str] = set()
+        self._refuse(steps)
+        attach(self.model, self.plan)
         self._refuse_strangers()
         let_masks_move(self.model)
-        self.num_steps = 0
-        self._stepped, self._num_idle = False, 0
         for each in self.optimizers:
-            seam_of(each).add(self, count=self._count)
-        self.restart = _Restart(self) if restart_bias_correction else None
+            seam_of(each).add(self, count=self._see_step)
+        if restart_bias_correction:
+            self.restart = Restart(self.model, self.plan, self.optimizers)
+        self.rates = layer_rates(self.model, self.plan, self.optimizers) if goal.correction else None
+        if goal.correction is not None:
+            add_masks(self.model, self.plan)
+        if goal.correction is None and not self.weights():
+            raise ValueError("no hidden weight is sparse, so no mask can move: pass a density below 1 to parameterize")
+        if goal.correction == "fixed":
+            self._refuse_trained(goal.last)
+        self.start_fixed()
+        if isinstance(self.move, Rounds) and self.move.rewind == 0:
+            self.remember()
+        self._request_gradients()
+
+    # What cannot be moved
+
+    def _refuse(self, steps: int | None) -> None:
+        check_parameterized(self.model, "before masks move")
+        if steps is not None and self.move.stop > steps:
+            raise ValueError(
+                f"masks would move until step {self.move.stop}, but the run ends at {steps}: choose an earlier stop"
+            )
+        structured = sorted({str(row.pattern) for row in self.plan if row.role == "hidden" and row.pattern not in _MOVABLE})
+        if structured:
+            raise ValueError(f"masks that move are unstructured, pattern {structured[0]!r} would be lost: use pattern='random'")
+        for reason in filter(None, (facts_of(each).no_moves for each in self.optimizers)):
+            raise ValueError(reason)
 
     def _refuse_strangers(self) -> None:
         held = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
@@ -78,18 +98,53 @@ class Sparsifier(Mover):
                     "made of its param_groups"
                 )
 
+    def _refuse_trained(self, last: Mapping[str, Fraction]) -> None:
+        """Weights of a checkpoint have the init of the last density already."""
+        for name, weight in self.weights().items():
+            planned, values = self.plan[name].init_std, weight.full()
+            if init_factor(self.plan, self.plan[name], last[name]) == 1 or not planned or values.is_meta:
+                continue
+            kept = values[weight.full_mask()].double()
+            std = float(kept.square().mean().sqrt())
+            if abs(std / planned - 1) > max(0.2, 5 / math.sqrt(2 * len(kept))):
+                raise ValueError(
+                    f"{name!r} has std {std:.4g}, the plan's init {planned:.4g}: correction='fixed' scales the init, so "
+                    "make the sparsifier before a checkpoint is loaded"
+                )
+
+    # What is moved
+
     def weights(self) -> dict[str, MaskedWeight]:
         """Hidden weights that have a mask and are trained."""
         hidden = weights(self.model, self.plan, self.optimizers)
         return {name: weight for name, weight in hidden.items() if weight.is_masked and weight.parameter.requires_grad}
 
-    def every_weight(self) -> dict[str, Weight]:
+    def every_weight(self) -> dict[str, MaskedWeight]:
         return {name: weight_of(self.model, name, self.optimizers) for name, _ in self.model.named_parameters()}
+
+    def statistics(self) -> dict[str, Tensor]:
+        """Running statistics of norms over batches."""
+        norms = ((p, m) for p, m in self.model.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase))
+        return {
+            f"{path}.{name}".lstrip("."): buffer for path, norm in norms for name, buffer in norm.named_buffers(recurse=False)
+        }
 
     @property
     def densities(self) -> dict[str, float]:
         masks = {name: weight.full_mask() for name, weight in self.weights().items()}
         return {name: int(mask.sum()) / mask.numel() for name, mask in masks.items()}
+
+    def _correct(self, name: str, model: int, density: Fraction) -> None:
+        for each in self.optimizers:
+            family = group_of_weight(each).get(name, {}).get("family")
+            if family is not None and self.rates is not None:
+                self.rates.corrections[name] = density_factor(self.plan, self.plan[name], density, family)
+
+    def _start_optimizers(self, models: list[int]) -> None:
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+
+    # Steps
 
     @torch.no_grad()
     def step(self) -> bool:
@@ -107,10 +162,12 @@ class Sparsifier(Mover):
             return False
         self._stepped = False
         self.num_steps += 1
-        due = self.due(self.num_steps)
+        due = self.move.due(self.num_steps)
         if due:
-            self.update(self.num_steps)
-        if due or self.due(self.num_steps + 1):
+            self.update(self.num_steps, self._ready_weights())
+        if isinstance(self.move, Rounds) and self.num_steps == self.move.rewind:
+            self.remember()
+        if due or self.move.due(self.num_steps + 1):
             self._request_gradients()
         return due
 
@@ -120,45 +177,77 @@ class Sparsifier(Mover):
             seam_of(each).finish()  # this may be called by a hook of the optimizer, before the seam's own
         return self._stepped
 
-    def _count(self, step: Step) -> None:
+    def _see_step(self, step: Step) -> None:
         self._stepped |= not step.was_noop
-
-    def state_dict(self) -> dict[str, Any]:
-        """Masks are in the model's own state dict."""
-        return {"num_steps": self.num_steps, "born": dict(self.restart.born) if self.restart else {}}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.num_steps = state["num_steps"]
-        if self.restart:
-            weights = self.weights()
-            self.restart.born = {n: born.to(weights[n].parameter.device, copy=True) for n, born in state["born"].items()}
-        self._request_gradients()
 
     def _request_gradients(self) -> None:
         """Asks for the dense gradient of the next step, if masks grow by it, and drops that of the last."""
         for weight in self.weights().values():
             weight.dense_gradient.request(self.needs_gradient(self.num_steps + 1))
 
-    def _set_mask(self, weight: Weight, mask: Tensor, models: list[int]) -> None:
-        assert isinstance(weight, MaskedWeight)
-        own = weight.mask if weight.stores_zeros else None
-        if own is not None and bool(local(weight.parameter)[~local(own)].count_nonzero()):
-            warnings.warn(
-                f"weights of {weight.name!r} off its mask are not 0: another optimizer than the one that was given here trains "
-                "it, or something wrote to it. Make a sparsifier for the optimizer that is used",
-                PlanWarning,
-                stacklevel=6,
+    def _ready_weights(self) -> dict[str, MaskedWeight]:
+        """The weights whose masks can move now; says so where something else than the given optimizers wrote to one."""
+        hidden = self.weights()
+        if self.move.needs_gradient:
+            hidden = self._with_gradient(hidden)
+        for name, weight in hidden.items():
+            mask = weight.mask if weight.stores_zeros else None
+            if mask is not None and bool(local(weight.parameter)[~local(mask)].count_nonzero()):
+                warnings.warn(
+                    f"weights of {name!r} off its mask are not 0: another optimizer than the one that was given here trains "
+                    "it, or something wrote to it. Make a sparsifier for the optimizer that is used",
+                    PlanWarning,
+                    stacklevel=4,
+                )
+        return hidden
+
+    def _with_gradient(self, hidden: dict[str, MaskedWeight]) -> dict[str, MaskedWeight]:
+        """The weights that have a dense gradient. Layers that had no part in the last step on any rank, such as experts without
+        tokens, keep their masks, and so do those whose gradient is not finite."""
+        grads = [weight.dense_gradient.value for weight in hidden.values()]
+        states = [_ABSENT if grad is None else _FINITE if bool(grad.isfinite().all()) else _NOT_FINITE for grad in grads]
+        if num_ranks() > 1:
+            device = local(next(iter(hidden.values())).parameter).device
+            dist.all_reduce(shared := torch.tensor(states, device=device), dist.ReduceOp.MAX)
+            states = shared.tolist()
+        by_state: dict[int, list[str]] = {_ABSENT: [], _FINITE: [], _NOT_FINITE: []}
+        for name, state in zip(hidden, states, strict=True):
+            by_state[state].append(name)
+        idle = by_state[_ABSENT]
+        if len(idle) == len(hidden):
+            raise ValueError(
+                f"{idle[0]!r} got no gradient that RigL could look at: call sparsifier.step() after every "
+                "optimizer.step(), and smupar.attach(model, plan) after a copy, a conversion or sharding"
             )
-        change = weight.set_mask(mask)
+        if not self._idle_before.issuperset(idle):
+            names = ", ".join(idle[:4])
+            warnings.warn(f"no gradient in this step, so their masks stay: {names}", PlanWarning, stacklevel=5)
+            self._idle_before.update(idle)
+        for name in by_state[_NOT_FINITE]:
+            warnings.warn(f"the gradient of {name!r} is not finite, so its mask stays", PlanWarning, stacklevel=5)
+        return {name: hidden[name] for name in by_state[_FINITE]}
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Masks are in the model's own state dict."""
+        state: dict[str, Any] = {"num_steps": self.num_steps, "born": dict(self.restart.born) if self.restart else {}}
+        if self.rates is not None:
+            state["corrections"] = dict(self.rates.corrections)
+        if isinstance(self.move, Rounds):
+            state["weights"] = self.first
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.num_steps = state["num_steps"]
         if self.restart:
-            self.restart.note(weight, change)
-
-    def _correct(self, name: str, model: int, density: Fraction) -> None:
-        """Masks that keep their density need none."""
-
-    def _start_optimizers(self, models: list[int]) -> None:
-        for optimizer in self.optimizers:
-            optimizer.state.clear()
+            hidden = self.weights()
+            self.restart.born = {n: born.to(hidden[n].parameter.device, copy=True) for n, born in state["born"].items()}
+        if self.rates is not None:
+            self.rates.corrections.update(state["corrections"])
+        if isinstance(self.move, Rounds) and "weights" in state:  # else those that the model had when this was made
+            self.first = {name: weight.clone() for name, weight in state["weights"].items()}
+        self._request_gradients()
 
 
 class _Moving(Sparsifier):
@@ -186,13 +275,9 @@ class _Moving(Sparsifier):
                         or "constant"
         """
         goal = Goal(plan, DropAndGrow(Times(every, stop, start), self.grow, drop_fraction, decay))
-        self._idle_before: set[str] = set()
-        super().__init__(model, plan, optimizer, goal, stop=stop, restart_bias_correction=restart_bias_correction, steps=steps)
-        if not self.weights():
-            raise ValueError("no hidden weight is sparse, so no mask can move: pass a density below 1 to parameterize")
-        if not any(self.due(step) for step in range(start, stop + 1)):
+        super().__init__(model, optimizer, goal, restart_bias_correction=restart_bias_correction, steps=steps)
+        if start == 0 and every > stop:
             raise ValueError(f"masks would never move: no multiple of every={every} lies between {start} and stop={stop}")
-        self._request_gradients()
 
 
 class RigL(_Moving):
@@ -200,88 +285,8 @@ class RigL(_Moving):
 
     grow = "gradient"
 
-    def update(self, step: int) -> None:
-        self._idle = self._without_gradient()
-        super().update(step)
-
-    def _without_gradient(self) -> list[str]:
-        """Layers that had no part in the last step on any rank, such as experts without tokens: their masks stay."""
-        weights = self.weights()
-        device = local(next(iter(weights.values())).parameter).device
-        has = torch.tensor([int(weight.dense_gradient.value is not None) for weight in weights.values()], device=device)
-        if num_ranks() > 1:
-            dist.all_reduce(has, dist.ReduceOp.MAX)
-        idle = [name for name, there in zip(weights, has.tolist(), strict=True) if not there]
-        if len(idle) == len(weights):
-            raise ValueError(
-                f"{idle[0]!r} got no gradient that RigL could look at: call sparsifier.step() after every "
-                "optimizer.step(), and smupar.attach(model, plan) after a copy, a conversion or sharding"
-            )
-        if not self._idle_before.issuperset(idle):
-            names = ", ".join(idle[:4])
-            warnings.warn(f"no gradient in this step, so their masks stay: {names}", PlanWarning, stacklevel=5)
-            self._idle_before.update(idle)
-        return idle
-
-    def _gradient(self, weight: Weight, models: list[int]) -> Tensor | None:
-        sizes = None if weight.name in self._idle else super()._gradient(weight, models)
-        if sizes is not None and not bool(sizes.isfinite().all()):
-            warnings.warn(f"the gradient of {weight.name!r} is not finite, so its mask stays", PlanWarning, stacklevel=7)
-            return None
-        return sizes
-
 
 class SET(_Moving):
     """Mocanu et al.: grows at random."""
 
     grow = "random"
-
-
-class _Restart:
-    """Adam corrects its averages for having started at 0, by the optimizer's step, but a grown weight starts later: this takes
-    the difference out of the weight, after each step. ``born``: the optimizer's step at which a weight grew, 0 at first."""
-
-    def __init__(self, sparsifier: Sparsifier) -> None:
-        self.sparsifier = sparsifier
-        self.born: dict[str, Tensor] = {}
-        hidden = {id(weight.parameter) for weight in weights(sparsifier.model, sparsifier.plan).values()}
-        for optimizer in sparsifier.optimizers:
-            facts = facts_of(optimizer)
-            groups = [group for group in optimizer.param_groups if any(id(p) in hidden for p in group["params"])]
-            if groups and (not facts.restartable or any(group.get("amsgrad") for group in groups)):
-                kind = name_of(optimizer)
-                raise ValueError(f"restart_bias_correction is for Adam and AdamW without amsgrad, not {kind}: leave it out")
-            seam_of(optimizer).add(sparsifier.model, correct=self._correct)  # in place of an earlier sparsifier's
-
-    def note(self, weight: MaskedWeight, change: MaskChange) -> None:
-        parameter = weight.parameter
-        state: dict[str, Any] = next((o.state[parameter] for o in weight.optimizers if parameter in o.state), {})
-        known = self.born.get(weight.name)
-        born = torch.zeros_like(parameter, dtype=torch.float32) if known is None else change.remap(known)
-        self.born[weight.name] = born.masked_fill_(change.new_entries, float(state.get("step", 0)))
-
-    @torch.no_grad()
-    def _correct(self, step: Step) -> None:
-        if step.was_noop:
-            return
-        optimizer = step.optimizer
-        names = {id(weight.parameter): name for name, weight in self.sparsifier.weights().items()}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                name = names.get(id(parameter))
-                if name in self.born and parameter.grad is not None and parameter in optimizer.state:
-                    parameter.add_(self._difference(optimizer.state[parameter], group, self.born[name]))
-
-    @staticmethod
-    def _difference(state: Mapping[str, Any], group: dict[str, Any], born: Tensor) -> Tensor:
-        """What the step took too much of young weights."""
-        beta1, beta2 = group["betas"]
-        count = torch.as_tensor(state["step"], dtype=torch.float32, device=born.device)
-        mean, square = state["exp_avg"], state["exp_avg_sq"]
-
-        def update(age: Any) -> Tensor:
-            started1, started2 = (-torch.expm1(age * math.log(beta)) for beta in (beta1, beta2))  # 1 - beta^age
-            return mean / started1 / ((square / started2).sqrt() + group["eps"])
-
-        difference: Tensor = group["lr"] * (update(count) - update(count - born))
-        return difference.masked_fill_(born == 0, 0)

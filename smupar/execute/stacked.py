@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from smupar.execute.cuda_graphs import Graphed, Upload, compile_static
+from smupar.model.csr import MASK
 from smupar.model.parameterize import add_missing_factors
 from smupar.model.weights import StackedWeight, weight_of
 from smupar.optim.groups import groups_by_optimizer
-from smupar.plan.optimizers import OPTIMIZERS, OptimizerFacts, facts_of, family_of, names_with
+from smupar.plan.optimizers import MUON_COEFFICIENTS, MUON_EPS, MUON_STEPS, facts_for_role, family_of, names_with
 from smupar.plan.parameters import parent_path
 from smupar.plan.plan import Plan
 
@@ -30,17 +31,14 @@ LossFn = Callable[[nn.Module, Any], Tensor]
 # Models whose activations are held at once where a gradient is computed outside of the compiled step.
 _CHUNK = 4
 SUPPORTED = names_with("stackable")
-# torch.optim.Muon's defaults.
-_MUON_COEFFICIENTS, _MUON_STEPS, _MUON_EPS = (3.4445, -4.775, 2.0315), 5, 1e-7
 
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """Of one model's optimizer; the arguments of ``param_groups`` and of the optimizer, with torch's defaults."""
+    """One model's optimizer: the arguments of ``param_groups`` and of the optimizer, with torch's defaults."""
 
     lr: float
-    rest_lr: float | None = None
-    """Of an AdamW on all that is not hidden; default none, for muon lr."""
+    rest_lr: float | None = None  # the rate of an AdamW on all that is not hidden; default none, for muon lr
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     eps_scaling: str = "constant"
@@ -73,9 +71,10 @@ class Stack:
         dtype: torch.dtype | None = None,
         own_batches: bool = False,
     ) -> None:
-        self.kind, self.facts = optimizer.lower(), facts_of(optimizer)
-        self.betas, self.momentum = hyperparameters[0].betas, hyperparameters[0].momentum
-        self.two_optimizers = self.facts.hidden_only or hyperparameters[0].rest_lr is not None
+        first = hyperparameters[0]
+        self.kind, self.betas, self.momentum = optimizer.lower(), first.betas, first.momentum
+        # Of the optimizer that each parameter gets.
+        self.facts = {row.name: facts_for_role(row.role, self.kind, first.rest_lr) for row in plans[0]}
         self.hidden = {row.name for row in plans[0] if row.role == "hidden"}
         # A compiled or captured step knows where its tensors are: another set of models is copied into them.
         self.tensors = self._gathered(models, plans, hyperparameters)
@@ -96,7 +95,7 @@ class Stack:
         return len(self.models)
 
     def refill(self, models: Sequence[nn.Module], plans: Sequence[Plan], hyperparameters: Sequence[Hyperparameters]) -> None:
-        """Starts anew with other models of the same shapes, as many; nothing is compiled again."""
+        """Starts with other models of the same shapes, as many; nothing is compiled again."""
         fresh = self._gathered(models, plans, hyperparameters)
         _pytree.tree_map(lambda mine, other: mine.copy_(other), self.tensors, fresh)
         self.models, self.num_steps = list(models), 0
@@ -158,10 +157,33 @@ class Stack:
             lr = lr * _wide(share * t["rates"][name] if name in t["rates"] else share, param)
             decay = decay * _wide(self.decay_change(name), param) if name in t["rates"] else decay
             new = self._updated(name, param, grads[name], lr, decay, eps, _wide(number, param))
-            if name in t["masks"] and self._facts(name).mixes_entries:
+            if name in t["masks"] and self.facts[name].mixes_entries:
                 new = new.masked_fill(~t["masks"][name], 0)
             param.copy_(torch.where(_wide(t["alive"], param), new, param))
         return losses
+
+    # Learning rates that change, as ``LayerRates`` has them for one model
+
+    def correct(self, name: str, model: int, factor: float) -> None:
+        """Multiplies the plan's learning rate of a weight by a correction."""
+        self.tensors["corrections"][name][model] = factor
+        self._set_rate(name)
+
+    def measure(self, name: str, factors: Tensor) -> None:
+        """Replaces the corrections of a weight by what was measured; nothing changes where a factor is not a number."""
+        measured = self.tensors["measured"][name]
+        measured.copy_(torch.where(factors.isnan(), measured, factors))
+        self._set_rate(name)
+
+    def forget_measured(self) -> None:
+        """Goes back to corrections."""
+        for name, measured in self.tensors["measured"].items():
+            measured.fill_(math.nan)
+            self._set_rate(name)
+
+    def _set_rate(self, name: str) -> None:
+        measured, correction = self.tensors["measured"][name], self.tensors["corrections"][name]
+        self.tensors["rates"][name].copy_(torch.where(measured.isnan(), correction, measured))
 
     def decay_change(self, name: str) -> Tensor:
         """What further factors on the learning rate leave of a weight decay that is independent of it."""
@@ -171,16 +193,12 @@ class Stack:
     def _updated(
         self, name: str, param: Tensor, grad: Tensor, lr: Tensor, decay: Tensor, eps: Tensor, number: Tensor
     ) -> Tensor:
-        facts = self._facts(name)
+        facts = self.facts[name]
         if facts.decoupled:
             param = param * (1 - lr * decay)
         else:
             grad = grad + decay * param
         return param - _CHANGES[facts.name](self.tensors["state"][name], grad, lr, eps, number, self.betas, self.momentum)
-
-    def _facts(self, name: str) -> OptimizerFacts:
-        """Those of the optimizer that a parameter gets."""
-        return OPTIMIZERS["adamw"] if self.two_optimizers and name not in self.hidden else self.facts
 
     # Gathering
 
@@ -192,16 +210,22 @@ class Stack:
         _refuse(models, plans, hyperparameters, self.kind)
         add_missing_factors(models, plans)
         masked = sorted(self.hidden | {row.name for plan in plans for row in plan if row.masked})
-        own = {f"{name}_mask" for name in masked}
+        mask_buffers = {f"{name}{MASK}" for name in masked}
         params = _stacked([dict(model.named_parameters()) for model in models])
         device = next(iter(params.values())).device
         tensors: dict[str, Any] = {
             "params": params,
-            "buffers": _stacked([{name: b for name, b in m.named_buffers() if name not in own} for m in models]),
+            "buffers": _stacked([{name: b for name, b in m.named_buffers() if name not in mask_buffers} for m in models]),
             "masks": {name: torch.stack([weight_of(model, name).full_mask() for model in models]) for name in masked},
             "constants": _constants(models, plans, hyperparameters, self.kind),
-            "state": {name: self._new_state(name, param) for name, param in params.items()},
-            "rates": {name: torch.ones(len(models), device=device) for name in self.hidden},  # further factors on the LR
+            "state": {
+                name: [torch.zeros_like(param) for _ in range(self.facts[name].num_states_with(self.momentum))]
+                for name, param in params.items()
+            },
+            # Further factors on the learning rates of hidden weights: what ``_set_rate`` makes of the two that follow it.
+            "rates": {name: torch.ones(len(models), device=device) for name in self.hidden},
+            "corrections": {name: torch.ones(len(models), device=device) for name in self.hidden},
+            "measured": {name: torch.full((len(models),), math.nan, device=device) for name in self.hidden},
             "independent": torch.tensor([h.decay == "independent" for h in hyperparameters], device=device),
             "alive": torch.ones(len(models), dtype=torch.bool, device=device),
             "number": torch.zeros(len(models), device=device),
@@ -209,9 +233,6 @@ class Stack:
         if any(h.clip is not None for h in hyperparameters):
             tensors["clip"] = torch.tensor([math.inf if h.clip is None else h.clip for h in hyperparameters], device=device)
         return tensors
-
-    def _new_state(self, name: str, param: Tensor) -> list[Tensor]:
-        return [torch.zeros_like(param) for _ in range(self._facts(name).num_states_with(self.momentum))]
 
 
 def train_stacked(
@@ -285,8 +306,9 @@ def _unstackable(model: nn.Module) -> str | None:
     return None
 
 
-def _stacked(many: list[dict[str, Any]]) -> dict[str, Tensor]:
-    return {name: torch.stack([one[name].detach() for one in many]) for name in many[0]}
+def _stacked(tensors: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Tensors by name of each model, made into one tensor for each name."""
+    return {name: torch.stack([model[name].detach() for model in tensors]) for name in tensors[0]}
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:
@@ -298,8 +320,8 @@ def _aliases(model: nn.Module) -> dict[str, str]:
 
 def _constants(
     models: Sequence[nn.Module], plans: Sequence[Plan], hyperparameters: Sequence[Hyperparameters], optimizer: str
-) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    """By parameter name: learning rate, decay and epsilon of every model, as ``param_groups`` gives them."""
+) -> dict[str, tuple[Tensor, ...]]:
+    """Learning rate, decay and epsilon of every model, as ``param_groups`` gives them, by parameter name."""
     rows: dict[str, list[tuple[float, float, float]]] = {}
     for model, plan, h in zip(models, plans, hyperparameters, strict=True):
         names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -320,12 +342,7 @@ def _constants(
                 values = (group["lr"], group["weight_decay"], group.get("eps", h.eps))
                 rows.setdefault(names[id(parameter)], []).append(values)
     device = next(models[0].parameters()).device
-    return {name: _three(torch.tensor(values, dtype=torch.float64), device) for name, values in rows.items()}
-
-
-def _three(values: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    lr, decay, eps = values.float().to(device).unbind(1)
-    return lr, decay, eps
+    return {n: torch.tensor(values, dtype=torch.float64).float().to(device).unbind(1) for n, values in rows.items()}
 
 
 class _Loss(nn.Module):
@@ -458,12 +475,12 @@ _CHANGES = {"AdamW": _adam, "Adam": _adam, "SGD": _sgd, "Lion": _lion, "Muon": _
 
 def _orthogonalised(update: Tensor) -> Tensor:
     """The quintic Newton-Schulz iteration of torch.optim.Muon, on a stack of matrices."""
-    a, b, c = _MUON_COEFFICIENTS
+    a, b, c = MUON_COEFFICIENTS
     x = update.bfloat16()
     wide = x.shape[-2] <= x.shape[-1]
     x = x if wide else x.mT
-    x = x / x.flatten(1).norm(dim=1).clamp(min=_MUON_EPS).view(-1, 1, 1)
-    for _ in range(_MUON_STEPS):
+    x = x / x.flatten(1).norm(dim=1).clamp(min=MUON_EPS).view(-1, 1, 1)
+    for _ in range(MUON_STEPS):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x if wide else x.mT).to(update.dtype)

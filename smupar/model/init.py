@@ -1,4 +1,4 @@
-"""The values that parameterization writes into a model's tensors; ``apply`` alone calls this.
+"""The values that ``parameterize``, which alone calls this, writes into a model's tensors.
 
 Everything random comes from (seed, parameter name) on the CPU: the same on every device, rank and number of ranks.
 """
@@ -38,21 +38,16 @@ class Resets:
 
 def plan_resets(model: nn.Module, plan: Plan, *, sure: bool) -> Resets:
     """A layer's biases become 0, other modules get their ``reset_parameters``, or what a Hugging Face model has for them."""
-    resets = Resets([], {}, [])
-    done, left = [], []
+    resets, done, left = Resets([], {}, []), [], []
     for path, module in model.named_modules():
         names = [f"{path}.{leaf}" if path else leaf for leaf, _ in module.named_parameters(recurse=False)]
         rows = [plan[name] for name in names if name in plan]
         kept = {row.name: module.get_parameter(row.name.rpartition(".")[2]) for row in rows if row.init_std is None}
-        own = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
-        hugging_face = getattr(model, "_init_weights", None)
-        if own is None and callable(hugging_face):
-            own = partial(hugging_face, module)
         if len(kept) < len(rows):
             resets.zeros += list(kept.values())
-        elif kept and callable(own):
-            resets.calls[path] = (own, {parameter.device for parameter in kept.values()})
-        elif kept:
+        elif kept and (init := _init_of(module, model)) is not None:
+            resets.calls[path] = (init, {parameter.device for parameter in kept.values()})
+        else:
             left += list(kept)
             continue
         done += list(kept)
@@ -68,6 +63,15 @@ def plan_resets(model: nn.Module, plan: Plan, *, sure: bool) -> Resets:
             + (f" Left as they are, without an init of their own: {', '.join(left[:4])}." if left else "")
         )
     return resets
+
+
+def _init_of(module: nn.Module, model: nn.Module) -> Callable[[], Any] | None:
+    """What gives a module fresh values: its own method, or the one that its Hugging Face model has for all modules."""
+    own = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+    for_all = getattr(model, "_init_weights", None)
+    if own is None and callable(for_all):
+        return partial(for_all, module)
+    return own if callable(own) else None
 
 
 def padding_rows(model: nn.Module) -> dict[int, int]:

@@ -1,11 +1,13 @@
-"""Carrying a plan out: the only file, with ``values`` that it calls, that puts one into a model.
+"""Carrying a plan out. Nothing else puts one into a model; masks and their hooks it has put there by ``weights``, values by
+``init``.
 
 What is added to a model, all of it keyed by name and put back by ``attach`` from the plan:
 
 - a bool buffer ``<param>_mask`` beside every sparse parameter; the weight is exactly 0 where it is False;
 - a hook on that parameter that masks its gradient as soon as it is accumulated, so that optimizers, clipping and reducers
   never see off-mask gradients. Hooks on tensors get lost (deepcopy, to_empty, sharding): hence ``attach``;
-- a non-persistent buffer ``smupar_factor`` and a hook on every module whose output Table 1 multiplies.
+- a non-persistent buffer ``smupar_factor`` and a hook on every module whose output Table 1 multiplies;
+- an attribute of the root module that says which parameters are masked, and hooks round ``load_state_dict``.
 
 Optimizers whose updates mix entries also have their weights masked after each step (``stepping``).
 """
@@ -16,18 +18,18 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from smupar.model.csr import expand_state, is_compressed
+from smupar.model.csr import MASK, expand_state, is_compressed
 from smupar.model.gradients import gradient_mask
 from smupar.model.init import initialise, padding_rows, plan_resets
+from smupar.model.relayout import watch_optimizers
 from smupar.model.sharding import is_sharded, zero_off_mask
 from smupar.model.stepping import Step, on_every_step, optimizers, seam_of
-from smupar.model.storage import watch_optimizers
 from smupar.model.weights import weight_of, weights
 from smupar.plan.layers import kind_of
 from smupar.plan.make import MaskSetting, Settings, cautions, planned, warn
@@ -37,26 +39,27 @@ from smupar.plan.patterns import read_masks
 from smupar.plan.plan import Plan, PlanWarning
 
 FACTOR = "smupar_factor"
-_MARK, _MOVING = "_smupar_attached", "_smupar_masks_move"
+_MARK = "_smupar_attached"
 
 
 @dataclass(frozen=True)
 class _Attached:
-    """Left on the root module: tells that it is parameterized, and which parameters are masked."""
+    """Left on the root module: it is parameterized."""
 
-    masked: tuple[str, ...]
+    masked: tuple[str, ...] = ()  # names of the parameters that have masks
+    masks_move: bool = False  # the masks need not be those of the plan
 
 
 def parameterize(model: nn.Module, *, base: nn.Module, reset: bool | None = None, **settings: Unpack[Settings]) -> Plan:
     """Makes ``model`` follow a rule, in place: masks, init, forward factors. Returns the plan.
 
-    Settings are those of ``make_plan``. Weight matrices are initialised anew; norms, biases and parameters that do not
-    scale keep their values. A model fresh from ``to_empty`` has none: with ``reset=True`` norms get their module's own init
+    Settings are those of ``make_plan``. Weight matrices get new values; norms, biases and parameters that do not scale keep
+    theirs. A model fresh from ``to_empty`` has none: with ``reset=True`` norms get their module's own init
     and biases 0, with ``reset=False`` never; by default this happens, with a warning, if no parameter of the model was ever
     written in place, as is so after ``to_empty`` (and after deepcopy). On bad input the model is left untouched.
     """
     _refuse(model)
-    settings["masks"] = own = read_masks(settings.get("masks"))
+    settings["masks"] = given = read_masks(settings.get("masks"))  # so that the planner need not read a file again
     plan = planned(model, base, settings)
     _refuse_used_names(model, plan)
     parameters = dict(model.named_parameters())
@@ -66,7 +69,7 @@ def parameterize(model: nn.Module, *, base: nn.Module, reset: bool | None = None
         told += resets.cautions if reset is None else []
     # Before anything changes: a mask that cannot be drawn, or a warning raised as an error, must leave the model as it is.
     with torch.device("cpu"):
-        masks = _masks(plan, _by_parameter(own, plan))
+        masks = _masks(plan, _by_parameter(given, plan))
     warn(told, stacklevel=3)
     with torch.no_grad(), torch.device("cpu"):
         if resets is not None:
@@ -89,17 +92,17 @@ def attach(model: nn.Module, plan: Plan, optimizer: Any = None, *, masks: MaskSe
     """
     model = unwrapped(model)
     check_plan(model, plan)
-    own = _by_parameter(read_masks(masks), plan)
-    missing = {row.name for row in plan if row.masked and (row.name in own or not weight_of(model, row.name).is_masked)}
+    given = _by_parameter(read_masks(masks), plan)
+    missing = {row.name for row in plan if row.masked and (row.name in given or not weight_of(model, row.name).is_masked)}
     with torch.device("cpu"):
-        drawn = _masks(plan, own, missing)
-    _warn_of_others(model, {name: mask for name, mask in drawn.items() if name not in own})
-    _attach(model, plan, drawn)
+        new = _masks(plan, given, missing)
+    _warn_of_other_zeros(model, {name: mask for name, mask in new.items() if name not in given})
+    _attach(model, plan, new)
     for each in optimizers(optimizer):
         seam_of(each).add(mask_updates, mask=mask_updates)
 
 
-def _warn_of_others(model: nn.Module, drawn: Mapping[str, Tensor]) -> None:
+def _warn_of_other_zeros(model: nn.Module, drawn: Mapping[str, Tensor]) -> None:
     """Says so where a drawn mask is not the one that weights were trained under: what lies off it would stay for ever."""
     parameters = dict(model.named_parameters())
     for name, mask in drawn.items():
@@ -144,13 +147,30 @@ def is_parameterized(model: nn.Module) -> bool:
     return hasattr(model, _MARK)
 
 
+def check_parameterized(model: nn.Module, remedy: str = "first (smupar.attach on a loaded one)") -> None:
+    """Refuses a model without a plan in it; ``remedy`` says when it should be parameterized."""
+    if not is_parameterized(model):
+        raise ValueError(f"this model is not parameterized: call smupar.parameterize {remedy}")
+
+
+def check_not_compiled(model: nn.Module, remedy: str) -> None:
+    """Refuses a model of which a module is compiled: that goes on with the hooks and weights it was compiled with."""
+    for path, module in model.named_modules():
+        if module._compiled_call_impl is not None:
+            raise ValueError(f"{path or 'the model'!r} is compiled already {remedy}")
+
+
 def let_masks_move(model: nn.Module) -> None:
     """From now on the masks need not be those of the plan."""
-    setattr(model, _MOVING, True)
+    setattr(model, _MARK, replace(_attached(model), masks_move=True))
 
 
 def masks_move(model: nn.Module) -> bool:
-    return getattr(model, _MOVING, False)
+    return _attached(model).masks_move
+
+
+def _attached(model: nn.Module) -> _Attached:
+    return getattr(model, _MARK, _Attached())
 
 
 def mask_of(model: nn.Module, name: str) -> Tensor | None:
@@ -170,7 +190,7 @@ def no_broadcast(model: nn.Module, buffers: Iterable[str]) -> None:
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
 
 
-def scales_output(module: nn.Module) -> bool:
+def has_factor_hook(module: nn.Module) -> bool:
     """Whether the hook that applies the forward factor is in place."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     return _scale_input in hooks or _scale_output in hooks
@@ -196,9 +216,8 @@ def _refuse(model: nn.Module) -> None:
             f"the model is wrapped in a {type(model).__name__} already: parameterize first, then compile or wrap it "
             "(a compiled model ignores new hooks)"
         )
+    check_not_compiled(model, "and would ignore new hooks: parameterize before it")
     for path, module in model.named_modules():
-        if module._compiled_call_impl is not None:
-            raise ValueError(f"{path or 'the model'!r} is compiled already and would ignore new hooks: parameterize before it")
         if hasattr(module, _MARK) or hasattr(module, FACTOR):
             raise ValueError(
                 f"{'this model' if not path else repr(path)} is parameterized already. Build a fresh model to parameterize it "
@@ -218,16 +237,16 @@ def _refuse(model: nn.Module) -> None:
 def _refuse_used_names(model: nn.Module, plan: Plan) -> None:
     for row in plan:
         path, _, leaf = row.name.rpartition(".")
-        if row.masked and hasattr(model.get_submodule(path), f"{leaf}_mask"):
+        if row.masked and hasattr(model.get_submodule(path), f"{leaf}{MASK}"):
             raise ValueError(
-                f"the model already has something called {row.name + '_mask'!r}, where the mask would go: rename it, "
+                f"the model already has something called {row.name + MASK!r}, where the mask would go: rename it, "
                 "or build a fresh model if this one is parameterized already"
             )
 
 
 def _by_parameter(masks: Mapping[str, Tensor], plan: Plan) -> dict[str, Tensor]:
     """Masks whose keys may be those of a state dict, by parameter name."""
-    return {name if name in plan else name.removesuffix("_mask"): mask for name, mask in masks.items()}
+    return {name if name in plan else name.removesuffix(MASK): mask for name, mask in masks.items()}
 
 
 def _masks(plan: Plan, given: Mapping[str, Tensor], wanted: set[str] | None = None) -> dict[str, Tensor]:
@@ -291,7 +310,7 @@ def _attach(model: nn.Module, plan: Plan, masks: Mapping[str, Tensor]) -> None:
     if not hasattr(model, _MARK):
         model.register_load_state_dict_pre_hook(_before_load)
         model.register_load_state_dict_post_hook(_after_load)
-    setattr(model, _MARK, _Attached(tuple(masked)))
+    setattr(model, _MARK, replace(_attached(model), masked=tuple(masked)))
 
 
 def _let_compilers_see_hooks() -> None:
@@ -311,7 +330,7 @@ def _set_factor(module: nn.Module, factor: float, parameter: Tensor) -> None:
     # Rebuilt each time: .bfloat16() rounds a buffer and to_empty leaves it without a value.
     dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
     module.register_buffer(FACTOR, torch.tensor(factor, dtype=dtype, device=parameter.device), persistent=False)
-    if scales_output(module):
+    if has_factor_hook(module):
         return
     if kind_of(module).is_lookup:
         module.register_forward_hook(_scale_output)
@@ -324,14 +343,14 @@ def _set_factor(module: nn.Module, factor: float, parameter: Tensor) -> None:
 
 def _before_load(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """A checkpoint without masks loads: the model's own masks stay. So does that of a model that keeps non-zeros alone."""
-    masked = _every_name(model, getattr(model, _MARK).masked)
+    masked = _every_name(model, _attached(model).masked)
     for name in masked:
         if is_compressed(state, f"{prefix}{name}") and (weight := weight_of(model, name)).stores_zeros:
             expand_state(state, f"{prefix}{name}", weight.shape)
     keys = {name: f"{prefix}{name}" for name in masked if f"{prefix}{name}" in state}
-    absent = [name for name, key in keys.items() if f"{key}_mask" not in state and not is_compressed(state, key)]
+    absent = [name for name, key in keys.items() if f"{key}{MASK}" not in state and not is_compressed(state, key)]
     for name in absent:
-        state[f"{prefix}{name}_mask"] = mask_of(model, name)
+        state[f"{prefix}{name}{MASK}"] = mask_of(model, name)
     if absent:
         warnings.warn(
             f"the checkpoint holds no mask for {len(absent)} sparse parameters ({absent[0]!r}, ...): "
@@ -353,6 +372,6 @@ def _every_name(model: nn.Module, names: Iterable[str]) -> list[str]:
 @torch.no_grad()
 def _after_load(model: nn.Module, _: Any) -> None:
     """Weights off the mask are 0 whatever was loaded, and tensors replaced by ``assign=True`` get their hooks back."""
-    for weight in (weight_of(model, name) for name in getattr(model, _MARK).masked):
+    for weight in (weight_of(model, name) for name in _attached(model).masked):
         weight.attach()
         weight.zero_off_mask()

@@ -1,8 +1,8 @@
 """The one seam round ``optimizer.step()``: what the package does before a step and after it, by name and in a fixed order.
 
 torch calls two global hooks of ours round the step of every optimizer, the first before an optimizer's own hooks and the second
-after them. Each optimizer has a ``Seam``, an attribute that copies and pickles leave behind as they do hooks, with the phases
-that apply to it; ``print(seam_of(optimizer))`` shows what will run. An optimizer without phases pays for one attribute look-up.
+after them. Each optimizer has a ``Seam``, an attribute that copies and pickles drop as they drop hooks, with the phases that
+apply to it; ``print(seam_of(optimizer))`` shows what will run. An optimizer without phases pays for one attribute look-up.
 """
 
 from __future__ import annotations
@@ -20,10 +20,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from smupar.model.sharding import local
 
-# ``look`` comes last: where the step gets a closure, after each of its calls, whose forward pass belongs to this step.
-BEFORE = ("refuse_replaced", "fit_state", "check_ratios", "set_rates", "look")
+_PREPARE = ("refuse_replaced", "fit_state", "check_ratios", "set_rates")
+# Where the step gets a closure, this waits for it and follows each of its calls: their forward passes belong to this step.
+_LOOK = ("look",)
 # What is measured has been corrected and masked, at the learning rates of the step.
-AFTER = ("correct", "mask", "measure", "restore_rates", "count")
+_FOLLOW_UP = ("correct", "mask", "measure")
+# These run even if one of the others raises: schedulers must not find the rates of a step.
+_ALWAYS = ("restore_rates", "count")
+BEFORE, AFTER = _PREPARE + _LOOK, _FOLLOW_UP + _ALWAYS
 _SEAM = "_smupar_seam"
 
 
@@ -48,7 +52,6 @@ class Seam:
     def __init__(self) -> None:
         self.phases: dict[str, dict[Hashable, Phase]] = {}
         self.step: Step | None = None  # the one that is being made
-        self.fitted_state: object = None  # the optimizer's ``state`` that ``fit_state`` saw last; loading brings another
 
     def add(self, owner: Hashable, **phases: Phase) -> None:
         for name, phase in phases.items():
@@ -57,9 +60,9 @@ class Seam:
             self.phases.setdefault(name, {})[owner] = phase
 
     def remove(self, owner: Hashable) -> None:
-        for own in self.phases.values():
-            own.pop(owner, None)
-        self.phases = {name: own for name, own in self.phases.items() if own}
+        for phases in self.phases.values():
+            phases.pop(owner, None)
+        self.phases = {name: phases for name, phases in self.phases.items() if phases}
 
     def owners(self, phase: str) -> list[Any]:
         return list(self.phases.get(phase, ()))
@@ -68,7 +71,7 @@ class Seam:
         lines = []
         for when, names in (("before", BEFORE), ("after", AFTER)):
             owners = {name: [getattr(who, "__name__", type(who).__name__) for who in self.owners(name)] for name in names}
-            shown = ", ".join(f"{name} ({', '.join(own)})" for name, own in owners.items() if own)
+            shown = ", ".join(f"{name} ({', '.join(whose)})" for name, whose in owners.items() if whose)
             lines.append(f"{when}: {shown or 'nothing'}")
         return "\n".join(lines)
 
@@ -76,15 +79,17 @@ class Seam:
         """Runs what comes before the step; returns its arguments if a closure among them had to be wrapped."""
         step = Step(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+        self._run(_PREPARE, step)
         waits = closure is not None and "look" in self.phases
-        self._run(BEFORE[:-1] if waits else BEFORE, step)
+        if not waits:
+            self._run(_LOOK, step)
         self.step = step
         if not waits:
             return None
 
         def looked() -> Any:
             loss = closure()
-            self._run(BEFORE[-1:], step)
+            self._run(_LOOK, step)
             return loss
 
         return ((args[0], looked, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": looked})
@@ -94,9 +99,14 @@ class Seam:
         if (step := self.step) is not None:
             self.step = None
             try:
-                self._run(AFTER[:-2], step)
-            finally:  # schedulers must not find the rates of a step, whatever a measurement raised
-                self._run(AFTER[-2:], step)
+                self._run(_FOLLOW_UP, step)
+            finally:
+                self._run(_ALWAYS, step)
+
+    def finish_outer(self, optimizer: Optimizer) -> None:
+        """For a step that called the step of its parent class, which torch wraps too: the inner step has run all phases, and
+        what the outer one wrote to the weights afterwards is masked."""
+        self._run(("mask",), Step(optimizer))
 
     def _run(self, names: Iterable[str], step: Step) -> None:
         for name in names:
@@ -112,23 +122,23 @@ def seam_of(optimizer: Optimizer) -> Seam:
             _install()
             setattr(optimizer, _SEAM, seam := Seam())
             _KNOWN.add(optimizer)
-            for name, (phase, applies) in _EVERYWHERE.items():
+            for (name, phase), applies in _EVERYWHERE.items():
                 if applies(optimizer):
                     seam.add(phase, **{name: phase})
     return seam
 
 
-_EVERYWHERE: dict[str, tuple[Phase, Callable[[Optimizer], bool]]] = {}
+_EVERYWHERE: dict[tuple[str, Phase], Callable[[Optimizer], bool]] = {}
 _KNOWN: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _LOCK = threading.RLock()  # models are made, and optimizers stepped, in threads
 
 
 def on_every_step(name: str, phase: Phase, applies: Callable[[Optimizer], bool] = lambda _: True) -> None:
-    """Adds a phase, which is its own owner, to all optimizers that it applies to, now and later."""
+    """Adds a phase, which is its own owner, to all optimizers that it applies to, now and later; only once."""
     with _LOCK:
-        if name not in _EVERYWHERE:
+        if (name, phase) not in _EVERYWHERE:
             _install()
-            _EVERYWHERE[name] = (phase, applies)
+            _EVERYWHERE[name, phase] = applies
             for optimizer in filter(applies, _KNOWN):
                 seam_of(optimizer).add(phase, **{name: phase})
 
@@ -150,9 +160,8 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     seam = seam_of(optimizer)
     if seam.step is not None:
         seam.finish()
-    elif "mask" in seam.phases:
-        # A step that called its parent class's step, which torch wraps too: the inner one has done the rest.
-        seam._run(("mask",), Step(optimizer))
+    elif seam.phases:
+        seam.finish_outer(optimizer)
 
 
 # Optimizers, as users hand them over
@@ -170,10 +179,10 @@ def unwrap_optimizer(optimizer: Any) -> Any:
     sharpness-aware minimisation (``base_optimizer``)."""
     while True:
         inner = (getattr(optimizer, name, None) for name in ("optimizer", "base_optimizer"))
-        found = next((each for each in inner if isinstance(each, Optimizer)), None)
-        if found is None:
+        wrapped = next((each for each in inner if isinstance(each, Optimizer)), None)
+        if wrapped is None:
             return optimizer
-        optimizer = found
+        optimizer = wrapped
 
 
 def step_was_noop(optimizer: Optimizer) -> bool:

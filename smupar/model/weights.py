@@ -1,17 +1,17 @@
 """A weight matrix of a model, however it is kept: what the rest of the library asks about one, and what it does to one.
 
-``MaskedWeight``      a parameter of the matrix's shape with a mask beside it, or none; it may be sharded over ranks
+``MaskedWeight``      a parameter of its full shape, with a mask beside it or none, as biases have; it may be sharded over ranks
 ``CompressedWeight``  a parameter of the non-zeros alone, in a ``SparseLinear``
 ``StackedWeight``     the same weight of many models, in tensors with a leading dimension of models
 
 Optimizer groups, learning rates and traces go by the parameter's name and need none of this. Whoever wants the matrix, the
 mask, the optimizer state or the dense gradient asks ``weight_of(model, name)`` or ``weights(model, plan)``. Masks are moved and
-updates measured on tensors with a row for each model, so that one model and a stack of many share the code.
+updates measured on tensors with a row for each model, so that one model and a stack of many share the code: what that needs
+(``shape``, ``rows``, ``set_mask``, ``dense_grad``, ``multiply``, ``scale``, ``snapshot``, ``restore``) all kinds have.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,55 +27,13 @@ from smupar.plan.layers import kind_of
 from smupar.plan.parameters import parent_path
 from smupar.plan.plan import Plan
 
-ONE = [0]
-"""The only model there is."""
+ONLY = (0,)  # the models of a weight that belongs to a single one
 
 
-class Weight(ABC):
-    """What masks that move and measured updates need of a weight, of one model or of a stack."""
-
-    name: str
-
-    @property
-    @abstractmethod
-    def shape(self) -> tuple[int, ...]:
-        """The shape of one model's matrix."""
-
-    @abstractmethod
-    def rows(self, models: list[int] = ONE) -> tuple[Tensor, Tensor]:
-        """Values and mask, each (models, entries), whole on every rank; for reading, since they may be views."""
-
-    @abstractmethod
-    def set_mask(self, new: Tensor, models: list[int] = ONE) -> MaskChange:
-        """Moves the mask to ``new``, (models, entries), with all that goes along: weights that stay keep value, gradient and
-        optimizer state, and all of these are 0 where a weight is dropped or new."""
-
-    @abstractmethod
-    def dense_grad(self, models: list[int] = ONE) -> Tensor:
-        """The gradient without a mask, where it was asked for, (models, entries), summed over ranks."""
-
-    @abstractmethod
-    def multiply(self, x: Tensor, *, in_dim: int = 1) -> Tensor:
-        """The layer's output for ``x`` without bias, in the dtype of ``x``; under FSDP2 this rank's part of it."""
-
-    @abstractmethod
-    def scale(self, factor: float, model: int = 0) -> None:
-        """Multiplies the values of a model."""
-
-    @abstractmethod
-    def snapshot(self) -> Tensor:
-        """A copy of the values for ``restore``, which holds whatever the mask will be then."""
-
-    @abstractmethod
-    def restore(self, values: Tensor, models: list[int] = ONE) -> None:
-        """Goes back to a snapshot's values where the mask is now."""
-
-
-class MaskedWeight(Weight):
+class MaskedWeight:
     """A weight of one model, kept as a matrix. Its mask, if it has one, is the buffer ``<name>_mask`` beside the parameter."""
 
-    stores_zeros = True
-    """Whether entries off the mask exist, so that something could write to them."""
+    stores_zeros = True  # entries off the mask exist, so that something could write to them
 
     def __init__(self, module: nn.Module, name: str, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
         self.module, self.name, self.leaf, self.optimizers = module, name, name.rpartition(".")[2], optimizers
@@ -86,6 +44,7 @@ class MaskedWeight(Weight):
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape of one model's matrix."""
         return tuple(self.parameter.shape)
 
     @property
@@ -125,9 +84,9 @@ class MaskedWeight(Weight):
 
     def attach(self, mask: Tensor | None = None) -> None:
         """Puts a mask in place, if one is given, and the gradient's hook."""
-        own = self.mask
-        if mask is None and own is not None and is_sharded(self.parameter) and not is_sharded(own):
-            mask = own  # the weight was sharded after it got its mask
+        present = self.mask
+        if mask is None and present is not None and is_sharded(self.parameter) and not is_sharded(present):
+            mask = present  # the weight was sharded after it got its mask
         if mask is not None:
             self.module.register_buffer(f"{self.leaf}{MASK}", like(mask, self.parameter))
         if self.is_masked:
@@ -139,23 +98,27 @@ class MaskedWeight(Weight):
         if mask is not None and not (mask.is_meta or parameter.is_meta):
             zero_off_mask(parameter, mask)
 
-    def rows(self, models: list[int] = ONE) -> tuple[Tensor, Tensor]:
+    def rows(self, models: Sequence[int] = ONLY) -> tuple[Tensor, Tensor]:
+        """Values and mask, each (models, entries), whole on every rank; for reading, since they may be views."""
         return self.full().flatten()[None], self.full_mask().flatten()[None]
 
-    def set_mask(self, new: Tensor, models: list[int] = ONE) -> MaskChange:
+    def set_mask(self, new: Tensor, models: Sequence[int] = ONLY) -> MaskChange:
+        """Moves the mask to ``new``, (models, entries), with all that goes along: weights that stay keep value, gradient and
+        optimizer state, and all of these are 0 where a weight is dropped or new."""
         new = new.view(self.shape)
         if num_ranks() > 1:
             dist.broadcast(sent := new.to(torch.uint8), 0)  # equal by construction; a rounding apart they would stay apart
             new = sent.bool()
         parameter, before = self.parameter, self.parameter.shape
-        change = self._set_mask(new)
+        change = self._write_mask(new)
         for state in (optimizer.state.get(parameter, {}) for optimizer in self.optimizers):
             for what, value in state.items():
                 if isinstance(value, Tensor) and value.shape == before:
                     state[what] = change.remap(value)
         return change
 
-    def _set_mask(self, new: Tensor) -> MaskChange:
+    def _write_mask(self, new: Tensor) -> MaskChange:
+        """Changes mask, parameter and gradient, for a whole mask."""
         mask, parameter, new = self.mask, self.parameter, self.laid_out(new)
         assert mask is not None
         changed = mask ^ new
@@ -174,34 +137,40 @@ class MaskedWeight(Weight):
 
     @property
     def dense_gradient(self) -> DenseGradient:
-        """Keeps the gradient without a mask; where the hook that does is lost, nothing is kept."""
+        """Where the gradient without a mask is kept, on request. The hook that masks the gradient fills it, and for compressed
+        weights the layer's backward pass (``execute/sparse/products``); where the hook is lost, nobody does."""
         return gradient_mask(self.parameter) or DenseGradient()
 
-    def dense_grad(self, models: list[int] = ONE) -> Tensor:
-        own, kept = local(self.parameter), self.dense_gradient.value
-        if kept is None:  # on other ranks it has one
-            kept = own.new_zeros(own.shape if self.stores_zeros else self.shape)
+    def dense_grad(self, models: Sequence[int] = ONLY) -> Tensor:
+        """The gradient without a mask, where it was asked for, (models, entries), summed over ranks."""
+        shard, grad = local(self.parameter), self.dense_gradient.value
+        if grad is None:  # on other ranks it has one
+            grad = shard.new_zeros(shard.shape if self.stores_zeros else self.shape)
         if is_sharded(self.parameter):
-            kept = whole(sharded_like(self.parameter, kept))
+            grad = whole(sharded_like(self.parameter, grad))
         elif num_ranks() > 1:
-            dist.all_reduce(kept)
-        return kept.flatten()[None]
+            dist.all_reduce(grad)
+        return grad.flatten()[None]
 
     def multiply(self, x: Tensor, *, in_dim: int = 1) -> Tensor:
+        """The layer's output for ``x`` without bias, in the dtype of ``x``; under FSDP2 this rank's part of it."""
         kind = kind_of(self.module)
         # A rank's rows of (out, in) give outputs of their own; those of (in, out) would be a part of the inputs.
-        own = local if in_dim == 1 and not kind.is_registered else whole
-        return kind.multiply(self.module, own(self.parameter.detach()).to(x.dtype), x, in_dim)
+        part = local if in_dim == 1 and not kind.is_registered else whole
+        return kind.multiply(self.module, part(self.parameter.detach()).to(x.dtype), x, in_dim)
 
     # Values from elsewhere
 
     def scale(self, factor: float, model: int = 0) -> None:
+        """Multiplies the values of a model."""
         self.parameter.mul_(factor)
 
     def snapshot(self) -> Tensor:
+        """A copy of the values for ``restore``, which holds whatever the mask will be then."""
         return self.parameter.detach().clone()
 
-    def restore(self, values: Tensor, models: list[int] = ONE) -> None:
+    def restore(self, values: Tensor, models: Sequence[int] = ONLY) -> None:
+        """Goes back to a snapshot's values where the mask is now."""
         self.parameter.copy_(values)
         self.zero_off_mask()
 
@@ -212,7 +181,7 @@ class MaskedWeight(Weight):
     def load(self, matrix: Tensor, mask: Tensor) -> None:
         """Takes over values and mask, each a whole matrix."""
         device = local(self.parameter).device
-        self._set_mask(mask.to(device))
+        self._write_mask(mask.to(device))
         self.parameter.copy_(self.laid_out(matrix.to(device)))
 
     def is_foreign(self, shape: Sequence[int]) -> bool:
@@ -263,7 +232,7 @@ class CompressedWeight(MaskedWeight):
     def zero_off_mask(self) -> None:
         """There is nothing off it."""
 
-    def _set_mask(self, new: Tensor) -> MaskChange:
+    def _write_mask(self, new: Tensor) -> MaskChange:
         if num_ranks() > 1 and int(new.sum()) != len(self.parameter):
             text = f"{self.name!r} keeps only its non-zeros, whose number cannot change on several ranks: keep it dense"
             raise ValueError(text)
@@ -275,7 +244,7 @@ class CompressedWeight(MaskedWeight):
     def snapshot(self) -> Tensor:
         return self.full()
 
-    def restore(self, values: Tensor, models: list[int] = ONE) -> None:
+    def restore(self, values: Tensor, models: Sequence[int] = ONLY) -> None:
         self.parameter.copy_(self.laid_out(values))
 
     def make_room(self, num_values: int) -> None:
@@ -289,36 +258,36 @@ class CompressedWeight(MaskedWeight):
 
 
 @dataclass
-class StackedWeight(Weight):
-    """A weight of every model of a stack; ``values`` and ``state`` are the tensors that the stack's step writes to."""
+class StackedWeight:
+    """A weight of every model of a stack; ``values`` and ``state`` are the tensors that the stack's step writes to. Its methods
+    do what those of ``MaskedWeight`` do."""
 
     name: str
     values: Tensor  # (models, *shape)
     mask: Tensor | None
     state: list[Tensor]
-    gradient: Tensor | None = None
-    """The dense one, where it was asked for."""
+    gradient: Tensor | None = None  # the dense one, filled by the stack where it was asked for
 
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.values.shape[1:])
 
-    def rows(self, models: list[int] = ONE) -> tuple[Tensor, Tensor]:
+    def rows(self, models: Sequence[int] = ONLY) -> tuple[Tensor, Tensor]:
         assert self.mask is not None
-        return self.values[models].flatten(1), self.mask[models].flatten(1)
+        return self.values[list(models)].flatten(1), self.mask[list(models)].flatten(1)
 
-    def set_mask(self, new: Tensor, models: list[int] = ONE) -> MaskChange:
+    def set_mask(self, new: Tensor, models: Sequence[int] = ONLY) -> MaskChange:
         assert self.mask is not None
         changed = torch.zeros_like(self.mask)
-        changed[models] = self.mask[models] ^ new.view(-1, *self.shape)
+        changed[list(models)] = self.mask[list(models)] ^ new.view(-1, *self.shape)
         self.mask ^= changed
         for tensor in (self.values, *self.state):
             tensor.masked_fill_(changed, 0)
         return MaskChange(lambda value: value.masked_fill_(changed, 0), changed & self.mask)
 
-    def dense_grad(self, models: list[int] = ONE) -> Tensor:
+    def dense_grad(self, models: Sequence[int] = ONLY) -> Tensor:
         assert self.gradient is not None
-        return self.gradient[models].flatten(1)
+        return self.gradient[list(models)].flatten(1)
 
     def multiply(self, x: Tensor, *, in_dim: int = 1) -> Tensor:
         return x @ (self.values.mT if in_dim == 1 else self.values)
@@ -329,11 +298,14 @@ class StackedWeight(Weight):
     def snapshot(self) -> Tensor:
         return self.values.clone()
 
-    def restore(self, values: Tensor, models: list[int] = ONE) -> None:
-        first = values[models]
-        self.values[models] = first if self.mask is None else first * self.mask[models]
+    def restore(self, values: Tensor, models: Sequence[int] = ONLY) -> None:
+        index = list(models)
+        self.values[index] = values[index] if self.mask is None else values[index] * self.mask[index]
         for state in self.state:
-            state[models] = 0
+            state[index] = 0
+
+
+Weight = MaskedWeight | StackedWeight
 
 
 def weight_of(model: nn.Module, name: str, optimizers: Sequence[torch.optim.Optimizer] = ()) -> MaskedWeight:

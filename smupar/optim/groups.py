@@ -1,4 +1,4 @@
-"""Optimizer groups from a plan, for any torch optimizer, and a guard against schedulers that undo them.
+"""Optimizer groups from a plan, for any torch optimizer.
 
 The factor is inside each group's ``lr``, so any training loop uses it without knowing. Groups carry ``name``,
 ``lr_factor`` and ``family`` for the audit, the guard and the reader.
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smupar.model.parameterize import attach, is_parameterized, unwrapped
-from smupar.plan.optimizers import OptimizerFacts, facts_of, family_of
+from smupar.model.parameterize import attach, check_parameterized, unwrapped
+from smupar.plan.optimizers import OptimizerFacts, decouples_decay, facts_of, family_of, has_adamw_beside
 from smupar.plan.plan import Plan, PlanRow, PlanWarning
 from smupar.plan.settings import choice, match_globs
 from smupar.rules import DECAYED
@@ -54,11 +54,10 @@ def param_groups(
     choice("only", only, (None, "hidden", "rest"))
     _refuse_all_but_hidden(facts_of(optimizer), only)
     model = unwrapped(model)
-    if not is_parameterized(model):
-        raise ValueError("this model is not parameterized: call smupar.parameterize first (smupar.attach on a loaded one)")
+    check_parameterized(model)
     attach(model, plan)
-    own = _own_groups(extra)
-    trained = _trained(model, plan, own)
+    users = _users_groups(extra)
+    trained = _trained(model, plan, users)
     undecayed = _undecayed(no_decay, trained)
     members: dict[tuple[float, float, float], list[PlanRow]] = {}
     for name in trained:
@@ -77,7 +76,7 @@ def param_groups(
         groups.append({**group, "name": _group_name(rows, group, weight_decay)})
     if decay == "independent" and any(row.eps_factor != 1 for key, rows in members.items() if key[1] for row in rows):
         _warn_of_decay_in_gradient(optimizer)
-    return _distinct(groups) + own
+    return _distinct(groups) + users
 
 
 def _refuse_all_but_hidden(facts: OptimizerFacts, only: str | None) -> None:
@@ -94,19 +93,19 @@ def _refuse_shape(facts: OptimizerFacts, name: str, parameter: nn.Parameter) -> 
         raise ValueError(f"torch's {facts.name} takes matrices only, {name!r} has shape {shape}: use AdamW or SGD")
 
 
-def _own_groups(extra: Iterable[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
+def _users_groups(extra: Iterable[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
     """Copies of the user's own groups, each with a list of parameters."""
     if isinstance(extra, Mapping):
         raise ValueError("extra takes a list of groups: extra=[{'params': ..., 'lr': ...}]")
-    own = [dict(group) for group in extra or ()]
-    for group in own:
+    users = [dict(group) for group in extra or ()]
+    for group in users:
         group["params"] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-    return own
+    return users
 
 
-def _trained(model: nn.Module, plan: Plan, own: list[dict[str, Any]]) -> dict[str, nn.Parameter]:
+def _trained(model: nn.Module, plan: Plan, users: list[dict[str, Any]]) -> dict[str, nn.Parameter]:
     """Every parameter that needs a group of the plan, by name."""
-    taken = {id(parameter) for group in own for parameter in group["params"]}
+    taken = {id(parameter) for group in users for parameter in group["params"]}
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) not in taken}
     unplanned = [name for name in parameters if name not in plan]
     uses = {f"{path}.{row.name.rpartition('.')[2]}" for row in plan for path, _ in row.forward}
@@ -124,8 +123,7 @@ def _trained(model: nn.Module, plan: Plan, own: list[dict[str, Any]]) -> dict[st
 def _warn_of_decay_in_gradient(optimizer: object) -> None:
     """For optimizers that use the direction of a gradient which the decay is part of."""
     facts = facts_of(optimizer)
-    decouples = isinstance(optimizer, torch.optim.Optimizer) and optimizer.defaults.get("decoupled_weight_decay")
-    if facts.eps and not facts.decoupled and not decouples:
+    if facts.eps and not decouples_decay(optimizer):
         warnings.warn(
             f"{facts.name.lower()} adds weight decay to the gradient, which shrinks with width, so the decay that was tuned on "
             "the base is too large here. Use AdamW, which keeps the two apart, and name that here too if yours has "
@@ -155,10 +153,10 @@ def groups_by_optimizer(
         settings["no_decay"] = lambda name, _: plan[name].role not in DECAYED[decayed]
 
     def groups(name: str, lr: float | Tensor, only: str | None = None) -> list[dict[str, Any]]:
-        own = {"eps": eps, "eps_value": eps_value} if facts_of(name).eps else {}
-        return param_groups(model, plan, lr=lr, optimizer=name, only=only, **own, **settings)  # type: ignore[arg-type]
+        epsilon = {"eps": eps, "eps_value": eps_value} if facts_of(name).eps else {}
+        return param_groups(model, plan, lr=lr, optimizer=name, only=only, **epsilon, **settings)  # type: ignore[arg-type]
 
-    if not facts_of(optimizer).hidden_only and rest_lr is None:
+    if not has_adamw_beside(optimizer, rest_lr):
         return [(optimizer, groups(optimizer, lr))]
     rest = groups("adamw", lr if rest_lr is None else rest_lr, "rest")
     return [(optimizer, groups(optimizer, lr, "hidden")), ("adamw", rest)]

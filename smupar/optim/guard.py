@@ -19,9 +19,6 @@ class LRRatioWarning(UserWarning):
     """The learning rates of two groups no longer have the ratio the plan gave them."""
 
 
-# Schedulers
-
-
 def guard(optimizer: Any) -> None:
     """Watches the ratios between groups: warns at the first step whose learning rates the plan did not mean.
 
@@ -29,15 +26,15 @@ def guard(optimizer: Any) -> None:
     ``audit`` calls it; it costs a comparison of a few numbers at each step. Groups not made by ``param_groups`` are ignored.
     """
     for each in optimizers(optimizer):
-        seam = seam_of(each)
-        if not seam.owners("check_ratios"):
+        if _guard_of(each) is None:
             watch = _Guard()
-            seam.add(watch, check_ratios=watch.check, count=watch.count)
+            seam_of(each).add(watch, check_ratios=watch.check, count=watch.count)
 
 
 def num_steps(optimizer: torch.optim.Optimizer) -> int:
     """Steps since the guard came; at least 1 if the optimizer has state."""
-    return max([watch.num_steps for watch in seam_of(optimizer).owners("check_ratios")] + [int(bool(optimizer.state))])
+    watch = _guard_of(optimizer)
+    return max(0 if watch is None else watch.num_steps, int(bool(optimizer.state)))
 
 
 class _Guard:
@@ -56,6 +53,11 @@ class _Guard:
         self.num_steps += 1
 
 
+def _guard_of(optimizer: torch.optim.Optimizer) -> _Guard | None:
+    """The guard of an optimizer, if it has one."""
+    return next((owner for owner in seam_of(optimizer).owners("check_ratios") if isinstance(owner, _Guard)), None)
+
+
 def _same(a: float, b: float) -> bool:
     return math.isclose(a, b, rel_tol=_SAME, abs_tol=1e-30)
 
@@ -66,12 +68,12 @@ def wrong_groups(optimizer: torch.optim.Optimizer) -> tuple[float, list[dict[str
     on_gpu = any(isinstance(group["lr"], Tensor) and group["lr"].device.type != "cpu" for group in groups)
     if len(groups) < 2 or on_gpu:  # reading a GPU tensor at each step would stall it
         return 0.0, []
-    # While a step is made, ``rates`` may have put another learning rate in the place of the scheduled one.
+    # While a step is made, ``layer_rates`` may have put another learning rate in the place of the scheduled one.
     bases = [float(group.get("scheduled_lr", group["lr"])) / group["lr_factor"] for group in groups]
     if all(_same(bases[0], other) for other in bases):  # as a rule: at each step, over a group for each hidden weight
         return bases[0], []
-    base = max(bases, key=lambda one: sum(_same(one, other) for other in bases))
-    return base, [group for group, own in zip(groups, bases, strict=True) if not _same(own, base)]
+    most = max(bases, key=lambda base: sum(_same(base, other) for other in bases))
+    return most, [group for group, base in zip(groups, bases, strict=True) if not _same(base, most)]
 
 
 def ratio_problem(optimizer: torch.optim.Optimizer) -> str | None:

@@ -28,7 +28,7 @@ class LayerRates:
         self.measured: dict[str, float] = {}
 
     def factor(self, name: str, planned: float) -> float:
-        """On the base learning rate."""
+        """The factor on the base learning rate, given the plan's."""
         return self.measured[name] if name in self.measured else planned * self.corrections.get(name, 1.0)
 
     def set_rates(self, step: Step) -> None:
@@ -51,23 +51,31 @@ class LayerRates:
 
 def layer_rates(model: nn.Module, plan: Plan, optimizer: Any) -> LayerRates:
     """The rates of an optimizer (or several on one model), made the first time it is asked for."""
-    every = optimizers(optimizer)
-    split = [each for each in every if seam_of(each).owners("set_rates")]
 
     def hidden() -> dict[int, str]:
         return {id(p): n for n, p in unwrapped(model).named_parameters() if n in plan and plan[n].role == "hidden"}
 
-    names = hidden()
-    for each in every:
-        (_refuse_other_model if each in split else _refuse)(each, names)
-    rates = seam_of(split[0]).owners("set_rates")[0] if split else LayerRates(list(names.values()))
-    for each in every:
-        if each not in split:
-            _split(each, names)
-            seam_of(each).add(rates, set_rates=rates.set_rates, restore_rates=rates.restore_rates)
-            # Groups may have been saved without names.
-            each.register_load_state_dict_post_hook(lambda loaded: _name(loaded, hidden()))
+    names, rates = hidden(), None
+    without = []
+    for each in optimizers(optimizer):
+        if (own := rates_of(each)) is None:
+            _refuse_groups(each, names)
+            without.append(each)
+        else:
+            _refuse_other_model(each, names)
+            rates = rates or own
+    rates = rates or LayerRates(list(names.values()))
+    for each in without:
+        _split(each, names)
+        seam_of(each).add(rates, set_rates=rates.set_rates, restore_rates=rates.restore_rates)
+        # Groups may have been saved without names.
+        each.register_load_state_dict_post_hook(lambda loaded: _name(loaded, hidden()))
     return rates
+
+
+def rates_of(optimizer: torch.optim.Optimizer) -> LayerRates | None:
+    """The rates that an optimizer has already, if any."""
+    return next((owner for owner in seam_of(optimizer).owners("set_rates") if isinstance(owner, LayerRates)), None)
 
 
 def group_of_weight(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
@@ -75,7 +83,7 @@ def group_of_weight(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any
     return {group[_WEIGHT]: group for group in optimizer.param_groups if _WEIGHT in group}
 
 
-def _refuse(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
+def _refuse_groups(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
     for group in optimizer.param_groups:
         hidden = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
         if hidden and "lr_factor" not in group:

@@ -7,7 +7,9 @@ and its updates may mix the entries of a matrix. Needs nothing, not even torch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ _ROWS = (
 )
 OPTIMIZERS = {row.name.lower(): row for row in _ROWS}  # by lower-case name
 FAMILIES = {name: row.family for name, row in OPTIMIZERS.items() if row.family}  # of those that a run can name
+# The Newton-Schulz iteration of torch.optim.Muon, by its defaults.
+MUON_COEFFICIENTS, MUON_STEPS, MUON_EPS = (3.4445, -4.775, 2.0315), 5, 1e-7
 
 
 def name_of(optimizer: object) -> str:
@@ -74,6 +78,24 @@ def facts_of(optimizer: object) -> OptimizerFacts:
     """The row of an optimizer, given by its name, its class or an instance; for an unknown one the worst is assumed."""
     name = name_of(optimizer)
     return OPTIMIZERS.get(name.lower()) or OptimizerFacts(name, mixes_entries=True)
+
+
+def decouples_decay(optimizer: object, group: Mapping[str, Any] | None = None) -> bool:
+    """Whether an optimizer keeps weight decay apart from the gradient: an option of its groups where torch has one, else a fact
+    of its row. Without a group, an instance is asked for its defaults."""
+    options = getattr(optimizer, "defaults", {}) if group is None else group
+    return bool(options.get("decoupled_weight_decay", facts_of(optimizer).decoupled))
+
+
+def has_adamw_beside(optimizer: object, rest_lr: float | None) -> bool:
+    """Whether an AdamW trains all that is not hidden: beside Muon, which takes hidden matrices only, and beside any optimizer
+    if the rest has a learning rate of its own."""
+    return rest_lr is not None or facts_of(optimizer).hidden_only
+
+
+def facts_for_role(role: str, optimizer: object, rest_lr: float | None) -> OptimizerFacts:
+    """The row of the optimizer that trains a role, in a run that names ``optimizer``."""
+    return facts_of("adamw" if role != "hidden" and has_adamw_beside(optimizer, rest_lr) else optimizer)
 
 
 def names_with(fact: str) -> tuple[str, ...]:

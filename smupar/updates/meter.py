@@ -14,128 +14,33 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from smupar.model.compressed import SparseLinear
-from smupar.model.parameterize import is_parameterized, no_broadcast, unwrapped
-from smupar.model.sharding import local, num_ranks
+from smupar.model.parameterize import check_not_compiled, check_parameterized, no_broadcast, unwrapped
+from smupar.model.sharding import num_ranks
 from smupar.model.stepping import Step, optimizers, seam_of
-from smupar.model.weights import MaskedWeight, weight_of
 from smupar.optim.layer_rates import LayerRates, group_of_weight, layer_rates
 from smupar.plan.layers import IMAGES, kind_of
-from smupar.plan.optimizers import facts_of, name_of
+from smupar.plan.optimizers import decouples_decay, name_of
 from smupar.plan.parameters import parent_path
 from smupar.plan.plan import Plan
-from smupar.updates.measuring import CLAMP, NUM_TOKENS, Probe, averaged, exact, some_rows
+from smupar.updates.law import averages_after, held
+from smupar.updates.probe import LayerProbe, exact, remove_copied_probes
 from smupar.updates.trace import Guide, Trace, due
-
-_INPUT = "smupar_input"
 
 
 class UpdatesWarning(UserWarning):
     """A trace is doubtful, or cannot be followed as it should."""
 
 
-class _Probe(Probe):
-    """Keeps some inputs of its layer, in a buffer beside the weight."""
-
-    weight: MaskedWeight
-
-    def __init__(self, name: str, model: nn.Module, plan: Plan) -> None:
-        weight, in_dim = weight_of(model, name), plan[name].in_dims[0]
-        super().__init__(weight, in_dim)
-        self.name, self.module = name, weight.module
-        self.is_conv = kind_of(self.module).reads == IMAGES
-        self.buffer = f"{weight.leaf}_{_INPUT}"
-        self.meter: weakref.ref[_Meter] | None = None
-        if not self.is_conv:
-            size = (NUM_TOKENS, plan[name].shape[in_dim])
-            self._make(torch.zeros(size, device=local(weight.parameter).device))
-        self.hook = self.module.register_forward_pre_hook(self._keep, with_kwargs=True)
-
-    @property
-    def inputs(self) -> Tensor:  # type: ignore[override]
-        held: Tensor = getattr(self.module, self.buffer)
-        if held.dtype != torch.float32:  # the model was converted, and its buffers with it
-            self._make(held := held.float())
-        return held
-
-    def _make(self, value: Tensor) -> None:
-        self.module.register_buffer(self.buffer, value, persistent=False)
-
-    def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        args = args or tuple(kwargs.values())
-        if not (args and torch.is_grad_enabled() and args[0].numel()):  # validation, or an expert without tokens
-            return
-        x = args[0].detach()
-        if self.is_conv:
-            places = math.prod(x.shape[2:])
-            some = x[: -(-NUM_TOKENS // places)].float()
-            if getattr(module, self.buffer, None) is None or self.inputs.shape != some.shape:
-                self._make(torch.zeros_like(some))
-            self.inputs.copy_(some)
-            return
-        self.inputs.copy_(some_rows(x))
-
-    def missed(self) -> bool:
-        """Whether the layer was used, as its gradient shows, and no input was seen."""
-        grad = self.weight.parameter.grad
-        return grad is not None and bool(local(grad).any()) and not bool(self.inputs.any())
-
-    def remove(self) -> None:
-        self.hook.remove()
-        if hasattr(self.module, self.buffer):
-            delattr(self.module, self.buffer)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy, or one that is loaded, is read by nobody."""
-        return {**self.__dict__, "meter": None}
-
-    @property
-    def is_read(self) -> bool:
-        return self.meter is not None and self.meter() is not None
-
-
-def _take_over(module: nn.Module) -> None:
-    """Removes probes that a deepcopy brought along; raises if a live meter still uses them."""
-    for key, hook in list(module._forward_pre_hooks.items()):
-        probe = getattr(hook, "__self__", None)
-        if isinstance(probe, _Probe):
-            if probe.is_read:
-                raise ValueError("the updates of this model are measured already: call remove() on what measures them")
-            del module._forward_pre_hooks[key]
-            module._buffers.pop(probe.buffer, None)
-            module._non_persistent_buffers_set.discard(probe.buffer)
-
-
-def _refuse(model: nn.Module) -> None:
-    if not is_parameterized(model):
-        raise ValueError(
-            "this model is not parameterized: call smupar.parameterize first, and build the optimizer from param_groups"
-        )
-    for path, module in model.named_modules():
-        if module._compiled_call_impl is not None:
-            raise ValueError(f"{path or 'the model'!r} is compiled already and would ignore new hooks: compile afterwards")
-        _take_over(module)
-
-
-def _blind(names: Iterable[str]) -> list[str]:
-    """What to say about hidden weights that are not measured, if there are any."""
-    names = list(names)
-    if not names:
-        return []
-    return [
-        f"{len(names)} hidden weights cannot be measured ({', '.join(names[:3])}): their layers are neither linear nor "
-        "convolutions, or no optimizer has them. They keep the plan's factor."
-    ]
-
-
 class _Meter:
     """Measures what each step of the optimizer did to every hidden layer's output."""
 
-    period: int | None = None
-    """Steps after which the run starts anew."""
+    period: int | None = None  # steps after which the run starts again
 
     def __init__(self, model: nn.Module, plan: Plan, optimizer: Any) -> None:
         model = unwrapped(model)
-        _refuse(model)
+        check_parameterized(model, "first, and build the optimizer from param_groups")
+        check_not_compiled(model, "and would ignore new hooks: compile afterwards")
+        remove_copied_probes(model)
         self.optimizers = optimizers(optimizer)
         if not self.optimizers:
             raise ValueError("no optimizer was given")
@@ -144,26 +49,26 @@ class _Meter:
         names = [name for name in self.rates.names if name in trained and _is_measurable(model, plan, name)]
         if not names:
             raise ValueError("no hidden weight can be measured: the plan has none in linear layers or convolutions")
-        self.cautions = _blind(name for name in self.rates.names if name not in names)
-        self.probes = self._probes(model, plan, names)
+        self.cautions: list[str] = []
+        if unmeasured := [name for name in self.rates.names if name not in names]:
+            self.cautions.append(
+                f"{len(unmeasured)} hidden weights cannot be measured ({', '.join(unmeasured[:3])}): their layers are neither "
+                "linear nor convolutions, or no optimizer has them. They keep the plan's factor."
+            )
+        self.probes = {name: LayerProbe(name, model, plan) for name in names}
+        for probe in self.probes.values():
+            probe.reader = weakref.ref(self)
+        no_broadcast(model, (f"{parent_path(name)}.{probe.buffer}".lstrip(".") for name, probe in self.probes.items()))
         self.trace = Trace(
             shapes={name: plan[name].shape for name in self.probes},
             optimizer="+".join(name_of(each).lower() for each in self.optimizers if group_of_weight(each)),
         )
-        self.step, self.waiting = 0, len(self.optimizers)
+        self.step, self.num_missing = 0, len(self.optimizers)  # optimizers that have not made this step yet
+        # Of a measured step: RMS of the change of a layer's output over the layer's learning rate, and that rate over the base.
         self.gains: dict[str, float] = {}
-        """RMS of the change of a layer's output in the last measured step, over the layer's learning rate."""
         self.factors: dict[str, float] = {}
-        """That learning rate over the base one."""
         for each in self.optimizers:
-            seam_of(each).add(self, look=self._look, measure=self._after)
-
-    def _probes(self, model: nn.Module, plan: Plan, names: list[str]) -> dict[str, _Probe]:
-        probes = {name: _Probe(name, model, plan) for name in names}
-        for probe in probes.values():
-            probe.meter = weakref.ref(self)
-        no_broadcast(model, (f"{parent_path(name)}.{probe.buffer}".lstrip(".") for name, probe in probes.items()))
-        return probes
+            seam_of(each).add(self, look=self._look, measure=self._measure)
 
     def remove(self) -> None:
         for each in self.optimizers:
@@ -173,7 +78,7 @@ class _Meter:
 
     @property
     def place(self) -> int:
-        """The step, since the run started anew."""
+        """The step, from 0 again after each period."""
         return self.step % self.period if self.period else self.step
 
     @torch.no_grad()
@@ -186,50 +91,53 @@ class _Meter:
                         self.probes[name].look()
 
     @torch.no_grad()
-    def _after(self, step: Step) -> None:
+    def _measure(self, step: Step) -> None:
+        """After an optimizer's update; the step ends with the last optimizer's."""
         if step.was_noop:
             return
         if due(self.place):
-            self._measure(step.optimizer)
-        self.waiting -= 1
-        if self.waiting == 0:
-            self.waiting = len(self.optimizers)
-            if due(self.place) and self.gains.keys() == self.probes.keys():  # else the learning rate was 0
-                self.trace.add(self.step, {name: gain * self.factors[name] for name, gain in self.gains.items()})
-                self.took_measure()
-            self.gains, self.factors = {}, {}
-            self.step += 1
-            self.trace.num_steps = self.step
-            if self.place == 0:
-                self.start_anew()
+            self._read_probes(step.optimizer)
+        self.num_missing -= 1
+        if self.num_missing == 0:
+            self._end_step()
 
-    def _measure(self, optimizer: torch.optim.Optimizer) -> None:
-        found: dict[str, tuple[Tensor, float, float]] = {}
-        with exact():
-            for name, group in group_of_weight(optimizer).items():
-                probe = self.probes.get(name)
-                if probe is None or probe.before is None:
-                    continue
-                lr, base = float(group["lr"]), float(group["scheduled_lr"]) / group["lr_factor"]
-                left = 1 - lr * group["weight_decay"] if _is_decoupled(optimizer, group) else 1.0
-                change = probe.change(left)
-                found[name] = (torch.stack([change.square().sum(), change.new_tensor(float(change.numel()))]), lr, lr / base)
-        if not found:
+    def _read_probes(self, optimizer: torch.optim.Optimizer) -> None:
+        """Writes down gains and factors of the layers that were looked at before the update."""
+        groups = {n: g for n, g in group_of_weight(optimizer).items() if n in self.probes and self.probes[n].before is not None}
+        if not groups:
             return
-        sums = torch.stack([both for both, _, _ in found.values()]).double()
+        with exact():
+            # (layers, 2): the sum of the squares of an output's change, and of how many numbers
+            sums = torch.stack([self._squares(optimizer, name, group) for name, group in groups.items()]).double()
         if num_ranks() > 1:
             dist.all_reduce(sums)
-        for (name, (_, lr, factor)), (total, count) in zip(found.items(), sums.tolist(), strict=True):
+        for (name, group), (total, count) in zip(groups.items(), sums.tolist(), strict=True):
+            lr, base = float(group["lr"]), float(group["scheduled_lr"]) / group["lr_factor"]
             self.gains[name] = math.sqrt(total / count) / lr if math.isfinite(total) else math.nan
-            self.factors[name] = factor
+            self.factors[name] = lr / base
             if total == 0 and self.probes[name].missed():
                 raise ValueError(f"no input of {name!r} was seen: call record_updates and follow_updates before torch.compile")
 
-    def took_measure(self) -> None:
-        """Behind a measured step of all optimizers."""
+    def _squares(self, optimizer: torch.optim.Optimizer, name: str, group: Mapping[str, Any]) -> Tensor:
+        decayed = float(group["lr"]) * group["weight_decay"] if decouples_decay(optimizer, group) else 0.0
+        change = self.probes[name].change(decayed)
+        return torch.stack([change.square().sum(), change.new_tensor(float(change.numel()))])
 
-    def start_anew(self) -> None:
-        """Behind the last step of a period."""
+    def _end_step(self) -> None:
+        if due(self.place) and self.gains.keys() == self.probes.keys():  # else the learning rate was 0
+            self.trace.add(self.step, {name: gain * self.factors[name] for name, gain in self.gains.items()})
+            self.follow()
+        self.gains, self.factors, self.num_missing = {}, {}, len(self.optimizers)
+        self.step += 1
+        self.trace.num_steps = self.step
+        if self.place == 0:
+            self.start_again()
+
+    def follow(self) -> None:
+        """After a measured step of all optimizers: the place for what is done with ``gains``."""
+
+    def start_again(self) -> None:
+        """After the last step of a period."""
 
     def state_dict(self) -> dict[str, Any]:
         """JSON, exact."""
@@ -246,10 +154,6 @@ def _is_measurable(model: nn.Module, plan: Plan, name: str) -> bool:
     kind = kind_of(module)
     fits = kind.reads == IMAGES or (len(row.in_dims) == 1 and not kind.is_lookup)
     return kind.product is not None and fits and kind.owns(leaf)
-
-
-def _is_decoupled(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
-    return bool(group.get("decoupled_weight_decay", facts_of(optimizer).decoupled))
 
 
 class Recorder(_Meter):
@@ -302,26 +206,30 @@ class Follower(_Meter):
                 "grow differently over a run"
             )
 
-    def took_measure(self) -> None:
-        for name, gain in self.gains.items():
-            wanted = self.guide.effect(name, self.place)
-            if not (math.isfinite(wanted) and math.isfinite(gain) and gain > 0):
+    def follow(self) -> None:
+        def vector(values: Iterable[float]) -> Tensor:
+            return torch.tensor(list(values), dtype=torch.float64, device="cpu")
+
+        old = [self.averages.get(name, (math.nan, math.nan)) for name in self.gains]
+        wanted = vector(self.guide.effect(name, self.place) for name in self.gains)
+        averages, ratio = averages_after(
+            (vector(pair[0] for pair in old), vector(pair[1] for pair in old)), wanted, vector(self.gains.values())
+        )
+        rows = zip(self.gains, *(part.tolist() for part in (*averages, ratio, held(ratio))), strict=True)
+        for name, wanted_mean, gain_mean, asked, factor in rows:
+            if math.isnan(asked):
                 continue  # the factor stays
-            old_wanted, old_gain = self.averages.get(name, (wanted, gain))
-            wanted, gain = averaged(old_wanted, wanted), averaged(old_gain, gain)
-            self.averages[name] = (wanted, gain)
-            factor = min(max(wanted / gain, 1 / CLAMP), CLAMP)
-            if factor != wanted / gain and not self.clamped:
+            self.averages[name], self.rates.measured[name] = (wanted_mean, gain_mean), factor
+            if factor != asked and not self.clamped:
                 self.clamped = True
                 warnings.warn(
-                    f"the factor on the learning rate of {name!r} would be {wanted / gain:.3g} and is held at {factor:g}: "
+                    f"the factor on the learning rate of {name!r} would be {asked:.3g} and is held at {factor:g}: "
                     "is the trace of this model and optimizer?",
                     UpdatesWarning,
                     stacklevel=2,
                 )
-            self.rates.measured[name] = factor
 
-    def start_anew(self) -> None:
+    def start_again(self) -> None:
         self.averages.clear()
         self.rates.measured.clear()
 
@@ -353,7 +261,7 @@ def follow_updates(
     trace   of the proxy, or its file
     steps   length of this run; default that of the proxy's. With another one, first steps are compared with
             first steps by their number, and the last with the last.
-    period  steps after which the run starts anew and the trace is followed from its beginning, as in the rounds of IMP
+    period  steps after which the run starts again and the trace is followed from its beginning, as in the rounds of IMP
 
     Call it after ``param_groups`` and before a scheduler, DDP and torch.compile, then train as usual. The plan should be
     SmuPar's, for its init and for everything that is not hidden. With GMP the density correction gives way to what is measured.

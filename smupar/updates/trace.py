@@ -32,7 +32,7 @@ class Trace:
     """RMS of the change of a layer's output by one update, over the base learning rate. Not finite: the run diverged."""
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     optimizer: str = ""
-    """Of the hidden weights."""
+    """The optimizer of the hidden weights."""
     note: str = ""
 
     @property
@@ -45,8 +45,8 @@ class Trace:
             self.effects.setdefault(name, []).append(value)
 
     def to_json(self) -> str:
-        known = {name: [v if math.isfinite(v) else None for v in values] for name, values in self.effects.items()}
-        return json.dumps({"format": FORMAT, **asdict(self), "effects": known})
+        effects = {name: [v if math.isfinite(v) else None for v in values] for name, values in self.effects.items()}
+        return json.dumps({"format": FORMAT, **asdict(self), "effects": effects})
 
     @classmethod
     def from_json(cls, text: str) -> Trace:
@@ -77,7 +77,7 @@ class Trace:
             raise ValueError(f"{path}: {error}") from error
 
     def effect(self, name: str, step: float) -> float:
-        """Of one of its own layers: between measured steps on a straight line over the logarithm."""
+        """The effect at a step, for a layer of the trace: between measured steps on a straight line over the logarithm."""
         values = self.effects[name]
         after = bisect_left(self.at, step)
         if after == 0 or after == len(self.at):
@@ -106,19 +106,21 @@ class Guide:
         if trace.diverged:
             self.cautions.append("the run that this trace was recorded on diverged: record one at a smaller learning rate")
         self.trace, self.num_steps = trace, num_steps or trace.num_steps
-        own, theirs = _by_kind(names), _by_kind(trace.effects)
-        strange = next((some[0] for kind, some in own.items() if kind not in theirs), None)
-        if strange is not None:
-            raise ValueError(
-                f"the trace is of another architecture: it has no layer like {strange!r} (it has "
-                f"{', '.join(list(trace.effects)[:3])}, ...)"
-            )
-        for kind, some in own.items():
-            most = max(len(theirs[other]) for other in own if len(own[other]) == len(some))
-            if len(theirs[kind]) < most:
-                raise ValueError(f"the trace misses layers: it has {len(theirs[kind])} like {kind!r} and {most} of other kinds")
+        targets, traced = _by_kind(names), _by_kind(trace.effects)
+        for kind, layers in targets.items():
+            if kind not in traced:
+                raise ValueError(
+                    f"the trace is of another architecture: it has no layer like {layers[0]!r} (it has "
+                    f"{', '.join(list(trace.effects)[:3])}, ...)"
+                )
+        for kind, layers in targets.items():
+            most = max(len(traced[other]) for other in targets if len(targets[other]) == len(layers))
+            if len(traced[kind]) < most:
+                raise ValueError(f"the trace misses layers: it has {len(traced[kind])} like {kind!r} and {most} of other kinds")
         self.sources = {
-            name: _sources(place, len(some), theirs[kind]) for kind, some in own.items() for place, name in enumerate(some)
+            name: _sources(number, len(layers), traced[kind])
+            for kind, layers in targets.items()
+            for number, name in enumerate(layers)
         }
 
     def effect(self, name: str, step: int) -> float:
@@ -136,7 +138,7 @@ def same_moment(step: int, num_steps: int, other_num_steps: int) -> float:
     Updates do most in the first steps, and for as many steps however long the run will be; what they do at the end belongs to
     the end. So first steps correspond by their number and the last step to the last, with one curve between them.
     """
-    step = min(step, num_steps)  # behind its end a run stays at the end
+    step = min(step, num_steps)  # after its end a run stays at the end
     return step / (1 + step * (1 / other_num_steps - 1 / num_steps))
 
 
@@ -148,13 +150,11 @@ def _by_kind(names: Iterable[str]) -> dict[str, list[str]]:
     return kinds
 
 
-def _sources(number: int, count: int, theirs: Sequence[str]) -> list[tuple[str, float]]:
-    """The proxy's layers that layer ``number`` of ``count`` of a kind looks at, with their shares: the one of that number, or
-    where the depth differs those at the same share of the depth."""
-    if count == len(theirs):
-        return [(theirs[number], 1.0)]
-    place = number / max(1, count - 1) * (len(theirs) - 1)
-    low = int(place)
-    share = place - low
-    parts = [(theirs[low], 1 - share), (theirs[min(low + 1, len(theirs) - 1)], share)]
+def _sources(number: int, count: int, traced: Sequence[str]) -> list[tuple[str, float]]:
+    """The layers of the trace that layer ``number`` of ``count`` of a kind looks at, with their shares: the one of that number,
+    or where the depth differs those at the same share of the depth."""
+    if count == len(traced):
+        return [(traced[number], 1.0)]
+    low, share = divmod(number / max(1, count - 1) * (len(traced) - 1), 1)
+    parts = [(traced[int(low)], 1 - share), (traced[min(int(low) + 1, len(traced) - 1)], share)]
     return [(source, part) for source, part in parts if part > 0]

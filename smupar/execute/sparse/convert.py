@@ -18,8 +18,8 @@ from smupar.execute.sparse.auto import Measured, Work, timing_of
 from smupar.execute.sparse.backends import AUTO, BACKENDS, DENSE
 from smupar.model.compressed import SparseLinear
 from smupar.model.csr import expand_state, is_compressed
-from smupar.model.parameterize import attach, check_plan, is_parameterized, unwrapped
-from smupar.model.storage import watch_optimizers
+from smupar.model.parameterize import attach, check_not_compiled, check_parameterized, check_plan, unwrapped
+from smupar.model.relayout import watch_optimizers
 from smupar.model.weights import MaskedWeight, weight_of
 from smupar.output.tables import aligned
 from smupar.plan.parameters import parent_path
@@ -156,11 +156,8 @@ def _refuse(model: nn.Module, plan: Plan) -> None:
             f"the model is wrapped in a {type(model).__name__} already, which knows its old weights: sparsify first, then "
             "compile or wrap it"
         )
-    for path, module in model.named_modules():
-        if module._compiled_call_impl is not None:
-            raise ValueError(f"{path or 'the model'!r} is compiled already, for its old weights: sparsify before it")
-    if not is_parameterized(model):
-        raise ValueError("this model is not parameterized: call smupar.parameterize first (smupar.attach on a loaded one)")
+    check_not_compiled(model, "for its old weights: sparsify before it")
+    check_parameterized(model)
     check_plan(model, plan)
 
 

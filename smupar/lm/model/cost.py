@@ -15,7 +15,7 @@ import torch
 from smupar.execute.timing import seconds_of
 from smupar.lm.config.run import Execution, RunConfig
 from smupar.lm.model.gpt import plan_on_meta
-from smupar.plan.optimizers import facts_of, family_of
+from smupar.plan.optimizers import facts_for_role, family_of
 from smupar.plan.plan import Plan, PlanRow
 
 # Dense bf16 TFLOP/s of the datasheets, by what the device's name contains.
@@ -122,10 +122,9 @@ def _kept(row: PlanRow) -> float:
 
 def _state_bytes(plan: Plan, config: RunConfig) -> float:
     family_of(config.optimizer)
-    total, facts = 0.0, facts_of(config.optimizer)
+    total = 0.0
     for row in plan:
-        beside = facts.hidden_only and row.role != "hidden"
-        moments = (facts_of("adamw") if beside else facts).num_states_with(config.momentum)
+        moments = facts_for_role(row.role, config.optimizer, config.rest_lr).num_states_with(config.momentum)
         copy = 2 if config.dtype == "bf16" and len(row.shape) == 2 else 0  # what the products read
         total += math.prod(row.shape) * (4 + 4 + 4 * moments + copy + row.masked)
     return total

@@ -27,7 +27,8 @@ from smupar.lm.run.schedule import lr_share
 from smupar.lm.run.step import next_token_loss
 from smupar.output.files import write_atomic
 from smupar.plan.plan import Plan, PlanWarning
-from smupar.updates.measuring import NUM_TOKENS, StackedUpdates
+from smupar.updates.probe import NUM_TOKENS
+from smupar.updates.stacked import StackedUpdates
 from smupar.updates.trace import Trace
 
 # What runs of a stack may differ in.

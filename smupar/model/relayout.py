@@ -1,5 +1,5 @@
-"""Optimizers of weights that switch between matrices and non-zeros: those that hold a replaced parameter refuse to step, and
-state that was saved in the other layout is converted."""
+"""What optimizers must know when the weights of a model change their layout, from matrices to non-zeros or back: an optimizer
+that holds a replaced parameter refuses to step, and state that was saved in the other layout is converted."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import weakref
 from collections.abc import Iterable
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from smupar.model.stepping import Step, on_every_step, seam_of
+from smupar.model.stepping import Step, on_every_step
 from smupar.model.weights import weight_of
 
 _REPLACED = "_smupar_replaced"
 _MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# The ``state`` of each optimizer that was laid out last: loading a state dict brings another one.
+_FITTED: weakref.WeakKeyDictionary[Optimizer, object] = weakref.WeakKeyDictionary()
 
 
 def watch_optimizers(model: nn.Module, replaced: Iterable[nn.Parameter]) -> None:
@@ -35,10 +38,10 @@ def _refuse_replaced(step: Step) -> None:
 
 def _fit_state(step: Step) -> None:
     """At the first step, and at the first after state was loaded."""
-    seam, states = seam_of(step.optimizer), step.optimizer.state
-    if seam.fitted_state is states:
+    states = step.optimizer.state
+    if _FITTED.get(step.optimizer) is states:
         return
-    seam.fitted_state = states
+    _FITTED[step.optimizer] = states
     for model in _MODELS:
         for name, parameter in model.named_parameters():
             state, weight = states.get(parameter, {}), weight_of(model, name)

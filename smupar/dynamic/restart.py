@@ -1,0 +1,70 @@
+"""Adam's bias correction from a grown weight's own first step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from smupar.model.compressed import MaskChange
+from smupar.model.stepping import Step, seam_of
+from smupar.model.weights import MaskedWeight, Weight, weights
+from smupar.plan.optimizers import facts_of, name_of
+from smupar.plan.plan import Plan
+
+
+class Restart:
+    """Adam corrects its averages for having started at 0, by the optimizer's step, but a grown weight starts later: this takes
+    the difference out of the weight, after each step. ``born``: the optimizer's step at which a weight grew, 0 at first."""
+
+    def __init__(self, model: nn.Module, plan: Plan, optimizers: Sequence[Optimizer]) -> None:
+        self.model, self.plan = model, plan
+        self.born: dict[str, Tensor] = {}
+        hidden = {id(weight.parameter) for weight in weights(model, plan).values()}
+        for optimizer in optimizers:
+            facts = facts_of(optimizer)
+            groups = [group for group in optimizer.param_groups if any(id(p) in hidden for p in group["params"])]
+            if groups and (not facts.restartable or any(group.get("amsgrad") for group in groups)):
+                kind = name_of(optimizer)
+                raise ValueError(f"restart_bias_correction is for Adam and AdamW without amsgrad, not {kind}: leave it out")
+            # The model owns the phase, so that this takes the place of an earlier sparsifier's: both would correct too much.
+            seam_of(optimizer).add(model, correct=self._correct)
+
+    def note(self, weight: Weight, change: MaskChange) -> None:
+        """Writes down when the weights that a new mask brought have grown."""
+        assert isinstance(weight, MaskedWeight), "stacks do not restart"
+        parameter = weight.parameter
+        state: dict[str, Any] = next((o.state[parameter] for o in weight.optimizers if parameter in o.state), {})
+        before = self.born.get(weight.name)
+        born = torch.zeros_like(parameter, dtype=torch.float32) if before is None else change.remap(before)
+        self.born[weight.name] = born.masked_fill_(change.new_entries, float(state.get("step", 0)))
+
+    @torch.no_grad()
+    def _correct(self, step: Step) -> None:
+        if step.was_noop:
+            return
+        optimizer = step.optimizer
+        names = {id(weight.parameter): name for name, weight in weights(self.model, self.plan).items()}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name = names.get(id(parameter))
+                if name in self.born and parameter.grad is not None and parameter in optimizer.state:
+                    parameter.add_(self._difference(optimizer.state[parameter], group, self.born[name]))
+
+    @staticmethod
+    def _difference(state: Mapping[str, Any], group: dict[str, Any], born: Tensor) -> Tensor:
+        """What the step took too much of young weights."""
+        beta1, beta2 = group["betas"]
+        count = torch.as_tensor(state["step"], dtype=torch.float32, device=born.device)
+        mean, square = state["exp_avg"], state["exp_avg_sq"]
+
+        def update(age: Any) -> Tensor:
+            started1, started2 = (-torch.expm1(age * math.log(beta)) for beta in (beta1, beta2))  # 1 - beta^age
+            return mean / started1 / ((square / started2).sqrt() + group["eps"])
+
+        difference: Tensor = group["lr"] * (update(count) - update(count - born))
+        return difference.masked_fill_(born == 0, 0)

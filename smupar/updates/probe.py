@@ -1,0 +1,127 @@
+"""The probe of a layer: some of its inputs, and what an update does to its output for them."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smupar.model.sharding import local
+from smupar.model.weights import MaskedWeight, Weight, weight_of
+from smupar.plan.layers import IMAGES, kind_of
+from smupar.plan.plan import Plan
+
+NUM_TOKENS = 128
+_INPUT = "smupar_input"
+
+
+def some_rows(x: Tensor) -> Tensor:
+    """The first tokens of a batch; repeated where there are fewer, so that a mean is over them alone."""
+    rows = x.reshape(-1, x.shape[-1])[:NUM_TOKENS]
+    return rows if len(rows) == NUM_TOKENS else rows.repeat(-(-NUM_TOKENS // max(1, len(rows))), 1)[:NUM_TOKENS]
+
+
+@contextmanager
+def exact() -> Iterator[None]:
+    """Two products of which the small difference counts: no TF32, no autocast."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "ieee"
+    try:
+        with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+            yield
+    finally:
+        matmul.fp32_precision = before
+
+
+class Probe:
+    """The layer of one hidden weight, in one model or in all models of a stack."""
+
+    inputs: Tensor
+    before: Tensor | None = None  # the output before the update, where it was looked at
+
+    def __init__(self, weight: Weight, in_dim: int = 1) -> None:
+        self.weight, self.in_dim = weight, in_dim
+
+    def look(self) -> None:
+        self.before = self.weight.multiply(self.inputs, in_dim=self.in_dim)
+
+    def change(self, decayed: float | Tensor) -> Tensor:
+        """The change of the output by the update, without the share ``decayed`` that decoupled weight decay took."""
+        before, self.before = self.before, None
+        assert before is not None
+        return self.weight.multiply(self.inputs, in_dim=self.in_dim) - (1 - decayed) * before
+
+
+class LayerProbe(Probe):
+    """Keeps some inputs of its layer, in a buffer beside the weight."""
+
+    weight: MaskedWeight
+
+    def __init__(self, name: str, model: nn.Module, plan: Plan) -> None:
+        weight, in_dim = weight_of(model, name), plan[name].in_dims[0]
+        super().__init__(weight, in_dim)
+        self.name, self.module = name, weight.module
+        self.is_conv = kind_of(self.module).reads == IMAGES
+        self.buffer = f"{weight.leaf}_{_INPUT}"
+        self.reader: weakref.ref[Any] | None = None  # who reads what it measures
+        if not self.is_conv:
+            size = (NUM_TOKENS, plan[name].shape[in_dim])
+            self._make(torch.zeros(size, device=local(weight.parameter).device))
+        self.hook = self.module.register_forward_pre_hook(self._keep, with_kwargs=True)
+
+    @property
+    def inputs(self) -> Tensor:  # type: ignore[override]
+        held: Tensor = getattr(self.module, self.buffer)
+        if held.dtype != torch.float32:  # the model was converted, and its buffers with it
+            self._make(held := held.float())
+        return held
+
+    def _make(self, value: Tensor) -> None:
+        self.module.register_buffer(self.buffer, value, persistent=False)
+
+    def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        args = args or tuple(kwargs.values())
+        if not (args and torch.is_grad_enabled() and args[0].numel()):  # validation, or an expert without tokens
+            return
+        x = args[0].detach()
+        if self.is_conv:
+            places = math.prod(x.shape[2:])
+            some = x[: -(-NUM_TOKENS // places)].float()
+            if getattr(module, self.buffer, None) is None or self.inputs.shape != some.shape:
+                self._make(torch.zeros_like(some))
+            self.inputs.copy_(some)
+            return
+        self.inputs.copy_(some_rows(x))
+
+    def missed(self) -> bool:
+        """Whether the layer was used, as its gradient shows, and no input was seen."""
+        grad = self.weight.parameter.grad
+        return grad is not None and bool(local(grad).any()) and not bool(self.inputs.any())
+
+    def remove(self) -> None:
+        self.hook.remove()
+        if hasattr(self.module, self.buffer):
+            delattr(self.module, self.buffer)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, or one that is loaded, is read by nobody."""
+        return {**self.__dict__, "reader": None}
+
+
+def remove_copied_probes(model: nn.Module) -> None:
+    """Removes probes that a deepcopy brought along; raises if somebody still reads them."""
+    for module in model.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            probe = getattr(hook, "__self__", None)
+            if isinstance(probe, LayerProbe):
+                if probe.reader is not None and probe.reader() is not None:
+                    raise ValueError("the updates of this model are measured already: call remove() on what measures them")
+                del module._forward_pre_hooks[key]
+                module._buffers.pop(probe.buffer, None)
+                module._non_persistent_buffers_set.discard(probe.buffer)

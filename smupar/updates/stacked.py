@@ -1,0 +1,99 @@
+"""Updates of a whole stack, measured and followed at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from smupar.execute.stacked import Stack
+from smupar.plan.optimizers import decouples_decay, family_of
+from smupar.plan.plan import Plan
+from smupar.updates.law import averages_after, held
+from smupar.updates.probe import Probe, exact, some_rows
+from smupar.updates.trace import Guide, Trace, due
+
+
+class StackedUpdates:
+    """Measures the updates of all models of a stack, and sets the learning rates of those that have a trace to follow.
+
+    ``before`` a step with the start of its batch, ``after`` it with the shares of the learning rate that it used, both with its
+    number from 0 on. All numbers stay on the device until the traces are asked for.
+    """
+
+    def __init__(
+        self,
+        stack: Stack,
+        plans: Sequence[Plan],
+        traces: Sequence[Trace | None],
+        num_steps: int,
+        period: int | None = None,
+    ) -> None:
+        self.stack, self.num_steps, self.period = stack, num_steps, period or num_steps
+        names, device = [row.name for row in plans[0] if row.role == "hidden"], stack.device
+        self.probes = {name: Probe(stack.weights[name]) for name in names}
+        places = [step for step in range(self.period) if due(step)]
+        self.index = {place: index for index, place in enumerate(places)}
+        family = family_of(stack.kind)
+        self.planned = {name: torch.tensor([plan[name].lr_factor(family) for plan in plans], device=device) for name in names}
+        wanted = [_wanted(trace, names, places, self.period) for trace in traces]
+        # (models, measured steps)
+        self.wanted = {name: torch.tensor([own[name] for own in wanted], dtype=torch.float64, device=device) for name in names}
+        self.averages: dict[str, tuple[Tensor, Tensor]] = {}
+        self.effects: list[Tensor] = []
+        self.decouples = decouples_decay(stack.kind)
+
+    @torch.no_grad()
+    def before(self, step: int, batch: Sequence[Tensor]) -> None:
+        if step % self.period == 0:
+            self.averages = {}
+            self.stack.forget_measured()
+        if due(step % self.period):
+            inputs = self.stack.inputs(batch, some_rows)
+            with exact():
+                for name, probe in self.probes.items():
+                    probe.inputs = inputs[name].float()
+                    probe.look()
+
+    @torch.no_grad()
+    def after(self, step: int, lr_share: Sequence[float]) -> None:
+        if not due(step % self.period):
+            return
+        index = self.index[step % self.period]
+        share = self.stack.upload(torch.tensor(lr_share, dtype=torch.float32))
+        effects = []
+        for name, probe in self.probes.items():
+            lr, decay, _ = self.stack.tensors["constants"][name]
+            rate = self.stack.tensors["rates"][name]
+            used = lr * share * rate
+            decayed = used * decay * self.stack.decay_change(name) if self.decouples else torch.zeros_like(used)
+            with exact():
+                gain = probe.change(decayed.view(-1, 1, 1)).square().mean((1, 2)).sqrt() / used
+            effects.append(gain * self.planned[name] * rate)
+            before = self.averages.get(
+                name, (torch.full_like(gain, math.nan, dtype=torch.float64), torch.full_like(gain, math.nan))
+            )
+            self.averages[name], ratio = averages_after(before, self.wanted[name][:, index], gain)
+            self.stack.measure(name, held(ratio) / self.planned[name])
+            del probe.inputs
+        self.effects.append(torch.stack(effects, dim=1))
+
+    def traces(self) -> list[Trace]:
+        """The trace of every model."""
+        every = torch.stack(self.effects).cpu().tolist()  # (steps, models, layers)
+        shapes = {name: probe.weight.shape for name, probe in self.probes.items()}
+        at = [step for step in range(self.num_steps) if due(step % self.period)][: len(every)]
+        return [
+            Trace(self.num_steps, at, {n: [e[k][i] for e in every] for i, n in enumerate(shapes)}, shapes, self.stack.kind)
+            for k in range(len(self.stack))
+        ]
+
+
+def _wanted(trace: Trace | None, names: Sequence[str], steps: Sequence[int], num_steps: int) -> dict[str, list[float]]:
+    """What updates of a model should do at each measured step; not a number where it follows nothing."""
+    if trace is None:
+        return {name: [math.nan] * len(steps) for name in names}
+    guide = Guide(trace, names, num_steps)
+    return {name: [guide.effect(name, step) for step in steps] for name in names}
