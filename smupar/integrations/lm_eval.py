@@ -18,10 +18,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from smupar.integrations.table import Number, Results, TaskResults, write_results
+from smupar.integrations.eval_table import Number, Results, TaskResults, write_results
 from smupar.lm.config.commands import EvalConfig, TasksConfig
 from smupar.lm.use import score
-from smupar.lm.use.score import Request, Score
+from smupar.lm.use.score import Score, ScoreRequest
 from smupar.output.optional import first_line
 
 # Resamples for standard errors that have no formula, perplexity's. The harness's own number takes minutes on few cores.
@@ -98,7 +98,7 @@ def tabulate(requests: str | Path, scores: Sequence[str | Path], out: str | Path
     return results
 
 
-def _by_chance(task: Any, requests: list[Request]) -> float:
+def _by_chance(task: Any, requests: list[ScoreRequest]) -> float:
     """Accuracy of drawing a choice at random; no word is guessed among all words."""
     if task.OUTPUT_TYPE != "multiple_choice":
         return 0.0
@@ -131,7 +131,7 @@ def load_tasks(config: TasksConfig) -> dict[str, Any]:
     return {name: loaded[name] for name in config.tasks}
 
 
-def _requests(tasks: dict[str, Any], config: TasksConfig) -> tuple[list[Request], str]:
+def _requests(tasks: dict[str, Any], config: TasksConfig) -> tuple[list[ScoreRequest], str]:
     """What the tasks ask, and a hash of it and of the documents, which hold the right answers."""
     requests, digest = [], hashlib.sha256()
     for name, task in tasks.items():
@@ -139,7 +139,7 @@ def _requests(tasks: dict[str, Any], config: TasksConfig) -> tuple[list[Request]
             task.build_all_requests(limit=config.limit, rank=0, world_size=1)
         for instance in task.instances:
             context, continuation = instance.args
-            requests.append(Request(name, instance.doc_id, instance.idx, context, continuation))
+            requests.append(ScoreRequest(name, instance.doc_id, instance.idx, context, continuation))
             digest.update(json.dumps([name, context, continuation, instance.doc], default=str, sort_keys=True).encode())
     return requests, digest.hexdigest()
 
@@ -150,7 +150,7 @@ def _metrics(tasks: dict[str, Any], scores: dict[str, Score], limit: int | None)
 
     class Stored(base):  # type: ignore[misc, valid-type]
         def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
-            found = [scores[Request("", 0, 0, *request.args).key] for request in requests]
+            found = [scores[ScoreRequest("", 0, 0, *request.args).key] for request in requests]
             return [(answer.loglikelihood, answer.is_greedy) for answer in found]
 
         def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:

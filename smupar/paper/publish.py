@@ -129,7 +129,7 @@ def _rounded(value: Any) -> Any:
 
 
 def _flat(config: RunConfig) -> dict[str, Any]:
-    values = asdict(config.anywhere)
+    values = asdict(config.portable)
     model = {f"model.{name}": value for name, value in values.pop("model").items()}
     return {**model, **values, "betas": list(config.betas)}
 

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from smupar.execute.timing import seconds_of
 from smupar.lm.config.run import Execution, RunConfig
 from smupar.lm.data import batches as data
-from smupar.lm.data.batches import Text
+from smupar.lm.data.batches import Corpus
 from smupar.lm.model.cost import estimate
 from smupar.lm.model.gpt import plan_on_meta
 from smupar.lm.run.distributed import pick_device
@@ -122,7 +122,7 @@ def _refuse_impossible(configs: Sequence[RunConfig]) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # which the run itself will say
             plan_on_meta(kind)
-    for said in dict.fromkeys(config.few_moves for config in configs):
+    for said in dict.fromkeys(config.few_moves_warning for config in configs):
         if said:
             warnings.warn(said, PlanWarning, stacklevel=2)
 
@@ -217,7 +217,7 @@ class _StackKeeper:
         """Nothing yet: a stack that is stopped begins again."""
 
 
-def _pick(group: list[RunConfig], text: Text, device: torch.device, most: int, *, measure: bool) -> tuple[GPTStack, int]:
+def _pick(group: list[RunConfig], text: Corpus, device: torch.device, most: int, *, measure: bool) -> tuple[GPTStack, int]:
     """A stack of the faster size: one, or as many as there are and fit."""
     if most == 1:
         return GPTStack(group[:1], text, device), 1

@@ -95,7 +95,7 @@ class Study:
 
     def files(self, configs: Sequence[RunConfig]) -> dict[str, str]:
         """sha256 of the texts of the study and of the traces that these runs follow."""
-        traces = {f"trace {config.anywhere.follow}" for config in configs}
+        traces = {f"trace {config.portable.follow}" for config in configs}
         return {name: sha256 for name, sha256 in self._remembered().items() if name.startswith("text ") or name in traces}
 
     def _remembered(self) -> dict[str, str]:
@@ -159,7 +159,7 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 def row_of(result: Result) -> dict[str, Any]:
     """A run as a flat row: its configuration, then how it ended. The speed is left out, so that tables can be compared."""
-    config = asdict(result.config.anywhere)
+    config = asdict(result.config.portable)
     model = config.pop("model")
     names = ("status", "steps", "train_loss", "valid_loss", "num_parameters")
     summary = {name: getattr(result.summary, name) for name in names}

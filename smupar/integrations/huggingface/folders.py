@@ -19,7 +19,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from smupar.integrations.huggingface.families import FAMILIES, attentions, scale_queries, set_attention_scale
 from smupar.model.csr import expand_state, is_compressed
 from smupar.model.parameterize import add_masks, attach, let_masks_move, mask_of
-from smupar.output.files import write_atomic
+from smupar.output.files import refuse_existing, whole_folder, write_atomic
 from smupar.plan.plan import PLAN_FILE, Plan, PlanWarning
 from smupar.rules import SP, get_rule
 
@@ -116,18 +116,14 @@ def export(folder: str | PathLike[str], out: str | PathLike[str], *, dtype: str 
     source, target = Path(folder), Path(out)
     if dtype not in _DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
-    if target.exists():
-        raise ValueError(f"{target} exists already: choose another folder, nothing is overwritten")
+    refuse_existing(target)
     model, plan = load(source)
     plain = folded(model.float(), plan)  # factors are not rounded before the weights are
     nn.Module.to(plain, _DTYPES[dtype])
-    unfinished = target.with_name(target.name + ".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    plain.save_pretrained(unfinished)
-    for pattern in _BESIDE:
-        for file in source.glob(pattern):
+    with whole_folder(target) as unfinished:
+        plain.save_pretrained(unfinished)
+        for file in (file for pattern in _BESIDE for file in source.glob(pattern)):
             shutil.copy(file, unfinished)
-    unfinished.replace(target)
     size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
     return (
         f"{type(plain).__name__} of {source}, {dtype}, {size / 2**20:.1f} MiB, every factor folded in"

@@ -188,7 +188,7 @@ class RunConfig:
         )
 
     @property
-    def anywhere(self) -> RunConfig:
+    def portable(self) -> RunConfig:
         """The normalised run with its trace reduced to a file name: its id must not depend on where the trace lies."""
         return replace(self.normalised, follow=PurePath(self.follow).name) if self.follow else self.normalised
 
@@ -225,7 +225,7 @@ class RunConfig:
     @property
     def id(self) -> str:
         """Equal for equal runs: the hash of everything above."""
-        return hashlib.sha256(json.dumps(_hashed(self.anywhere), indent=1).encode()).hexdigest()[:10]
+        return hashlib.sha256(json.dumps(_hashed(self.portable), indent=1).encode()).hexdigest()[:10]
 
     @property
     def last_move(self) -> int:
@@ -233,7 +233,7 @@ class RunConfig:
         return int(self.mask_stop * self.steps)
 
     @property
-    def few_moves(self) -> str | None:
+    def few_moves_warning(self) -> str | None:
         """What to say of masks that hardly move, as they do in short runs: one would not learn much about them."""
         if self.dynamic not in ("rigl", "set", "gmp") or self.density == 1:
             return None

@@ -49,7 +49,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Index:
+class ShardIndex:
     """The content of index.json."""
 
     tokenizer: TokenizerInfo
@@ -93,7 +93,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("u1" if vocab_size <= 1 << 8 else "<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
-def read_index(folder: str | Path) -> Index:
+def read_index(folder: str | Path) -> ShardIndex:
     folder = Path(folder)
     if folder.is_file():
         raise ValueError(f"{folder} is a file: make a folder of it with smupar data prepare {folder} --out FOLDER")
@@ -109,7 +109,7 @@ def read_index(folder: str | Path) -> Index:
         values = json.loads(path.read_text(encoding="utf-8"))
         if values["format"] != FORMAT:
             raise ValueError(f"{path} has format {values['format']!r} and this version reads {FORMAT!r}: {again}")
-        index = Index(
+        index = ShardIndex(
             tokenizer=TokenizerInfo(**values["tokenizer"]),
             largest_token=int(values["largest_token"]),
             shards=tuple(Shard(**shard) for shard in values["shards"]),
@@ -123,7 +123,7 @@ def read_index(folder: str | Path) -> Index:
     return index
 
 
-def check_sizes(folder: str | Path, index: Index) -> None:
+def check_sizes(folder: str | Path, index: ShardIndex) -> None:
     """Every shard is there and as long as it was. Cheap: nothing is read."""
     for shard in index.shards:
         path = Path(folder) / shard.file
@@ -136,7 +136,7 @@ def check_sizes(folder: str | Path, index: Index) -> None:
             )
 
 
-def verify(folder: str | Path, *, progress: bool = True) -> Index:
+def verify(folder: str | Path, *, progress: bool = True) -> ShardIndex:
     """Check the size and hash of every shard. Hashes that were right are remembered, so that the next start is quick."""
     folder = Path(folder)
     index = read_index(folder)

@@ -30,7 +30,7 @@ _UTF8_BOM = b"\xef\xbb\xbf"
 _UNREADABLE = (".zst", ".xz", ".bz2", ".lz4", ".zip", ".tar", ".7z")
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     text: str
     """Empty for a row without text; such rows count as pieces, so that a resumed preparation can count them off."""
     ends_document: bool
@@ -43,7 +43,7 @@ class BrokenOffError(ValueError):
 
 
 @dataclass(frozen=True)
-class Unit:
+class SourceUnit:
     """One file, or one dataset."""
 
     name: str
@@ -52,7 +52,7 @@ class Unit:
     config_name: str | None = None
     """Of a dataset."""
 
-    def read(self, config: PrepareConfig, *, skip: int = 0) -> Iterator[Piece]:
+    def read(self, config: PrepareConfig, *, skip: int = 0) -> Iterator[TextPiece]:
         """The pieces from number ``skip`` on."""
         if self.size is None:
             return _read_dataset(self, config, skip)
@@ -63,15 +63,15 @@ class Unit:
         return _read_jsonl(path, config, skip) if kind in (".jsonl", ".json") else _read_text(path, config, skip)
 
 
-def find_units(source: str, *, out: Path) -> list[Unit]:
+def find_units(source: str, *, out: Path) -> list[SourceUnit]:
     """What a source stands for. ``out`` is left out of the folders that are walked."""
     if source == "slimpajama":
-        return [Unit(SLIMPAJAMA)]
+        return [SourceUnit(SLIMPAJAMA)]
     if source.startswith("hf:"):
         name, _, config_name = source.removeprefix("hf:").partition(":")
         if not name:
             raise ValueError(f"the source {source!r} names no dataset: write hf:NAME or hf:NAME:CONFIG")
-        return [Unit(name, config_name=config_name or None)]
+        return [SourceUnit(name, config_name=config_name or None)]
     path = Path(source)
     if path.is_dir():
         files = [path for path in _walk(path, out.resolve()) if path.stat().st_size]
@@ -86,10 +86,10 @@ def find_units(source: str, *, out: Path) -> list[Unit]:
     for file in files:
         if file.name.lower().endswith(_UNREADABLE):
             raise ValueError(f"{file} is compressed in a way that is not read here: decompress it, or compress it with gzip")
-    return [Unit(str(file), file.stat().st_size) for file in files]
+    return [SourceUnit(str(file), file.stat().st_size) for file in files]
 
 
-def describe(source: str, units: list[Unit]) -> dict[str, Any]:
+def describe(source: str, units: list[SourceUnit]) -> dict[str, Any]:
     """What tells one source from another without reading it: names and sizes."""
     if units[0].size is None:
         return {"source": source}
@@ -139,7 +139,7 @@ def _undecodable(path: Path, error: UnicodeDecodeError, offset: int) -> ValueErr
     )
 
 
-def _read_text(path: Path, config: PrepareConfig, skip: int) -> Iterator[Piece]:
+def _read_text(path: Path, config: PrepareConfig, skip: int) -> Iterator[TextPiece]:
     decoder = codecs.getincrementaldecoder(config.encoding)(config.errors)
     is_utf8 = codecs.lookup(config.encoding).name == "utf-8"
     number = num_bytes = 0
@@ -161,10 +161,10 @@ def _read_text(path: Path, config: PrepareConfig, skip: int) -> Iterator[Piece]:
                 cut = cut_at(text)
                 number += 1
                 if number > skip:
-                    yield Piece(text[:cut], False, raw.tell())
+                    yield TextPiece(text[:cut], False, raw.tell())
                 text = text[cut:]
         if text and number >= skip:
-            yield Piece(text, True, raw.tell())
+            yield TextPiece(text, True, raw.tell())
 
 
 def cut_at(text: str) -> int:
@@ -183,7 +183,7 @@ def cut_at(text: str) -> int:
     return end
 
 
-def _read_jsonl(path: Path, config: PrepareConfig, skip: int) -> Iterator[Piece]:
+def _read_jsonl(path: Path, config: PrepareConfig, skip: int) -> Iterator[TextPiece]:
     if "\n".encode(config.encoding) != b"\n":
         raise ValueError(f"{path}: lines of JSON in {config.encoding} are not read here, convert the file to UTF-8")
     offset = 0
@@ -196,7 +196,7 @@ def _read_jsonl(path: Path, config: PrepareConfig, skip: int) -> Iterator[Piece]
                 except UnicodeDecodeError as error:
                     raise _undecodable(path, error, offset + len(line) - len(content) + error.start) from error
                 text = _field_of_line(decoded, config, f"{path}, line {number}") if decoded.strip() else ""
-                yield Piece(text, True, raw.tell())
+                yield TextPiece(text, True, raw.tell())
             offset += len(line)
 
 
@@ -234,7 +234,7 @@ def _names(names: Any) -> str:
     return ", ".join(map(repr, names)) or "none"
 
 
-def _read_parquet(path: Path, config: PrepareConfig, skip: int) -> Iterator[Piece]:
+def _read_parquet(path: Path, config: PrepareConfig, skip: int) -> Iterator[TextPiece]:
     parquet = optional("pyarrow.parquet", f"reading Parquet ({path})")
     arrow_error = optional("pyarrow", f"reading Parquet ({path})").ArrowException
     try:
@@ -244,7 +244,7 @@ def _read_parquet(path: Path, config: PrepareConfig, skip: int) -> Iterator[Piec
         raise ValueError(f"{path} is not Parquet, or damaged ({first_line(error)}): get it again, or rename it") from error
 
 
-def _rows(file: Any, path: Path, config: PrepareConfig, skip: int) -> Iterator[Piece]:
+def _rows(file: Any, path: Path, config: PrepareConfig, skip: int) -> Iterator[TextPiece]:
     schema = file.schema_arrow
     if config.field not in schema.names:
         raise ValueError(f"{path}: no column {config.field!r}, it has {_names(schema.names)}: choose one with --field")
@@ -262,10 +262,10 @@ def _rows(file: Any, path: Path, config: PrepareConfig, skip: int) -> Iterator[P
             for text in batch.column(0).to_pylist():
                 row += 1
                 if row > skip:
-                    yield Piece(text or "", True, size * row // num_rows)
+                    yield TextPiece(text or "", True, size * row // num_rows)
 
 
-def _read_dataset(unit: Unit, config: PrepareConfig, skip: int) -> Iterator[Piece]:
+def _read_dataset(unit: SourceUnit, config: PrepareConfig, skip: int) -> Iterator[TextPiece]:
     datasets = optional("datasets", f"streaming the dataset {unit.name}")
     try:
         rows = datasets.load_dataset(unit.name, unit.config_name, split=config.split, streaming=True)
@@ -289,4 +289,4 @@ def _read_dataset(unit: Unit, config: PrepareConfig, skip: int) -> Iterator[Piec
         if row is None:
             return
         number += 1
-        yield Piece(_field(row, config.field, f"{unit.name}, row {number}"), True, 0)
+        yield TextPiece(_field(row, config.field, f"{unit.name}, row {number}"), True, 0)

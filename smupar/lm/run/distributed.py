@@ -107,7 +107,7 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def place(config: RunConfig, world: World) -> tuple[GPT, Plan]:
+def build_on_device(config: RunConfig, world: World) -> tuple[GPT, Plan]:
     """The parameterized model of a run on this rank's device, sharded if the world says so: the same weights and masks
     however many ranks there are. Built on meta, so that no rank ever holds more than its part."""
     model = on_meta(config.model)

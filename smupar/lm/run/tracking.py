@@ -19,7 +19,7 @@ from smupar.lm.run.folder import Row
 from smupar.output.files import write_atomic
 
 
-class _Place(Protocol):
+class _Sink(Protocol):
     def write(self, values: dict[str, float], step: int) -> None: ...
 
     def close(self, *, failed: bool) -> None: ...
@@ -29,24 +29,24 @@ class Tracker:
     """Everything that ``how`` asks for, on the rank that writes; closed when the block ends, however it ends."""
 
     def __init__(self, path: Path, config: RunConfig, how: Execution, first: int, *, writes: bool = True) -> None:
-        self._places: list[_Place] = []
+        self._sinks: list[_Sink] = []
         if how.tensorboard and writes:
-            self._places.append(_TensorBoard(path, first))
+            self._sinks.append(_TensorBoard(path, first))
         if how.wandb and writes:
-            self._places.append(_WeightsAndBiases(path, config))
+            self._sinks.append(_WeightsAndBiases(path, config))
 
     def write(self, row: Row) -> None:
         values = {name: value for name, value in row.items() if value is not None and name != "step"}
-        for place in self._places:
-            place.write(values, int(row["step"] or 0))
+        for sink in self._sinks:
+            sink.write(values, int(row["step"] or 0))
 
     def __enter__(self) -> Tracker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         with contextlib.ExitStack() as closing:  # one that cannot be closed does not keep the others open
-            for place in self._places:
-                closing.callback(place.close, failed=error is not None)
+            for sink in self._sinks:
+                closing.callback(sink.close, failed=error is not None)
 
 
 class _TensorBoard:
