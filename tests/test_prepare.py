@@ -515,7 +515,7 @@ def test_missing_library_says_what_to_install():
     _write("a.parquet", "x")
     code = (
         "import sys; sys.modules['pyarrow'] = sys.modules['pyarrow.parquet'] = sys.modules['datasets'] = None\n"
-        "from smupar.lm.config.run import PrepareConfig\nfrom smupar.lm.data.prepare import prepare\n"
+        "from smupar.lm.config.commands import PrepareConfig\nfrom smupar.lm.data.prepare import prepare\n"
         "for source in ('a.parquet', 'hf:a'):\n"
         "    try: prepare(PrepareConfig((source,), 'out'))\n"
         "    except ValueError as error: print(error)\n"

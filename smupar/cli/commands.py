@@ -61,17 +61,16 @@ def export(config: Annotated[Typed, ExportConfig]) -> None:
 
     A model of transformers, saved by save_pretrained, becomes one that a plain from_pretrained reads.
     """
+    from smupar.lm.use.export import export as write
     from smupar.lm.use.export import is_of_transformers
 
-    wanted = ExportConfig(**config)
-    if is_of_transformers(wanted):
+    asked = ExportConfig(**config)
+    if is_of_transformers(asked):
         from smupar.integrations.huggingface import export as write_plain
 
-        print(write_plain(wanted.folder, wanted.out, dtype=wanted.dtype))
-        return
-    from smupar.lm.use.export import export as write
-
-    print(write(wanted))
+        print(write_plain(asked.folder, asked.out, dtype=asked.dtype))
+    else:
+        print(write(asked))
 
 
 def report(folder: tyro.conf.Positional[str], parquet: bool = False) -> None:
@@ -139,8 +138,8 @@ def plan(preset: Preset = "demo", /, *, config: Run, hps: str | None = None, jso
     """
     from smupar.lm.model.gpt import plan_on_meta
 
-    made = plan_on_meta(resolve(RunConfig, request_of(config, preset, hps)))
-    print(made.to_json() if json else made)
+    planned = plan_on_meta(resolve(RunConfig, request_of(config, preset, hps)))
+    print(planned.to_json() if json else planned)
 
 
 def train(
@@ -312,12 +311,12 @@ def prepare(config: Annotated[Typed, PrepareConfig]) -> None:
     """Turn text, JSONL, Parquet or a Hugging Face dataset into token shards that `smupar train --data` reads."""
     from smupar.lm.data.prepare import prepare as make
 
-    wanted = PrepareConfig(**config)
-    index = make(wanted)
+    asked = PrepareConfig(**config)
+    index = make(asked)
     print(
         f"{index.num_tokens:,} tokens of {index.num_documents:,} documents ({index.tokenizer.name}, vocabulary "
         f"{index.tokenizer.vocab_size:,}) in {len(index.shards)} shard{'s' if len(index.shards) > 1 else ''}: "
-        f"smupar train --data {shlex.quote(wanted.out)}"
+        f"smupar train --data {shlex.quote(asked.out)}"
     )
 
 
@@ -325,7 +324,7 @@ def verify(folder: tyro.conf.Positional[str]) -> None:
     """Compare every shard with its checksum, and say what is in the folder.
 
     Args:
-        folder: Made by `smupar data prepare`.
+        folder: Folder made by `smupar data prepare`.
     """
     from smupar.lm.data.shards import verify as compare
 
@@ -341,7 +340,7 @@ DataStep = tyro.conf.OmitSubcommandPrefixes[
 
 def data(step: DataStep) -> None:
     """Text on disk, as tokens: `smupar data prepare` and `smupar data verify`."""
-    step()
+    # For the help alone: main.parse finds both steps before it looks at this.
 
 
 def evaluate(config: Annotated[Typed, EvalConfig]) -> None:
@@ -352,8 +351,8 @@ def evaluate(config: Annotated[Typed, EvalConfig]) -> None:
     """
     from smupar.integrations.lm_eval import evaluate as run
 
-    wanted = changed(EvalConfig(config.get("folders", ())), config)
-    print(f"{run(wanted)}\n{wanted.out}/results.json, table.md, table.csv")
+    asked = changed(EvalConfig(config.get("folders", ())), config)
+    print(f"{run(asked)}\n{asked.out}/results.json, table.md, table.csv")
 
 
 def requests(config: Annotated[Typed, TasksConfig], out: str = "requests.jsonl") -> None:
@@ -376,7 +375,7 @@ def score(
     """Compute the loglikelihoods that a file asks for. Needs no harness; interrupted, the same command goes on.
 
     Args:
-        folder: Of a run, a checkpoint, an export, or a model that transformers reads.
+        folder: Folder of a run, a checkpoint, an export, or a model that transformers reads.
         requests: Made by `smupar eval requests`.
         out: File to append to; what it holds is not computed again.
     """
@@ -405,7 +404,7 @@ def table(
 
 
 def request_of(typed: Typed, preset: str = "demo", hps: str | None = None) -> Request:
-    """What was typed, with the files read that it names."""
+    """What was typed, and what the files that it names hold."""
     tuned, vocab_size = None, 0
     if hps is not None:
         from smupar.study.tune import read_hps

@@ -46,6 +46,7 @@ _STEPS: dict[tuple[str, ...], Callable[..., None]] = {
     ("eval", "score"): commands.score,
     ("eval", "table"): commands.table,
 }
+# The configurations whose defaults depend on what is typed, by command.
 _STARTS: dict[str, type[Any]] = {
     "plan": RunConfig,
     "train": RunConfig,
@@ -53,7 +54,6 @@ _STARTS: dict[str, type[Any]] = {
     "transfer": TransferConfig,
     "tune": TuneConfig,
 }
-"""The configurations whose defaults depend on what is typed, by command."""
 _HELP = ("-h", "--help")
 
 
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except (ValueError, OSError, ModuleNotFoundError) as error:
-        print(f"smupar: {_told(error)}", file=sys.stderr)
+        print(f"smupar: {_sentence_of(error)}", file=sys.stderr)
         sys.exit(2)
     except Exception as error:
         if not _is_of_the_machine(error):
@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(130)
 
 
-def _told(error: Exception) -> str:
+def _sentence_of(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename and error.strerror:  # the system's, not one of ours
         return f"{error.filename}: {error.strerror}. Name another path, or make this one usable"
     return str(error)

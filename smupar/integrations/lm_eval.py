@@ -43,8 +43,8 @@ def evaluate(config: EvalConfig) -> Results:
     write_requests(config.questions, requests)
     scores = []
     for folder in config.folders:
-        place = Path(folder).resolve()
-        scores.append(out / "scores" / f"{place.name}-{hashlib.sha256(str(place).encode()).hexdigest()[:8]}.jsonl")
+        path = Path(folder).resolve()
+        scores.append(out / "scores" / f"{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}.jsonl")
         score.score_file(folder, requests, scores[-1], config.scoring)
     return tabulate(requests, scores, out)
 
@@ -71,15 +71,15 @@ def tabulate(requests: str | Path, scores: Sequence[str | Path], out: str | Path
     config = TasksConfig(tuple(header["tasks"]), data_dir or header["data_dir"], header["limit"])
     models = []
     for file in scores:  # before anything that takes time
-        about, known = score.read_scores(file)
-        missing = [request for request in asked if request.key not in known]
+        identity, answers = score.read_scores(file)
+        missing = [request for request in asked if request.key not in answers]
         if missing:
             first = f"document {missing[0].doc} of {missing[0].task}"
             raise ValueError(
                 f"{file} lacks {len(missing):,} of the {len(asked):,} scores that {requests} asks for, the first is {first}: "
-                f"smupar eval score {about.get('folder')} --requests {requests} --out {file}"
+                f"smupar eval score {identity.get('folder')} --requests {requests} --out {file}"
             )
-        models.append(({name: value for name, value in about.items() if name != "format"}, known))
+        models.append(({name: value for name, value in identity.items() if name != "format"}, answers))
     tasks = load_tasks(config)
     _, digest = _requests(tasks, config)
     if digest != header["sha256"]:
@@ -92,7 +92,7 @@ def tabulate(requests: str | Path, scores: Sequence[str | Path], out: str | Path
         data_dir=config.data_dir,
         documents={name: len({r.doc for r in asked if r.task == name}) for name in tasks},
         random={name: _by_chance(task, [r for r in asked if r.task == name]) for name, task in tasks.items()},
-        models=tuple((about, _metrics(tasks, known, config.limit)) for about, known in models),
+        models=tuple((identity, _metrics(tasks, answers, config.limit)) for identity, answers in models),
     )
     write_results(results, Path(out))
     return results
@@ -150,8 +150,8 @@ def _metrics(tasks: dict[str, Any], scores: dict[str, Score], limit: int | None)
 
     class Stored(base):  # type: ignore[misc, valid-type]
         def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
-            found = [scores[ScoreRequest("", 0, 0, *request.args).key] for request in requests]
-            return [(answer.loglikelihood, answer.is_greedy) for answer in found]
+            answers = [scores[ScoreRequest("", 0, 0, *request.args).key] for request in requests]
+            return [(answer.loglikelihood, answer.is_greedy) for answer in answers]
 
         def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
             raise NotImplementedError

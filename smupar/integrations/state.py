@@ -39,7 +39,8 @@ class _Carried:
                 part.load_state_dict(stored[name])
             else:
                 warnings.warn(
-                    f"the optimizer's checkpoint holds no state of the {name}, which starts anew: was it made without one?",
+                    f"the optimizer's checkpoint holds no state of the {name}, which starts from its beginning: was the "
+                    "checkpoint made without one?",
                     PlanWarning,
                     stacklevel=4,
                 )

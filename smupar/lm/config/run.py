@@ -29,8 +29,8 @@ from smupar.lm.config.validation import (
 _Config = TypeVar("_Config")
 _FEW_MOVES = 5
 
+# The text that needs no download: the source of the running Python's standard library, as bytes.
 STANDARD_LIBRARY = "stdlib"
-"""The text that needs no download: the source of the running Python's standard library, as bytes."""
 
 
 def name_of_text(data: str) -> str:
@@ -49,8 +49,8 @@ def changed(config: _Config, values: Mapping[str, Any]) -> _Config:
     assert is_dataclass(config)
     assert not isinstance(config, type)
     nested = {f.name: changed(old, values) for f in fields(config) if is_dataclass(old := getattr(config, f.name))}
-    own = {f.name: values[f.name] for f in fields(config) if f.name in values}
-    return replace(config, **nested, **own)
+    changes = {f.name: values[f.name] for f in fields(config) if f.name in values}
+    return replace(config, **nested, **changes)
 
 
 def default_of(item: Field[Any]) -> Any:
@@ -140,7 +140,7 @@ class RunConfig:
     """Learning rate of an AdamW that takes all but the hidden weights; default none, for muon lr."""
     betas: tuple[float, float] = (0.9, 0.95)
     momentum: float = 0.9
-    """Of sgd and muon."""
+    """For sgd and muon."""
     eps: float = 1e-8
     eps_scaling: Literal["constant", "width"] = "constant"
     """width: epsilon shrinks with the width, like the gradients."""
@@ -211,7 +211,7 @@ class RunConfig:
 
     @property
     def round_steps(self) -> int:
-        """Steps after which the run starts anew, with the learning rate's schedule."""
+        """Steps of a round, after which the schedule of the learning rate starts again; all steps where there are no rounds."""
         return self.steps // (self.rounds + 1) if self.dynamic == "imp" else self.steps
 
     @property
@@ -234,7 +234,7 @@ class RunConfig:
 
     @property
     def few_moves_warning(self) -> str | None:
-        """What to say of masks that hardly move, as they do in short runs: one would not learn much about them."""
+        """A sentence that warns of masks that hardly move, as in short runs, which teach little about them; None if they do."""
         if self.dynamic not in ("rigl", "set", "gmp") or self.density == 1:
             return None
         num = -(-self.last_move // self.mask_every) if self.prunes else self.last_move // self.mask_every

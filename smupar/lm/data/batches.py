@@ -30,29 +30,27 @@ _NOT_TEXT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__
 
 @dataclass(frozen=True)
 class CorpusFacts:
-    """What a run remembers of its text."""
+    """What a run remembers of its text: the content of data.json."""
 
     name: str
     num_tokens: int
-    sha256: str
-    """Of all of it, validation too."""
+    sha256: str  # of all of it, validation too
     largest_token: int
     tokenizer: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a run reads."""
+    """The text that a run reads, as tokens."""
 
     train: Tokens
     valid: Tokens
     facts: CorpusFacts
-    tokenizer_file: Path | None
-    """None: bytes."""
+    tokenizer_file: Path | None  # None: bytes
 
 
 def open_text(config: RunConfig, *, check: bool = True) -> Corpus:
-    """The text of a run, split, and compared with the model: ``check`` also compares shards with their checksums."""
+    """The text of a run, split; refused if it does not fit the model. ``check`` also compares shards with their checksums."""
     tokens, facts = _open(config.data, check)
     if config.valid_data is None:
         train, valid = split(tokens)
@@ -133,7 +131,7 @@ def batch(
     rows: tuple[int, int] | None = None,
     to: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of one step; of the rows from, to alone where a rank needs no others. ``to`` carries them to a
+    """Inputs and targets of one step. ``rows``: from, to, where a rank needs a part of the batch; ``to`` carries tensors to a
     device."""
     first, last = (0, batch_size) if rows is None else rows
     count = num_sequences(tokens, seq_len)

@@ -72,10 +72,10 @@ def prepare(config: PrepareConfig) -> ShardIndex:
         raise ValueError("nothing to prepare: name at least one file, folder or dataset")
     _check_encoding(config)
     tokenizer = load_tokenizer(config.tokenizer)
-    found = {source: find_units(source, out=folder) for source in config.sources}
-    units = [unit for source in config.sources for unit in found[source]]
+    units_of = {source: find_units(source, out=folder) for source in config.sources}
+    units = [unit for source in config.sources for unit in units_of[source]]
     source = {
-        "sources": [describe(source, found[source]) for source in config.sources],
+        "sources": [describe(source, units_of[source]) for source in config.sources],
         "options": {name: getattr(config, name) for name in _OPTIONS},
     }
     wanted = PreparationState(tokenizer.info, source)
@@ -165,8 +165,8 @@ def _fill(
         raise ValueError(f"no text in {', '.join(config.sources)}: every file or row is empty")
 
 
+# The number of the unit that a piece comes from, how many pieces of that unit there are up to and with it, the piece.
 Numbered = tuple[int, int, TextPiece]
-"""The unit it comes from, the number of pieces of that unit up to and with it, the piece."""
 
 
 def _read(units: list[SourceUnit], config: PrepareConfig, progress: PreparationState) -> Iterator[Numbered]:

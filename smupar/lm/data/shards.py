@@ -43,8 +43,7 @@ class TokenizerInfo:
 class Shard:
     file: str
     num_tokens: int
-    num_documents: int
-    """Documents that end in it."""
+    num_documents: int  # documents that end in it
     sha256: str
 
 
@@ -55,8 +54,7 @@ class ShardIndex:
     tokenizer: TokenizerInfo
     largest_token: int
     shards: tuple[Shard, ...]
-    source: dict[str, Any]
-    """What it was made from: the sources with their sizes, and the options."""
+    source: dict[str, Any]  # what it was made from: the sources with their sizes, and the options
 
     @property
     def num_tokens(self) -> int:
@@ -128,11 +126,11 @@ def check_sizes(folder: str | Path, index: ShardIndex) -> None:
     for shard in index.shards:
         path = Path(folder) / shard.file
         expected = shard.num_tokens * index.dtype.itemsize
-        found = path.stat().st_size if path.is_file() else None
-        if found != expected:
-            what = "is missing" if found is None else "is truncated" if found < expected else "is too long"
+        size = path.stat().st_size if path.is_file() else None
+        if size != expected:
+            what = "is missing" if size is None else "is truncated" if size < expected else "is too long"
             raise ValueError(
-                f"shard {path} {what}: {expected} bytes expected, {found or 0} found; delete the folder and prepare it again"
+                f"shard {path} {what}: {expected} bytes expected, {size or 0} found; delete the folder and prepare it again"
             )
 
 
@@ -141,9 +139,9 @@ def verify(folder: str | Path, *, progress: bool = True) -> ShardIndex:
     folder = Path(folder)
     index = read_index(folder)
     check_sizes(folder, index)
-    known = _read_verified(folder)
+    verified = _read_verified(folder)
     now = {shard.file: _state(folder, shard) for shard in index.shards}
-    todo = [shard for shard in index.shards if known.get(shard.file) != now[shard.file]]
+    todo = [shard for shard in index.shards if verified.get(shard.file) != now[shard.file]]
     if not todo:
         return index
     size = sum(now[shard.file]["size"] for shard in todo)
@@ -152,11 +150,11 @@ def verify(folder: str | Path, *, progress: bool = True) -> ShardIndex:
         tqdm(total=size, desc="verify", unit="B", unit_scale=True, disable=hidden, leave=False) as bar,
         ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool,
     ):
-        for shard, found in zip(todo, pool.map(lambda shard: _file_hash(folder / shard.file, bar), todo), strict=True):
-            if found != shard.sha256:
+        for shard, sha256 in zip(todo, pool.map(lambda shard: _file_hash(folder / shard.file, bar), todo), strict=True):
+            if sha256 != shard.sha256:
                 pool.shutdown(cancel_futures=True)
                 raise ValueError(
-                    f"shard {folder / shard.file} has changed since it was prepared (sha256 {found[:12]}..., expected "
+                    f"shard {folder / shard.file} has changed since it was prepared (sha256 {sha256[:12]}..., expected "
                     f"{shard.sha256[:12]}...): delete the folder and prepare it again"
                 )
     # A folder that cannot be written is hashed again next time.

@@ -31,11 +31,11 @@ _UNREADABLE = (".zst", ".xz", ".bz2", ".lz4", ".zip", ".tar", ".7z")
 
 
 class TextPiece(NamedTuple):
-    text: str
-    """Empty for a row without text; such rows count as pieces, so that a resumed preparation can count them off."""
+    """A document, or a part of one."""
+
+    text: str  # empty for a row without text; such rows count as pieces, so that a resumed preparation can count them off
     ends_document: bool
-    position: int
-    """Bytes of the file read so far, for the progress bar."""
+    position: int  # bytes of the file read so far, for the progress bar
 
 
 class BrokenOffError(ValueError):
@@ -44,13 +44,11 @@ class BrokenOffError(ValueError):
 
 @dataclass(frozen=True)
 class SourceUnit:
-    """One file, or one dataset."""
+    """One file, or one dataset: a source that a user names may stand for many."""
 
     name: str
-    size: int | None = None
-    """Bytes; None for a dataset."""
-    config_name: str | None = None
-    """Of a dataset."""
+    size: int | None = None  # bytes; None for a dataset
+    config_name: str | None = None  # for datasets only
 
     def read(self, config: PrepareConfig, *, skip: int = 0) -> Iterator[TextPiece]:
         """The pieces from number ``skip`` on."""
@@ -104,15 +102,15 @@ def describe(source: str, units: list[SourceUnit]) -> dict[str, Any]:
 
 
 def _walk(root: Path, out: Path) -> list[Path]:
-    found: list[Path] = []
+    paths: list[Path] = []
     seen = {out, root.resolve()}  # links may lead in circles
     for folder, folders, files in os.walk(root, followlinks=True):
         here = Path(folder)
         new = {name: (here / name).resolve() for name in sorted(folders) if not name.startswith(".")}
         folders[:] = [name for name, real in new.items() if real not in seen]
         seen.update(new.values())
-        found += [here / name for name in files if not name.startswith(".") and (here / name).is_file()]
-    return sorted(found, key=lambda path: path.as_posix())
+        paths += [here / name for name in files if not name.startswith(".") and (here / name).is_file()]
+    return sorted(paths, key=lambda path: path.as_posix())
 
 
 @contextmanager
@@ -168,8 +166,8 @@ def _read_text(path: Path, config: PrepareConfig, skip: int) -> Iterator[TextPie
 
 
 def cut_at(text: str) -> int:
-    """Where to cut a long text: behind a line end between two words if there is one in its second half. A byte-level BPE
-    splits there in any case, so that cutting does not change the tokens. Something is always left behind the cut, so that
+    """Where to cut a long text: after a line end between two words if there is one in its second half. A byte-level BPE
+    splits there in any case, so that cutting does not change the tokens. Something is always left after the cut, so that
     the end of a document is never an empty piece."""
     half, end = len(text) // 2, len(text) - 1
     at = end
@@ -283,7 +281,7 @@ def _read_dataset(unit: SourceUnit, config: PrepareConfig, skip: int) -> Iterato
             row = next(stream, None)
         except Exception as error:
             raise BrokenOffError(
-                f"the dataset {unit.name} broke off behind row {number} ({first_line(error)}): run the same command again, "
+                f"the dataset {unit.name} broke off after row {number} ({first_line(error)}): run the same command again, "
                 "it goes on from the last finished shard"
             ) from error
         if row is None:

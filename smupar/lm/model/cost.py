@@ -30,15 +30,11 @@ class Cost:
     num_parameters: int
     num_nonzeros: int
     num_tokens: int
-    dense_flops: float
-    """Of the whole run."""
+    dense_flops: float  # of the whole run
     sparse_flops: float
-    usual_flops: float
-    """6 FLOPs per parameter and token."""
-    state_bytes: float
-    """Weights, gradients, optimizer state and masks, on each GPU."""
-    activation_bytes: float
-    """On each GPU, about, for one micro-batch."""
+    usual_flops: float  # 6 FLOPs per parameter and token
+    state_bytes: float  # weights, gradients, optimizer state and masks, on each GPU
+    activation_bytes: float  # on each GPU, about, for one micro-batch
 
     def hours(self, *, num_gpus: int = 1, peak_tflops: float = 990, share: float = 0.45) -> float:
         return self.usual_flops / (num_gpus * peak_tflops * 1e12 * share) / 3600

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, TypeVar
 
 import torch
 
@@ -34,6 +34,8 @@ from smupar.updates.trace import Trace
 
 Status = Literal["finished", "diverged", "interrupted", "terminated"]
 Row = Mapping[str, float | None]  # metrics of a run at a step
+
+_Record = TypeVar("_Record", "Summary", CorpusFacts)
 
 TRACE_FILE, FOLLOWED_FILE = "trace.json", "followed.json"
 
@@ -63,11 +65,11 @@ class Summary:
 
 @cache
 def versions() -> dict[str, str]:
-    """What made a result: for the record of a run. The commit is there if this is a checkout, or if SMUPAR_COMMIT says so where
+    """What made a result, for the record of a run. The commit is there if this is a checkout, or if SMUPAR_COMMIT says so where
     the files lie without their history."""
-    made_by = {"smupar": __version__, "torch": torch.__version__, "python": sys.version.split()[0]}
+    packages = {"smupar": __version__, "torch": torch.__version__, "python": sys.version.split()[0]}
     commit = os.environ.get("SMUPAR_COMMIT") or _commit(Path(__file__).parents[2])
-    return made_by | ({"commit": commit} if commit else {})
+    return packages | ({"commit": commit} if commit else {})
 
 
 def _commit(checkout: Path) -> str | None:
@@ -139,14 +141,14 @@ class RunFolder:
     def resume_metrics(self, step: int) -> None:
         """Drops what was written beyond the checkpoint that the run goes on from, and a line that was cut off."""
         path = self.path / "metrics.jsonl"
-        kept = []
+        lines = []
         for line in path.read_text().splitlines() if path.exists() else []:
             try:
                 if json.loads(line)["step"] <= step:
-                    kept.append(line + "\n")
+                    lines.append(line + "\n")
             except (json.JSONDecodeError, KeyError, TypeError):
                 break
-        write_atomic(path, "".join(kept))
+        write_atomic(path, "".join(lines))
         self._metrics = path.open("a", buffering=1)
 
     def log(self, row: Row) -> None:
@@ -155,9 +157,9 @@ class RunFolder:
 
 
 def metrics_line(row: Row) -> str:
-    """A line of metrics.jsonl: what is known, with null for what is no number, since JSON knows no NaN."""
-    known = {name: value for name, value in row.items() if value is not None}
-    return json.dumps({name: value if math.isfinite(value) else None for name, value in known.items()}) + "\n"
+    """A line of metrics.jsonl: without what is None, and with null for what is no number, since JSON knows no NaN."""
+    values = {name: value for name, value in row.items() if value is not None}
+    return json.dumps({name: value if math.isfinite(value) else None for name, value in values.items()}) + "\n"
 
 
 def read_followed(path: Path) -> Trace | None:
@@ -181,7 +183,7 @@ def _is_ours(name: str) -> bool:
 def read_summary(path: Path) -> Summary | None:
     """None while the run has not ended."""
     file = path / "summary.json"
-    return Summary(**_read(file, "delete it, and the same command writes it again")) if file.exists() else None
+    return _read(Summary, file, "delete it, and the same command writes it again") if file.exists() else None
 
 
 def read_config(path: Path) -> RunConfig:
@@ -195,19 +197,18 @@ def read_config(path: Path) -> RunConfig:
 
 
 def read_facts(path: Path) -> CorpusFacts:
-    return CorpusFacts(**_read(path / "data.json", "the folder is damaged, choose another --out"))
+    return _read(CorpusFacts, path / "data.json", "the folder is damaged, choose another --out")
 
 
-def _read(file: Path, remedy: str) -> dict[str, Any]:
-    """A JSON object with the fields of the class that it becomes."""
-    wanted = {"summary.json": Summary, "data.json": CorpusFacts}[file.name]
+def _read(kind: type[_Record], file: Path, remedy: str) -> _Record:
+    """The dataclass of this kind that a JSON file holds."""
     try:
         values = json.loads(file.read_text())
-        if not isinstance(values, dict) or values.keys() != {item.name for item in fields(wanted)}:
+        if not isinstance(values, dict) or values.keys() != {item.name for item in fields(kind)}:
             raise ValueError("other fields than expected")
     except (OSError, ValueError) as error:
         raise ValueError(f"{file} cannot be read ({error}): {remedy}") from error
-    return values
+    return kind(**values)
 
 
 def _with_texts_of(old: RunConfig, new: RunConfig) -> RunConfig:

@@ -57,7 +57,7 @@ def load_run(folder: str | Path, *, device: torch.device | None = None, best: bo
 
 
 def load_model(folder: str | Path, *, device: torch.device | None = None) -> tuple[GPT, Tokenizer]:
-    """A model that is ready to be called, and its tokenizer, from a run, a checkpoint or an export."""
+    """Model and tokenizer from a run, a checkpoint or an export."""
     path = Path(folder)
     if is_export(path):
         return load_export(path).to(device), read_tokenizer(path, read_description(path)["tokenizer"]["name"])
