@@ -1,4 +1,5 @@
-"""The commands, as plain functions. Each imports what it needs when it runs, so that ``smupar --help`` is there at once."""
+"""The commands, as plain functions; those of ``smupar data`` and ``smupar eval`` have files of their own. Each imports what it
+needs when it runs, so that ``smupar --help`` is there at once."""
 
 from __future__ import annotations
 
@@ -12,18 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from smupar import rules as table_1
-from smupar.cli.flags import Call, Typed, parser_of
+from smupar.cli.flags import Typed
 from smupar.cli.resolve import Request, resolve, resolve_training
-from smupar.lm.config.commands import (
-    CheckConfig,
-    EvalConfig,
-    ExportConfig,
-    GenerateConfig,
-    PrepareConfig,
-    ScoringConfig,
-    TasksConfig,
-)
-from smupar.lm.config.run import STANDARD_LIBRARY, Execution, MachineConfig, RunConfig, changed
+from smupar.lm.config.commands import CheckConfig, ExportConfig, GenerateConfig
+from smupar.lm.config.run import STANDARD_LIBRARY, Execution, MachineConfig, RunConfig
 from smupar.lm.config.validation import refuse
 from smupar.output.tables import aligned
 from smupar.study.config import EngineConfig, TransferConfig, TuneConfig
@@ -305,102 +298,6 @@ def _ending(summary: Summary, config: RunConfig) -> str:
         f"{summary.sparsity:.1%} sparsity, rule {config.rule}, base LR {config.lr:g}; {summary.seconds:.0f} s; "
         f"sample from it: smupar generate {shlex.quote(summary.folder)}"
     )
-
-
-def prepare(config: Annotated[Typed, PrepareConfig]) -> None:
-    """Turn text, JSONL, Parquet or a Hugging Face dataset into token shards that `smupar train --data` reads."""
-    from smupar.lm.data.prepare import prepare as make
-
-    asked = PrepareConfig(**config)
-    index = make(asked)
-    print(
-        f"{index.num_tokens:,} tokens of {index.num_documents:,} documents ({index.tokenizer.name}, vocabulary "
-        f"{index.tokenizer.vocab_size:,}) in {len(index.shards)} shard{'s' if len(index.shards) > 1 else ''}: "
-        f"smupar train --data {shlex.quote(asked.out)}"
-    )
-
-
-def verify(folder: tyro.conf.Positional[str]) -> None:
-    """Compare every shard with its checksum, and say what is in the folder.
-
-    Args:
-        folder: Folder made by `smupar data prepare`.
-    """
-    from smupar.lm.data.shards import verify as compare
-
-    index = compare(folder)
-    print(f"{folder}: {index.num_tokens:,} tokens, {index.num_documents:,} documents, {index.tokenizer.name}: intact")
-
-
-DataStep = tyro.conf.OmitSubcommandPrefixes[
-    Annotated[Call, tyro.conf.subcommand("prepare", constructor_factory=lambda: parser_of(prepare, {}))]
-    | Annotated[Call, tyro.conf.subcommand("verify", constructor_factory=lambda: parser_of(verify, {}))]
-]
-
-
-def data(step: DataStep) -> None:
-    """Text on disk, as tokens: `smupar data prepare` and `smupar data verify`."""
-    # For the help alone: main.parse finds both steps before it looks at this.
-
-
-def evaluate(config: Annotated[Typed, EvalConfig]) -> None:
-    """Evaluate models on ARC-easy, LAMBADA, RACE, PIQA and BoolQ by EleutherAI's harness: the paper's Table 2.
-
-    In three steps, of which only the middle one needs the model and does without the harness: `smupar eval requests`,
-    `smupar eval score`, `smupar eval table`.
-    """
-    from smupar.integrations.lm_eval import evaluate as run
-
-    asked = changed(EvalConfig(config.get("folders", ())), config)
-    print(f"{run(asked)}\n{asked.out}/results.json, table.md, table.csv")
-
-
-def requests(config: Annotated[Typed, TasksConfig], out: str = "requests.jsonl") -> None:
-    """Write all that the tasks ask, for `smupar eval score`. Needs the harness.
-
-    Args:
-        out: File to write.
-    """
-    from smupar.integrations.lm_eval import write_requests
-
-    print(write_requests(TasksConfig(**config), out))
-
-
-def score(
-    folder: tyro.conf.Positional[str],
-    config: Annotated[Typed, ScoringConfig],
-    requests: str = "requests.jsonl",
-    out: str = "scores.jsonl",
-) -> None:
-    """Compute the loglikelihoods that a file asks for. Needs no harness; interrupted, the same command goes on.
-
-    Args:
-        folder: Folder of a run, a checkpoint, an export, or a model that transformers reads.
-        requests: Made by `smupar eval requests`.
-        out: File to append to; what it holds is not computed again.
-    """
-    from smupar.lm.use.score import score_file
-
-    print(score_file(folder, requests, out, ScoringConfig(**config)))
-
-
-def table(
-    requests: str = "requests.jsonl",
-    scores: tuple[str, ...] = ("scores.jsonl",),
-    out: str = "runs/eval",
-    data_dir: str | None = None,
-) -> None:
-    """Turn scores into the table, one row for each file of scores. Needs the harness.
-
-    Args:
-        requests: Made by `smupar eval requests`.
-        scores: Made by `smupar eval score`, a file for each model.
-        out: Folder for results.json, table.md, table.csv.
-        data_dir: Where the tasks' local copies are now; default where they were.
-    """
-    from smupar.integrations.lm_eval import tabulate
-
-    print(f"{tabulate(requests, list(scores), out, data_dir=data_dir)}\n{out}/results.json, table.md, table.csv")
 
 
 def request_of(typed: Typed, preset: str = "demo", hps: str | None = None) -> Request:

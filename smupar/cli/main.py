@@ -17,7 +17,7 @@ from typing import Any
 
 import tyro
 
-from smupar.cli import commands
+from smupar.cli import commands, data, evaluation
 from smupar.cli.flags import Call, parser_of
 from smupar.cli.resolve import Request, start
 from smupar.lm.config.run import RunConfig
@@ -36,15 +36,15 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "reproduce": commands.reproduce,
     "report": commands.report,
     "bench": commands.bench,
-    "data": commands.data,
-    "eval": commands.evaluate,
+    "data": data.data,
+    "eval": evaluation.evaluate,
 }
 _STEPS: dict[tuple[str, ...], Callable[..., None]] = {
-    ("data", "prepare"): commands.prepare,
-    ("data", "verify"): commands.verify,
-    ("eval", "requests"): commands.requests,
-    ("eval", "score"): commands.score,
-    ("eval", "table"): commands.table,
+    ("data", "prepare"): data.prepare,
+    ("data", "verify"): data.verify,
+    ("eval", "requests"): evaluation.requests,
+    ("eval", "score"): evaluation.score,
+    ("eval", "table"): evaluation.table,
 }
 # The configurations whose defaults depend on what is typed, by command.
 _STARTS: dict[str, type[Any]] = {

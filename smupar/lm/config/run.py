@@ -299,11 +299,10 @@ LATER_FIELDS = {
 
 
 def _hashed(config: Any) -> dict[str, Any]:
-    found = {item.name: (getattr(config, item.name), item) for item in fields(config)}
     return {
-        name: _hashed(value) if is_dataclass(value) else value
-        for name, (value, item) in found.items()
-        if name in FIRST_FIELDS or value != default_of(item)
+        item.name: _hashed(value) if is_dataclass(value) else value
+        for item in fields(config)
+        if (value := getattr(config, item.name)) != default_of(item) or item.name in FIRST_FIELDS
     }
 
 

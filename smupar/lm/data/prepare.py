@@ -13,6 +13,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -78,11 +79,11 @@ def prepare(config: PrepareConfig) -> ShardIndex:
         "sources": [describe(source, units_of[source]) for source in config.sources],
         "options": {name: getattr(config, name) for name in _OPTIONS},
     }
-    wanted = PreparationState(tokenizer.info, source)
+    asked = PreparationState(tokenizer.info, source)
 
     if (folder / INDEX).is_file():
         index = read_index(folder)
-        _refuse_if_different(folder, PreparationState(index.tokenizer, index.source), wanted)
+        _refuse_if_different(folder, PreparationState(index.tokenizer, index.source), asked)
         check_sizes(folder, index)
         (folder / PROGRESS).unlink(missing_ok=True)
         print(f"{folder} is already prepared: nothing to do", file=sys.stderr)
@@ -90,7 +91,7 @@ def prepare(config: PrepareConfig) -> ShardIndex:
         return index
     is_new = not folder.exists()
     with locked(folder):
-        return _prepare(folder, tokenizer, units, config, wanted, is_new=is_new)
+        return _prepare(folder, tokenizer, units, config, asked, is_new=is_new)
 
 
 def _prepare(
@@ -98,14 +99,14 @@ def _prepare(
     tokenizer: Tokenizer,
     units: list[SourceUnit],
     config: PrepareConfig,
-    wanted: PreparationState,
+    asked: PreparationState,
     *,
     is_new: bool,
 ) -> ShardIndex:
-    earlier = _earlier_progress(folder, wanted)
+    earlier = _earlier_progress(folder, asked)
     if earlier is not None:
         _say_if_newer(units, folder / PROGRESS)
-    progress = earlier or wanted
+    progress = earlier or asked
     writer = ShardWriter(
         folder,
         vocab_size=tokenizer.vocab_size,
@@ -117,7 +118,7 @@ def _prepare(
         progress.write(folder)
         tokenizer.save(folder)
         _fill(writer, tokenizer, units, config, progress)
-        index = ShardIndex(tokenizer.info, writer.largest_token, tuple(writer.shards), wanted.source)
+        index = ShardIndex(tokenizer.info, writer.largest_token, tuple(writer.shards), asked.source)
         write_atomic(folder / INDEX, index.to_json())
     except OSError as error:
         # Reading has its own errors: this one is about the folder.
@@ -141,7 +142,7 @@ def _fill(
     writer: ShardWriter, tokenizer: Tokenizer, units: list[SourceUnit], config: PrepareConfig, progress: PreparationState
 ) -> None:
     eot = np.array([] if tokenizer.eot is None else [tokenizer.eot], dtype=token_dtype(tokenizer.vocab_size))
-    with _Bar(units, progress) as bar:
+    with closing(_Bar(units, progress)) as bar:
         for batch in _batches(_read(units, config, progress)):
             encoded = tokenizer.encode_batch([piece.text for _, _, piece in batch])
             for (unit, number, piece), tokens in zip(batch, encoded, strict=True):
@@ -203,10 +204,7 @@ class _Bar:
         unit = " documents" if self._before is None else "B"
         self._bar = tqdm(total=total, initial=initial, desc="prepare", unit=unit, unit_scale=True, leave=False, file=sys.stderr)
 
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._bar.close()
 
     def show(self, batch: list[Numbered], num_tokens: int) -> None:
@@ -227,7 +225,7 @@ def _check_encoding(config: PrepareConfig) -> None:
         raise ValueError(f"{error}: pass --encoding utf-8, latin-1, ... and --errors strict, replace or ignore") from error
 
 
-def _earlier_progress(folder: Path, wanted: PreparationState) -> PreparationState | None:
+def _earlier_progress(folder: Path, asked: PreparationState) -> PreparationState | None:
     """What an earlier call with the same configuration left, if anything. Anything else in the folder raises."""
     for path in folder.iterdir():
         if _OUR_TEMPORARY.fullmatch(path.name):
@@ -237,22 +235,22 @@ def _earlier_progress(folder: Path, wanted: PreparationState) -> PreparationStat
         refuse_other_files(folder, "preparation")
         return None
     progress = _read_progress(path)
-    if progress.failed and _differences(progress, wanted):
+    if progress.failed and _differences(progress, asked):
         _remove_ours(folder)
         return None
-    _refuse_if_different(folder, progress, wanted)
+    _refuse_if_different(folder, progress, asked)
     check_sizes(folder, ShardIndex(progress.tokenizer, progress.largest_token, progress.shards, progress.source))
     # With other --errors the shards are the same, as no error was met in them.
-    return replace(progress, source=wanted.source, failed=False)
+    return replace(progress, source=asked.source, failed=False)
 
 
-def _say_if_newer(units: Sequence[SourceUnit], made: Path) -> None:
+def _say_if_newer(units: Sequence[SourceUnit], written: Path) -> None:
     """A file of the same size may hold another text. Its time is no proof of that, so this is no error."""
-    newer = [unit.name for unit in units if unit.size is not None and Path(unit.name).stat().st_mtime > made.stat().st_mtime]
+    newer = [unit.name for unit in units if unit.size is not None and Path(unit.name).stat().st_mtime > written.stat().st_mtime]
     if newer:
         more = f" and {len(newer) - 1} more were" if len(newer) > 1 else " was"
         print(
-            f"{newer[0]}{more} written after {made.parent} was made: if the text changed, delete {made.parent} and prepare it "
+            f"{newer[0]}{more} written after {written.parent} was made: if the text changed, delete {written.parent} and prepare it "
             "again",
             file=sys.stderr,
         )
@@ -270,15 +268,15 @@ def _read_progress(path: Path) -> PreparationState:
         raise ValueError(f"{path} is damaged or of another version ({error}): choose another --out, or delete it") from error
 
 
-def _differences(there: PreparationState, wanted: PreparationState) -> list[str]:
+def _differences(there: PreparationState, asked: PreparationState) -> list[str]:
     differences = []
-    if there.tokenizer.sha256 != wanted.tokenizer.sha256:
-        differences.append(f"tokenizer {there.tokenizer.name}, not {wanted.tokenizer.name}")
-    if there.source.get("sources") != wanted.source["sources"]:
-        old, new = ([_brief(source) for source in state.source.get("sources", [])] for state in (there, wanted))
+    if there.tokenizer.sha256 != asked.tokenizer.sha256:
+        differences.append(f"tokenizer {there.tokenizer.name}, not {asked.tokenizer.name}")
+    if there.source.get("sources") != asked.source["sources"]:
+        old, new = ([_brief(source) for source in state.source.get("sources", [])] for state in (there, asked))
         differences.append(f"sources {', '.join(old)}, not {', '.join(new)}")
     options = there.source.get("options", {})
-    for name, value in wanted.source["options"].items():
+    for name, value in asked.source["options"].items():
         if options.get(name) != value and not (name == "errors" and there.failed and options.get(name) == "strict"):
             differences.append(f"{name} {options.get(name)}, not {value}")
     return differences
@@ -288,8 +286,8 @@ def _brief(source: dict[str, Any]) -> str:
     return f"{source['source']} ({source['num_bytes']} bytes)" if "num_bytes" in source else str(source["source"])
 
 
-def _refuse_if_different(folder: Path, there: PreparationState, wanted: PreparationState) -> None:
-    if differences := _differences(there, wanted):
+def _refuse_if_different(folder: Path, there: PreparationState, asked: PreparationState) -> None:
+    if differences := _differences(there, asked):
         raise ValueError(f"{folder} holds another preparation ({'; '.join(differences)}): choose another --out")
 
 

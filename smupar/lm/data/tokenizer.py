@@ -144,13 +144,13 @@ def _from_vocabulary(folder: Path) -> Tokenizer:
 
 
 def _only(folder: Path, *endings: str) -> Path:
-    found = [path for path in sorted(folder.iterdir()) if path.name.endswith(endings) and not path.name.startswith(".")]
-    if len(found) != 1:
-        what = "several: " + ", ".join(path.name for path in found) if found else "none"
+    files = [path for path in sorted(folder.iterdir()) if path.name.endswith(endings) and not path.name.startswith(".")]
+    if len(files) != 1:
+        what = "several: " + ", ".join(path.name for path in files) if files else "none"
         raise ValueError(
             f"a tokenizer's folder has one file whose name ends in {' or '.join(endings)}, {folder} has {what}: pass {_KINDS}"
         )
-    return found[0]
+    return files[0]
 
 
 def _byte_level_bpe(vocabulary: dict[str, int], merges: list[tuple[str, ...]]) -> str:

@@ -101,8 +101,8 @@ class GPTStack:
         if self.sparsifier is None:
             return [plan.hidden_sparsity for plan in self.plans]
         masks = [self.stack.tensors["masks"][name].flatten(1) for name in self.stack.hidden]
-        kept, total = sum(mask.sum(1) for mask in masks), sum(mask.shape[1] for mask in masks)
-        return (1 - torch.as_tensor(kept).double() / total).tolist()
+        num_kept, total = sum(mask.sum(1) for mask in masks), sum(mask.shape[1] for mask in masks)
+        return (1 - torch.as_tensor(num_kept).double() / total).tolist()
 
     def traces(self) -> list[Trace | None]:
         """What was measured in each run, where it was."""
@@ -113,10 +113,10 @@ class GPTStack:
             warnings.simplefilter("ignore", PlanWarning)  # a study says once what it is about
             # Random numbers come from one thread each, most of the time that it takes.
             with ThreadPoolExecutor(min(len(configs), os.cpu_count() or 1)) as pool:
-                made = list(pool.map(build, configs))
+                built = list(pool.map(build, configs))
         self.configs = list(configs)
         self.seeds = sorted({config.seed for config in configs})
-        return [model.to(self.device) for model, _ in made], [plan for _, plan in made]
+        return [model.to(self.device) for model, _ in built], [plan for _, plan in built]
 
     def save(self, folder: Path, summaries: Sequence[Summary]) -> None:
         """Leaves what ``load_run`` reads of the first runs, which ended so, in folders named by their ids."""

@@ -107,8 +107,8 @@ class Stepper:
         if self.sparsifier is None:
             return [self.plan.hidden_sparsity]
         sizes = {name: math.prod(self.plan[name].shape) for name in self.sparsifier.densities}
-        kept = sum(density * sizes[name] for name, density in self.sparsifier.densities.items())
-        return [1 - kept / sum(sizes.values())]
+        num_kept = sum(density * sizes[name] for name, density in self.sparsifier.densities.items())
+        return [1 - num_kept / sum(sizes.values())]
 
     def traces(self) -> list[Trace | None]:
         """What was measured in the run, where it was."""

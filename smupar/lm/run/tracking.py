@@ -1,6 +1,6 @@
 """Where the metrics of a run go beside its folder: TensorBoard and Weights & Biases, the same rows to both.
 
-A row is what metrics.jsonl gets. To write to another tool, add a class with ``write`` and ``close`` and a flag of ``Execution``.
+A row is what metrics.jsonl gets. Another tool is another class with ``write`` and ``close``, and a flag of ``Execution``.
 """
 
 from __future__ import annotations

@@ -197,9 +197,10 @@ def score(
         places = torch.tensor([rows, positions, targets], device=device)
         with torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bf16"):
             logits = model.logits(tokens.to(device), *places[:2])
-        found = [_judged(some, target) for some, target in zip(logits.split(_AT_ONCE), places[2].split(_AT_ONCE), strict=True)]
+        parts = zip(logits.split(_AT_ONCE), places[2].split(_AT_ONCE), strict=True)
+        judged = [_judged(some, target) for some, target in parts]
         sizes = [size for _, size in askers]
-        numbers, greedy = (torch.cat(parts).cpu().split(sizes) for parts in zip(*found, strict=True))
+        numbers, greedy = (torch.cat(parts).cpu().split(sizes) for parts in zip(*judged, strict=True))
         yield [
             (request, Score(logs.sum().item(), bool(is_greedy.all())))
             for (request, _), logs, is_greedy in zip(askers, numbers, greedy, strict=True)
@@ -254,8 +255,8 @@ def score_file(folder: str, requests: str | Path, out: str | Path, config: Scori
         "max_length": length,
         "versions": versions(),
     }
-    known = _begin(path, header)
-    missing = {request.key: request for request in asked if request.key not in known}
+    answered = _begin(path, header)
+    missing = {request.key: request for request in asked if request.key not in answered}
     bar = tqdm(total=len(missing), desc=str(folder), unit=" requests", disable=None, leave=False)
     with bar, path.open("a", encoding="utf-8") as file:
         for scored in score(model, missing.values(), config, device):
@@ -266,7 +267,7 @@ def score_file(folder: str, requests: str | Path, out: str | Path, config: Scori
                 file.write(json.dumps(line | asdict(answer)) + "\n")
             file.flush()
             bar.update(len(scored))
-    return f"{folder}: {len(missing):,} scores, {len(known):,} were there, in {path}"
+    return f"{folder}: {len(missing):,} scores, {len(answered):,} were there, in {path}"
 
 
 def _begin(path: Path, header: dict[str, Any]) -> dict[str, Score]:
@@ -278,14 +279,14 @@ def _begin(path: Path, header: dict[str, Any]) -> dict[str, Score]:
     text = path.read_text()
     if not text.endswith("\n"):  # killed while it wrote
         write_atomic(path, text[: text.rfind("\n") + 1])
-    old, known = read_scores(path)
+    old, answered = read_scores(path)
     for name in ("weights", "tokenizer", "dtype", "max_length"):
         if old.get(name) != header[name]:
             raise ValueError(
                 f"{path} holds scores of {old.get('folder')} with {name} {old.get(name)}, not {header[name]}: "
                 "choose another --out"
             )
-    return known
+    return answered
 
 
 def write_requests(path: Path, header: dict[str, Any], requests: list[ScoreRequest]) -> None:
