@@ -14,8 +14,8 @@ from smupar.lm.config.run import changed
 def evaluate(config: Annotated[Typed, EvalConfig]) -> None:
     """Evaluate models on ARC-easy, LAMBADA, RACE, PIQA and BoolQ by EleutherAI's harness: the paper's Table 2.
 
-    In three steps, of which only the middle one needs the model and does without the harness: `smupar eval requests`,
-    `smupar eval score`, `smupar eval table`.
+    The same in three steps: `smupar eval requests` and `smupar eval table` need the harness, `smupar eval score` needs the
+    model and no harness.
     """
     from smupar.integrations.lm_eval import evaluate as run
 

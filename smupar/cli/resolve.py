@@ -53,7 +53,7 @@ class Request:
 
 
 def start(kind: type[Kind], request: Request) -> Kind:
-    """The configuration before its flags, which are defaults in the eyes of a user."""
+    """The configuration before flags change it: what a user sees as defaults."""
     origin, values = _origin(kind, request)
     return changed(origin, values)
 

@@ -50,7 +50,7 @@ def evaluate(config: EvalConfig) -> Results:
 
 
 def write_requests(config: TasksConfig, out: str | Path) -> str:
-    """All that is asked, as a file; a line that says what is in it."""
+    """Writes all that is asked to a file; returns a line that says what is in it."""
     tasks = load_tasks(config)
     requests, digest = _requests(tasks, config)
     header = {
@@ -117,7 +117,7 @@ def _module(name: str) -> Any:
 
 
 def load_tasks(config: TasksConfig) -> dict[str, Any]:
-    """Its task objects, from its own definitions or from local copies."""
+    """The harness's task objects, from its own definitions or from local copies."""
     if config.data_dir is not None:
         documents = {name: read_documents(name, config.data_dir) for name in config.tasks}
         return {name: _local_task(name, documents[name]) for name in config.tasks}
@@ -145,7 +145,7 @@ def _requests(tasks: dict[str, Any], config: TasksConfig) -> tuple[list[ScoreReq
 
 
 def _metrics(tasks: dict[str, Any], scores: dict[str, Score], limit: int | None) -> dict[str, TaskResults]:
-    """Through the harness's own evaluation, with a model that looks its answers up."""
+    """The numbers of each task, by the harness's own evaluation of a model that looks its answers up."""
     harness, base = _module("lm_eval.evaluator"), _module("lm_eval.api.model").LM
 
     class Stored(base):  # type: ignore[misc, valid-type]
@@ -232,7 +232,7 @@ def _is_last_word(row: dict[str, Any]) -> bool:
 
 
 def _local_task(name: str, documents: list[dict[str, Any]]) -> Any:
-    """Asked and counted as the harness's own task, without its download."""
+    """A task that is asked and counted as the harness's own, without its download."""
     base, datasets = _module("lm_eval.api.task").ConfigurableTask, _module("datasets")
 
     class Local(base):  # type: ignore[misc, valid-type]

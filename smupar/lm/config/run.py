@@ -45,7 +45,7 @@ def padded_vocab(vocab_size: int) -> int:
 
 
 def changed(config: _Config, values: Mapping[str, Any]) -> _Config:
-    """The configuration with other values of some fields, which go by their own names also where configurations are nested."""
+    """The configuration with some fields changed. Fields of nested configurations go by their own names, without a prefix."""
     assert is_dataclass(config)
     assert not isinstance(config, type)
     nested = {f.name: changed(old, values) for f in fields(config) if is_dataclass(old := getattr(config, f.name))}
@@ -173,7 +173,7 @@ class RunConfig:
 
     @property
     def exact_sparsity(self) -> float | None:
-        """2/3 where somebody says 0.667 of the pattern 1:3, which fixes it."""
+        """The sparsity, exact where the pattern fixes it: 2/3 for the pattern 1:3, also if 0.667 was typed."""
         fixed = n_of_m(self.pattern)
         return 1 - fixed[0] / fixed[1] if fixed and self.sparsity else self.sparsity
 
@@ -194,19 +194,19 @@ class RunConfig:
 
     @property
     def density(self) -> float | None:
-        """What the run ends with; None leaves it to an N:M pattern."""
+        """The density that the run ends with; None leaves it to an N:M pattern."""
         if self.exact_sparsity is None:
             return None if ":" in self.pattern else 0.0625
         return 1 - self.exact_sparsity
 
     @property
     def start_density(self) -> float | None:
-        """What ``parameterize`` takes."""
+        """The density that the run starts with, which ``parameterize`` takes."""
         return 1.0 if self.prunes else self.density
 
     @property
     def prunes(self) -> bool:
-        """Whether it starts dense."""
+        """Whether the run starts dense and is pruned."""
         return self.dynamic in ("gmp", "imp")
 
     @property
@@ -234,7 +234,7 @@ class RunConfig:
 
     @property
     def few_moves_warning(self) -> str | None:
-        """A sentence that warns of masks that hardly move, as in short runs, which teach little about them; None if they do."""
+        """A warning for runs whose masks hardly move, as in short runs; None if they move often enough to learn from."""
         if self.dynamic not in ("rigl", "set", "gmp") or self.density == 1:
             return None
         num = -(-self.last_move // self.mask_every) if self.prunes else self.last_move // self.mask_every

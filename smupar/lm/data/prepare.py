@@ -250,8 +250,8 @@ def _say_if_newer(units: Sequence[SourceUnit], written: Path) -> None:
     if newer:
         more = f" and {len(newer) - 1} more were" if len(newer) > 1 else " was"
         print(
-            f"{newer[0]}{more} written after {written.parent} was made: if the text changed, delete {written.parent} and prepare it "
-            "again",
+            f"{newer[0]}{more} written after {written.parent} was made: if the text changed, delete {written.parent} and "
+            "prepare it again",
             file=sys.stderr,
         )
 

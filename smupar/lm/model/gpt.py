@@ -240,7 +240,7 @@ def _settings(config: RunConfig) -> Settings:
         "init_std": config.init_std,
         "alpha_input": config.alpha_input,
         "alpha_output": config.alpha_output,
-        # As wide as its base, a model does not show which of its dimensions scale: a third one does.
+        # A model as wide as its base does not show which dimensions grow with the width; a third, wider one does.
         "delta": on_meta(replace(config.model, width=2 * config.base_width))
         if config.model.width == config.base_width
         else None,

@@ -93,7 +93,7 @@ class DamagedCheckpointError(ValueError):
 
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Whatever goes wrong in reading a checkpoint, in one line with the remedy."""
+    """Turns whatever goes wrong in reading a checkpoint into one line with the remedy."""
     try:
         yield
     except DamagedCheckpointError:  # named already

@@ -82,13 +82,13 @@ def _commit(checkout: Path) -> str | None:
 
 
 def default_folder(config: RunConfig) -> Path:
-    """Named so that the same command finds its run again."""
+    """The folder of a run without --out, named so that the same command finds its run again."""
     sparsity = "default" if config.sparsity is None else f"{config.sparsity:g}"
     return Path("runs") / f"{config.rule}-width{config.model.width}-sparsity{sparsity}-{config.id}"
 
 
 class RunFolder:
-    """Opened by the main rank alone, which writes, and by one process at a time."""
+    """The folder of a run, open for writing: by the main rank only, and by one process at a time."""
 
     def __init__(self, path: Path, config: RunConfig, corpus: Corpus) -> None:
         self.path = path
@@ -212,7 +212,7 @@ def _read(kind: type[_Record], file: Path, remedy: str) -> _Record:
 
 
 def _with_texts_of(old: RunConfig, new: RunConfig) -> RunConfig:
-    """A folder of text may have moved: whether it is the same is told by its content."""
+    """The new configuration with the old names of its texts: folders of text may move, and their content tells them apart."""
     if STANDARD_LIBRARY not in (old.data, new.data):
         new = replace(new, data=old.data)
     both = old.valid_data is not None and new.valid_data is not None

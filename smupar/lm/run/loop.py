@@ -104,7 +104,7 @@ class Loop:
     def __init__(
         self, runs: Stepper | GPTStack, cadence: Cadence, keeper: Keeper, stop: Stop, progress: Sequence[Progress]
     ) -> None:
-        """``progress``: where each run starts. A stack may hold more runs than that, which only fill it up."""
+        """``progress``: where each run starts. A stack may hold further runs, which only fill it up."""
         self.runs, self.cadence, self.keeper, self.stop, self.progress = runs, cadence, keeper, stop, progress
         self.config = runs.configs[0]
         self.done = progress[0].step

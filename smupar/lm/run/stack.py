@@ -111,7 +111,7 @@ class GPTStack:
     def _built(self, configs: Sequence[RunConfig]) -> tuple[list[GPT], list[Plan]]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PlanWarning)  # a study says once what it is about
-            # Random numbers come from one thread each, most of the time that it takes.
+            # Drawing random numbers takes most of the time, and a model is drawn by one thread.
             with ThreadPoolExecutor(min(len(configs), os.cpu_count() or 1)) as pool:
                 built = list(pool.map(build, configs))
         self.configs = list(configs)

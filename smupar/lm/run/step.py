@@ -128,7 +128,7 @@ class Stepper:
         return self._update(*self._batch(self.corpus.train, self.config.seed, step)).clone()
 
     def _passes(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """All micro-batches, then the optimizers."""
+        """Makes the step: all micro-batches, then the optimizers, then masks that move."""
         total = torch.zeros((), device=self.world.device)
         for optimizer in self.optimizers:
             optimizer.zero_grad()

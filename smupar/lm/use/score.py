@@ -242,7 +242,7 @@ def _where(request: ScoreRequest) -> str:
 
 
 def score_file(folder: str, requests: str | Path, out: str | Path, config: ScoringConfig) -> str:
-    """Scores what the file asks and ``out`` does not have yet; a line that says how much that was."""
+    """Scores what the file asks and ``out`` does not have yet; returns a line that says how much that was."""
     _, asked = read_requests(requests)
     path = Path(out)
     device = pick_device(config.device)
@@ -271,7 +271,7 @@ def score_file(folder: str, requests: str | Path, out: str | Path, config: Scori
 
 
 def _begin(path: Path, header: dict[str, Any]) -> dict[str, Score]:
-    """What is there already; refused if it is another model's, or was computed in another way."""
+    """The scores that are there already; refused if they are another model's, or were computed in another way."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists() or not path.read_text().strip():
         write_atomic(path, json.dumps(header) + "\n")
