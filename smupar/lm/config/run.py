@@ -257,6 +257,8 @@ class RunConfig:
             raise ValueError(f"not the configuration of a run, or one of another version ({error})") from error
 
 
+# The fields of a run and its model that the first published runs had: they are always hashed. Never change this list. A field
+# that came later is hashed only where it differs from its default, so that the ids of earlier runs stay what they were.
 FIRST_FIELDS = frozenset(
     (
         *("width", "depth", "head_dim", "vocab_size", "ff_ratio", "ff_multiple", "positions", "activation", "biases", "tied"),
@@ -289,13 +291,11 @@ FIRST_FIELDS = frozenset(
         ),
     )
 )
-"""The fields of a run and its model that the first published runs had: they are always hashed. Never change this list. A field
-that came later is hashed only where it differs from its default, so that the ids of earlier runs stay what they were."""
 
+# All other fields, with the values that earlier runs had without knowing them.
 LATER_FIELDS = {
     item.name: default_of(item) for kind in (RunConfig, ModelConfig) for item in fields(kind) if item.name not in FIRST_FIELDS
 }
-"""All other fields, with the values that earlier runs had without knowing them."""
 
 
 def _hashed(config: Any) -> dict[str, Any]:
