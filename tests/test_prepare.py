@@ -148,7 +148,7 @@ def test_dataset_that_breaks_off_goes_on_with_the_same_command(monkeypatch):
     _write("d/train-0.jsonl", _lines(*({"text": f"row {i}"} for i in range(9))))
     _write("d/train-1.jsonl", "{")
     message = _message(_config("hf:d", shard_tokens=20))
-    assert "the dataset d broke off behind row 9" in message
+    assert "the dataset d broke off after row 9" in message
     assert "run the same command again" in message
     assert sorted(_files()) == ["progress.json", "tokens-00000.bin", "tokens-00001.bin"]
     _write("d/train-1.jsonl", _lines({"text": "row 9"}))
