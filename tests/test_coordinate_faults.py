@@ -29,7 +29,7 @@ def make_model(width):
 
 
 def loss_fn(model, batch):
-    return next_token_loss(model, *batch)
+    return next_token_loss(model, batch)
 
 
 def check(prepare=None, *, make=make_model, widths=(256,), densities=(1, 1 / 4), seeds=(0,), scaled=True, **settings):

@@ -761,7 +761,7 @@ def _gpt_check(*, steps=3, seeds=3, batch_size=4, seq_len=32, make_model=None, *
     text, _ = data.split(data.standard_library())
     return smupar.coord_check(
         make_model or (lambda width: GPT(ModelConfig(width=width, depth=2))),
-        lambda model, batch: next_token_loss(model, *batch),
+        next_token_loss,
         [data.batch(text, seed=0, step=step, batch_size=batch_size, seq_len=seq_len) for step in range(steps)],
         steps=steps,
         seeds=seeds,

@@ -25,7 +25,7 @@ def _with(**options):
 
 def _backward(model, config):
     tokens = torch.randint(256, (config.batch_size, config.seq_len + 1), generator=torch.Generator().manual_seed(0))
-    next_token_loss(model, tokens[:, :-1], tokens[:, 1:]).backward()
+    next_token_loss(model, (tokens[:, :-1], tokens[:, 1:])).backward()
 
 
 # Against the paper

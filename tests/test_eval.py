@@ -17,8 +17,8 @@ import yaml
 from safetensors.torch import save_file
 
 from smupar.cli import main as cli
+from smupar.integrations.eval_table import Number, with_average
 from smupar.integrations.lm_eval import evaluate, load_tasks, read_documents, tabulate, write_requests
-from smupar.integrations.table import Number, with_average
 from smupar.lm.config.commands import EvalConfig, ExportConfig, ScoringConfig, TasksConfig
 from smupar.lm.config.run import Execution, ModelConfig, RunConfig
 from smupar.lm.data.shard_writer import write_tokens
@@ -28,7 +28,16 @@ from smupar.lm.run.train import train
 from smupar.lm.use import score as scoring
 from smupar.lm.use.export import export
 from smupar.lm.use.load import EXPORT_FORMAT, load_model
-from smupar.lm.use.score import Request, encode_pair, load_subject, read_requests, read_scores, score, score_file, subject_of
+from smupar.lm.use.score import (
+    ScoreRequest,
+    encode_pair,
+    load_scoring_model,
+    read_requests,
+    read_scores,
+    score,
+    score_file,
+    scoring_model_of,
+)
 from smupar.lm.use.score import write_requests as write_request_file
 
 CPU = torch.device("cpu")
@@ -127,7 +136,7 @@ def _chain(folder, following):
 
 
 def _asked(*pairs):
-    return [Request("piqa", number, 0, *pair) for number, pair in enumerate(pairs)]
+    return [ScoreRequest("piqa", number, 0, *pair) for number, pair in enumerate(pairs)]
 
 
 def _scores(subject, requests, config=ON_CPU):
@@ -159,13 +168,13 @@ PAIRS = [
 @pytest.mark.parametrize("begins", [False, True])
 def test_scores_are_those_of_the_harness_on_a_model_of_transformers(tmp_path, begins):
     folder = _save_gpt2(tmp_path, begins=begins)
-    assert load_subject(folder, CPU).encode("The sea")[:1] == [0] or not begins
+    assert load_scoring_model(folder, CPU).encode("The sea")[:1] == [0] or not begins
     instance = import_module("lm_eval.api.instance").Instance
     peer = import_module("lm_eval.models.huggingface").HFLM(pretrained=folder, device="cpu", dtype="float32", batch_size=4)
     asked = [instance("loglikelihood", {}, pair, number) for number, pair in enumerate(PAIRS)]
     expected = peer.loglikelihood(asked, disable_tqdm=True)
     with pytest.warns(UserWarning, match="1 requests are longer than 32 tokens: their beginning was cut off"):
-        found = _scores(load_subject(folder, CPU), _asked(*PAIRS))
+        found = _scores(load_scoring_model(folder, CPU), _asked(*PAIRS))
     np.testing.assert_allclose([s.loglikelihood for s in found], [number for number, _ in expected], atol=1e-4)
     assert [s.is_greedy for s in found] == [greedy for _, greedy in expected]
     assert begins or {s.is_greedy for s in found} == {True, False}  # some are the likeliest
@@ -173,7 +182,7 @@ def test_scores_are_those_of_the_harness_on_a_model_of_transformers(tmp_path, be
 
 def test_score_of_our_model_is_the_sum_over_its_log_softmax(run):
     model, tokenizer = load_model(run)
-    (found,) = _scores(subject_of(model, tokenizer, {}), _asked(("The bell ", "rang")))
+    (found,) = _scores(scoring_model_of(model, tokenizer, {}), _asked(("The bell ", "rang")))
     ids = torch.tensor([tokenizer.encode("The bell rang").tolist()])
     with torch.no_grad():
         shares = model(ids[:, :-1]).log_softmax(-1)[0]
@@ -184,7 +193,7 @@ def test_score_of_our_model_is_the_sum_over_its_log_softmax(run):
 def test_padding_and_batches_do_not_change_scores(run, monkeypatch, at_once):
     monkeypatch.setattr(scoring, "_AT_ONCE", at_once)
     requests = _asked(("a", "b"), ("The bell", " rang"), (TEXT, "The"), ("The bell ", "rang, and"), ("x", TEXT))
-    subject = load_subject(run, CPU)
+    subject = load_scoring_model(run, CPU)
     alone = [_scores(subject, [request])[0] for request in requests]
     together = _scores(subject, requests, ScoringConfig(device="cpu", batch_size=5))
     assert [s.is_greedy for s in together] == [s.is_greedy for s in alone]
@@ -194,7 +203,7 @@ def test_padding_and_batches_do_not_change_scores(run, monkeypatch, at_once):
 
 
 def test_what_is_too_long_loses_its_beginning(run):
-    subject, short = load_subject(run, CPU), ScoringConfig(device="cpu", max_length=10)
+    subject, short = load_scoring_model(run, CPU), ScoringConfig(device="cpu", max_length=10)
     with pytest.warns(UserWarning, match="1 requests are longer than 10 tokens"):
         (cut,) = _scores(subject, _asked((TEXT, "xyz")), short)
     (kept,) = _scores(subject, _asked((TEXT.rstrip()[-7:], " xyz")), short)  # 7 + 4 bytes, the last is not an input
@@ -202,7 +211,7 @@ def test_what_is_too_long_loses_its_beginning(run):
 
 
 def test_requests_that_cannot_be_scored_raise(run):
-    subject = load_subject(run, CPU)
+    subject = load_scoring_model(run, CPU)
     assert encode_pair(subject, _asked((" ", "a"))[0], 9) == ([0], [32, 97])
     with pytest.raises(ValueError, match="document 0 of piqa has a continuation of 5 tokens, the model takes 1 to 4"):
         encode_pair(subject, _asked(("a", "abcde"))[0], 4)
@@ -210,12 +219,12 @@ def test_requests_that_cannot_be_scored_raise(run):
         encode_pair(subject, _asked(("a", ""))[0], 4)
     model, _ = load_model(run)
     letters = json.dumps({"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 999}, "unk_token": "a"}})
-    subject = subject_of(model, Tokenizer("letters", letters), {})
+    subject = scoring_model_of(model, Tokenizer("letters", letters), {})
     with pytest.raises(ValueError, match="has no context, and the tokenizer no end-of-text token"):
         encode_pair(subject, _asked(("", "a"))[0], 4)
     words = Tokenizer("words", letters.replace('"a": 0', '"</s>": 0, "a": 1'))
     with pytest.raises(ValueError, match="has token 999, beyond the model's vocabulary of 320"):
-        encode_pair(subject_of(model, words, {}), _asked(("", "b"))[0], 4)
+        encode_pair(scoring_model_of(model, words, {}), _asked(("", "b"))[0], 4)
 
 
 # Tasks
@@ -431,10 +440,10 @@ def test_empty_copy_raises(tmp_path):
 def test_folder_without_a_model_raises(data, gpt2, tmp_path):
     for folder in (tmp_path, tmp_path / "none"):
         with pytest.raises(ValueError, match="holds no model: give a run, a checkpoint, an export, or a folder that transf"):
-            load_subject(folder, CPU)
+            load_scoring_model(folder, CPU)
     shutil.copy(Path(gpt2) / "config.json", tmp_path)
     with pytest.raises(ValueError, match=r"transformers cannot read .*: give a causal model and its tokenizer"):
-        load_subject(tmp_path, CPU)
+        load_scoring_model(tmp_path, CPU)
 
 
 def test_missing_harness_raises_with_the_remedy(data, tmp_path, monkeypatch, capsys):

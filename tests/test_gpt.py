@@ -13,8 +13,8 @@ from smupar.lm.config.run import ModelConfig, RunConfig
 from smupar.lm.model.gpt import (
     GPT,
     Attention,
-    Block,
     Cache,
+    TransformerBlock,
     alibi_slopes,
     build,
     on_meta,
@@ -22,7 +22,7 @@ from smupar.lm.model.gpt import (
     rotate,
     use_flex_attention,
 )
-from smupar.lm.run.distributed import World, place
+from smupar.lm.run.distributed import World, build_on_device
 
 POSITIONS = ("alibi", "rotary", "learned", "none")
 SMALL = ModelConfig(width=64, depth=2, head_dim=16, vocab_size=101, context=32)
@@ -168,11 +168,11 @@ def test_flex_attention_gives_the_gradients_of_the_bias():
 
 
 def test_residual_factor_divides_both_outputs_by_the_root_of_twice_the_depth():
-    block = Block(replace(SMALL, depth=8, residual_factor=True))
+    block = TransformerBlock(replace(SMALL, depth=8, residual_factor=True))
     x = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(0))
     middle = x + 0.25 * block.attention(block.norm_attention(x))  # 1 / sqrt(2 * 8)
     torch.testing.assert_close(block(x), middle + 0.25 * block.mlp(block.norm_mlp(middle)))
-    assert Block(replace(SMALL, depth=8)).factor == 1
+    assert TransformerBlock(replace(SMALL, depth=8)).factor == 1
 
 
 def test_swiglu_and_gelu_mlps_are_what_their_names_say():
@@ -409,4 +409,4 @@ def test_other_json_is_not_a_run(text):
 def test_model_that_does_not_fit_into_memory_is_named():
     huge = RunConfig(model=ModelConfig(width=2**24, depth=1, vocab_size=64), base_width=64, sparsity=0.5)
     with pytest.raises(MemoryError, match=r"the model does not fit into memory .*: choose a smaller one"):
-        place(huge, World(0, 1, torch.device("cpu"), "ddp"))
+        build_on_device(huge, World(0, 1, torch.device("cpu"), "ddp"))

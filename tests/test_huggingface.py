@@ -42,7 +42,7 @@ from smupar.cli.main import main
 from smupar.integrations import huggingface
 from smupar.integrations.huggingface.families import attentions
 from smupar.lm.data import batches as data
-from smupar.lm.use.score import load_subject
+from smupar.lm.use.score import load_scoring_model
 from smupar.model.parameterize import mask_of
 
 # The defaults lie outside of a small vocabulary, which transformers complains about.
@@ -516,7 +516,7 @@ def test_export_command_refuses_what_it_cannot_do(folder, tmp_path, capsys):
 
 def test_scoring_a_folder_that_needs_its_plan_is_refused(folder):
     with pytest.raises(ValueError, match="smupar export"):
-        load_subject(folder, torch.device("cpu"))
+        load_scoring_model(folder, torch.device("cpu"))
 
 
 def test_quantized_model_is_refused_unchanged():

@@ -219,7 +219,7 @@ def test_trace_of_a_run_is_that_of_the_library(finished, text):
         for step in range(4):
             batch = data.batch(opened.train, seed=0, step=step, batch_size=4, seq_len=32)
             optimizer.zero_grad()
-            smupar.lm.run.step.next_token_loss(model, *batch).backward()
+            smupar.lm.run.step.next_token_loss(model, batch).backward()
             optimizer.step()
             scheduler.step()
     theirs = Trace.load(folder / "trace.json")

@@ -40,7 +40,7 @@ def _made(**options):
 def _train(model, optimizers, steps):
     for step in steps:
         tokens = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(step))
-        next_token_loss(model, tokens[:, :-1], tokens[:, 1:]).backward()
+        next_token_loss(model, (tokens[:, :-1], tokens[:, 1:])).backward()
         for one in optimizers:
             one.step()
             one.zero_grad()

@@ -31,7 +31,7 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
 def _text(out="out"):
     """All that was prepared; with bytes, NUL ends a document."""
     tokens = open_tokens(out)
-    return read_tokenizer(out).decode(tokens.windows(np.array([0]), len(tokens))[0])
+    return read_tokenizer(Path(out), read_index(out).tokenizer.name).decode(tokens.windows(np.array([0]), len(tokens))[0])
 
 
 def _config(*names, out="out", **options):
@@ -124,7 +124,7 @@ def test_row_of_parquet_becomes_a_document():
     parquet.write_table(pyarrow.table({"body": rows, "n": list(range(40))}), "a.parquet", row_group_size=7)
     assert prepare(_config("a.parquet", field="body")).num_documents == 32
     assert _text() == "".join(row + "\0" for row in rows if row)
-    read = [piece.text for piece in sources.Unit("a.parquet", 1).read(_config("a.parquet", field="body"), skip=17)]
+    read = [piece.text for piece in sources.SourceUnit("a.parquet", 1).read(_config("a.parquet", field="body"), skip=17)]
     assert read == [row or "" for row in rows[17:]]
 
 
@@ -134,7 +134,7 @@ def test_rows_of_a_dataset_are_streamed(monkeypatch):
     _write("d/train.jsonl", _lines(*({"text": f"row {i}", "n": i} for i in range(9)), {"text": None, "n": 9}))
     assert prepare(_config("hf:d", shard_tokens=20)).num_documents == 9
     assert _text() == "".join(f"row {i}\0" for i in range(9))
-    rows = [piece.text for piece in sources.Unit("d").read(_config("hf:d"), skip=7)]
+    rows = [piece.text for piece in sources.SourceUnit("d").read(_config("hf:d"), skip=7)]
     assert rows == ["row 7", "row 8", ""]
     assert "row 1: no field 'body', it has 'text', 'n'" in _message(_config("hf:d", field="body", out="other"))
     assert "Bad split: test" in _message(_config("hf:d", split="test", out="other"))
@@ -148,7 +148,7 @@ def test_dataset_that_breaks_off_goes_on_with_the_same_command(monkeypatch):
     _write("d/train-0.jsonl", _lines(*({"text": f"row {i}"} for i in range(9))))
     _write("d/train-1.jsonl", "{")
     message = _message(_config("hf:d", shard_tokens=20))
-    assert "the dataset d broke off behind row 9" in message
+    assert "the dataset d broke off after row 9" in message
     assert "run the same command again" in message
     assert sorted(_files()) == ["progress.json", "tokens-00000.bin", "tokens-00001.bin"]
     _write("d/train-1.jsonl", _lines({"text": "row 9"}))
@@ -194,10 +194,10 @@ def test_long_file_gives_the_tokens_it_gives_in_one_piece():
     lines = ["def line of code(self):", "", "        return self.code", "é" * 50, "\t"]
     text = "\n".join(random.Random(0).choices(lines, k=50_000))
     _write("a.txt", text)
-    pieces = list(sources.Unit("a.txt", 1).read(_config("a.txt")))
+    pieces = list(sources.SourceUnit("a.txt", 1).read(_config("a.txt")))
     assert [piece.ends_document for piece in pieces] == [False, False, False, True]
     for skip in range(5):
-        assert list(sources.Unit("a.txt", 1).read(_config("a.txt"), skip=skip)) == pieces[skip:]
+        assert list(sources.SourceUnit("a.txt", 1).read(_config("a.txt"), skip=skip)) == pieces[skip:]
     prepare(_config("a.txt", tokenizer=_bpe(), shard_tokens=75_000))
     ids = load_tokenizer("tiny.json").encode(text)
     tokens = open_tokens("out")
@@ -252,7 +252,7 @@ def test_numbers_below_one_raise():
 _SCRIPT = """
 import json, os, resource, signal, sys
 import smupar.lm.data.prepare as module
-from smupar.lm.config import PrepareConfig
+from smupar.lm.config.commands import PrepareConfig
 module._BATCH_PIECES = 7
 left, before, largest_file, options = json.loads(sys.argv[1])
 rename = os.replace
@@ -515,7 +515,7 @@ def test_missing_library_says_what_to_install():
     _write("a.parquet", "x")
     code = (
         "import sys; sys.modules['pyarrow'] = sys.modules['pyarrow.parquet'] = sys.modules['datasets'] = None\n"
-        "from smupar.lm.config.run import PrepareConfig\nfrom smupar.lm.data.prepare import prepare\n"
+        "from smupar.lm.config.commands import PrepareConfig\nfrom smupar.lm.data.prepare import prepare\n"
         "for source in ('a.parquet', 'hf:a'):\n"
         "    try: prepare(PrepareConfig((source,), 'out'))\n"
         "    except ValueError as error: print(error)\n"

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smupar.lm.data.shard_writer import ShardWriter
-from smupar.lm.data.shards import Index, TokenizerInfo, Tokens, open_tokens, read_index, token_dtype, verify
+from smupar.lm.data.shards import ShardIndex, TokenizerInfo, Tokens, open_tokens, read_index, token_dtype, verify
 from smupar.output.files import write_atomic
 
 INFO = TokenizerInfo("tiny", 1000, 7, "0" * 64)
@@ -25,7 +25,7 @@ def _made(folder, *, info=INFO, shard_tokens=10, lengths=(4, 8, 3, 9)):
         writer.append(np.arange(first, first + length), ends_document=True)
         first += length
     writer.close()
-    index = Index(info, writer.largest_token, tuple(writer.shards), {"sources": []})
+    index = ShardIndex(info, writer.largest_token, tuple(writer.shards), {"sources": []})
     write_atomic(folder / "index.json", index.to_json())
     return index
 

@@ -1,9 +1,10 @@
 """Many models as one: the same numbers as one by one, for a mixed bag of rules, densities, rates and seeds."""
 
+import json
 import subprocess
 import sys
 import warnings
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -13,13 +14,14 @@ from torch._dynamo.utils import counters
 import smupar
 from smupar.execute.cuda_graphs import compile_static
 from smupar.execute.stacked import Hyperparameters, Stack, train_stacked
-from smupar.lm.config.run import ModelConfig, RunConfig
+from smupar.lm.config.run import Execution, ModelConfig, RunConfig
 from smupar.lm.data import batches as data
 from smupar.lm.model.gpt import build
+from smupar.lm.run.distributed import World
 from smupar.lm.run.optimizers import make_optimizers, set_lr
 from smupar.lm.run.schedule import lr_share
-from smupar.lm.run.stack import GPTStack, hyperparameters, stack_key
-from smupar.lm.run.step import next_token_loss
+from smupar.lm.run.stack import STACKABLE_FIELDS, GPTStack, hyperparameters, stack_key
+from smupar.lm.run.step import Stepper, next_token_loss
 
 BASE = RunConfig(model=ModelConfig(width=64, depth=1), base_width=32, steps=100, batch_size=4, seq_len=32, valid_batches=1)
 BAG = [
@@ -44,7 +46,7 @@ def one_by_one(config, text, steps):
     for step in range(steps):
         set_lr(optimizers, lr_share(step, config))
         batch = data.batch(text.train, seed=config.seed, step=step, batch_size=config.batch_size, seq_len=config.seq_len)
-        loss = next_token_loss(model, *batch)
+        loss = next_token_loss(model, batch)
         loss.backward()
         if config.clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), config.clip)
@@ -53,6 +55,10 @@ def one_by_one(config, text, steps):
             optimizer.zero_grad()
         losses.append(loss.item())
     return torch.tensor(losses), model
+
+
+def stepper_of(config, text):
+    return Stepper(config, Execution(device="cpu"), World(0, 1, torch.device("cpu"), "ddp"), text)
 
 
 def relative(ours, theirs):
@@ -123,6 +129,61 @@ def test_stack_key_tells_what_fits_together():
     assert stack_key(replace(BASE, steps=99)) != stack_key(BASE)
     assert stack_key(replace(BASE, model=replace(BASE.model, width=96))) != stack_key(BASE)
     assert stack_key(replace(BASE, optimizer="nadam")) is None
+
+
+# What runs of a stack may differ in. For each such field: what both runs share, and the value that the second one has.
+DIFFERENT = {
+    "rule": ({}, "sp"),
+    "base_width": ({}, 64),
+    "sparsity": ({}, 0.5),
+    "pattern": ({"sparsity": None}, "1:2"),
+    "allocation": ({}, "erk"),
+    "init_std": ({}, 0.03),
+    "alpha_input": ({}, 3.0),
+    "alpha_output": ({}, 3.0),
+    "dynamic": ({"mask_every": 1}, "set"),
+    "mask_every": ({"dynamic": "set"}, 1),
+    "mask_stop": ({"dynamic": "set", "mask_every": 1}, 0.2),
+    "drop_fraction": ({"dynamic": "set", "mask_every": 1}, 0.6),
+    "correction": ({"dynamic": "gmp", "mask_every": 1}, "fixed"),
+    "follow": ({}, "trace"),
+    "lr": ({}, 2**-4),
+    "rest_lr": ({"rest_lr": 2**-8}, 2**-5),
+    "eps": ({}, 1e-3),
+    "eps_scaling": ({"eps": 1e-2}, "width"),
+    "weight_decay": ({}, 1.0),
+    "decay": ({"weight_decay": 1.0}, "coupled"),
+    "decayed": ({"weight_decay": 1.0}, "hidden"),
+    "clip": ({"clip": 10.0}, 0.01),
+    "schedule": ({}, "cosine"),
+    "warmup": ({}, 3),
+    "seed": ({}, 1),
+}
+
+
+def test_every_field_is_fixed_by_the_key_of_a_stack_or_may_differ():
+    assert set(DIFFERENT) == set(STACKABLE_FIELDS)
+    assert {item.name for item in fields(RunConfig)} - set(STACKABLE_FIELDS) <= json.loads(stack_key(BASE)).keys()
+
+
+@pytest.mark.parametrize("name", STACKABLE_FIELDS)
+def test_stack_reads_a_field_that_may_differ_from_each_run(name, text, tmp_path):
+    shared, value = DIFFERENT[name]
+    first = replace(BASE, **{"steps": 6, "sparsity": 0.75, "mask_stop": 1.0, "mask_every": 2} | shared)
+    if value == "trace":
+        proxy = stepper_of(replace(first, model=replace(first.model, width=32), sparsity=0.0, record=True), text)
+        for step in range(6):
+            proxy.step(step)
+        proxy.updates.trace.save(tmp_path / "trace.json")
+        value = str(tmp_path / "trace.json")
+    pair = [first, replace(first, **{name: value})]
+    assert stack_key(pair[0]) == stack_key(pair[1])
+    stack = GPTStack(pair, text, torch.device("cpu"))
+    stacked = torch.stack([stack.step(step) for step in range(6)])
+    single = [stepper_of(config, text) for config in pair]
+    alone = torch.tensor([[stepper.step(step).item() for stepper in single] for step in range(6)])
+    torch.testing.assert_close(stacked, alone, rtol=1e-4, atol=0)
+    assert (alone[:, 0] / alone[:, 1] - 1).abs().max() > 1e-3  # or nobody could tell that the field was not read
 
 
 # Models of one's own

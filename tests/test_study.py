@@ -448,7 +448,7 @@ def test_masks_that_hardly_move_are_told(dynamic, tmp_path):
         pytest.warns(smupar.PlanWarning, match=f"masks move {times} in 8 steps: a smaller --mask-every than 4"),
     ):
         settle(study, lambda study: [config], EngineConfig(device="cpu"))
-    assert RunConfig(dynamic=dynamic, steps=1000).few_moves is None
+    assert RunConfig(dynamic=dynamic, steps=1000).few_moves_warning is None
 
 
 @pytest.mark.parametrize(

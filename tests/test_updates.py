@@ -501,7 +501,7 @@ def run_gpt(config, text, trace=None, steps=3):
     for number in range(steps):
         pair = data.batch(text.train, seed=config.seed, step=number, batch_size=config.batch_size, seq_len=config.seq_len)
         optimizer.zero_grad()
-        next_token_loss(model, *pair).backward()
+        next_token_loss(model, pair).backward()
         optimizer.step()
         factors.append({name: factor / plan[name].lr_factor("adam") for name, factor in meter.rates.measured.items()})
     return meter.trace, factors, model

@@ -143,7 +143,7 @@ def _plain_step(config: RunConfig, how: Execution, device: torch.device) -> Call
         inputs, targets = (part.split(how.micro_batch) for part in both)
         for x, y in zip(inputs, targets, strict=True):
             with torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bf16"):
-                loss = loss_fn(model, x, y) / len(inputs)
+                loss = loss_fn(model, (x, y)) / len(inputs)
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -163,10 +163,10 @@ def _compare(
     return seconds, torch.cuda.max_memory_allocated(device) - peak if device.type == "cuda" else 0
 
 
-def _random_text(config: RunConfig) -> data.Text:
+def _random_text(config: RunConfig) -> data.Corpus:
     tokens = np.random.default_rng(0).integers(config.model.vocab_size, size=4 * config.batch_size * config.seq_len)
     part = Tokens([tokens.astype(np.uint32)])
-    return data.Text(part, part, data.TextFacts("random", len(part), "", 0, {}), None)
+    return data.Corpus(part, part, data.CorpusFacts("random", len(part), "", 0, {}), None)
 
 
 def _device_name(device: torch.device) -> str:

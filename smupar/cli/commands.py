@@ -1,4 +1,5 @@
-"""The commands, as plain functions. Each imports what it needs when it runs, so that ``smupar --help`` is there at once."""
+"""The commands, as plain functions; those of ``smupar data`` and ``smupar eval`` have files of their own. Each imports what it
+needs when it runs, so that ``smupar --help`` is there at once."""
 
 from __future__ import annotations
 
@@ -12,18 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from smupar import rules as table_1
-from smupar.cli.flags import Call, Typed, parser_of
+from smupar.cli.flags import Typed
 from smupar.cli.resolve import Request, resolve, resolve_training
-from smupar.lm.config.commands import (
-    CheckConfig,
-    EvalConfig,
-    ExportConfig,
-    GenerateConfig,
-    PrepareConfig,
-    ScoringConfig,
-    TasksConfig,
-)
-from smupar.lm.config.run import STANDARD_LIBRARY, Execution, MachineConfig, RunConfig, changed
+from smupar.lm.config.commands import CheckConfig, ExportConfig, GenerateConfig
+from smupar.lm.config.run import STANDARD_LIBRARY, Execution, MachineConfig, RunConfig
 from smupar.lm.config.validation import refuse
 from smupar.output.tables import aligned
 from smupar.study.config import EngineConfig, TransferConfig, TuneConfig
@@ -62,17 +55,16 @@ def export(config: Annotated[Typed, ExportConfig]) -> None:
 
     A model of transformers, saved by save_pretrained, becomes one that a plain from_pretrained reads.
     """
+    from smupar.lm.use.export import export as write
     from smupar.lm.use.export import is_of_transformers
 
-    wanted = ExportConfig(**config)
-    if is_of_transformers(wanted):
+    asked = ExportConfig(**config)
+    if is_of_transformers(asked):
         from smupar.integrations.huggingface import export as write_plain
 
-        print(write_plain(wanted.folder, wanted.out, dtype=wanted.dtype))
-        return
-    from smupar.lm.use.export import export as write
-
-    print(write(wanted))
+        print(write_plain(asked.folder, asked.out, dtype=asked.dtype))
+    else:
+        print(write(asked))
 
 
 def report(folder: tyro.conf.Positional[str], parquet: bool = False) -> None:
@@ -140,8 +132,8 @@ def plan(preset: Preset = "demo", /, *, config: Run, hps: str | None = None, jso
     """
     from smupar.lm.model.gpt import plan_on_meta
 
-    made = plan_on_meta(resolve(RunConfig, request_of(config, preset, hps)))
-    print(made.to_json() if json else made)
+    planned = plan_on_meta(resolve(RunConfig, request_of(config, preset, hps)))
+    print(planned.to_json() if json else planned)
 
 
 def train(
@@ -314,104 +306,8 @@ def _ending(summary: Summary, config: RunConfig) -> str:
     )
 
 
-def prepare(config: Annotated[Typed, PrepareConfig]) -> None:
-    """Turn text, JSONL, Parquet or a Hugging Face dataset into token shards that `smupar train --data` reads."""
-    from smupar.lm.data.prepare import prepare as make
-
-    wanted = PrepareConfig(**config)
-    index = make(wanted)
-    print(
-        f"{index.num_tokens:,} tokens of {index.num_documents:,} documents ({index.tokenizer.name}, vocabulary "
-        f"{index.tokenizer.vocab_size:,}) in {len(index.shards)} shard{'s' if len(index.shards) > 1 else ''}: "
-        f"smupar train --data {shlex.quote(wanted.out)}"
-    )
-
-
-def verify(folder: tyro.conf.Positional[str]) -> None:
-    """Compare every shard with its checksum, and say what is in the folder.
-
-    Args:
-        folder: Made by `smupar data prepare`.
-    """
-    from smupar.lm.data.shards import verify as compare
-
-    index = compare(folder)
-    print(f"{folder}: {index.num_tokens:,} tokens, {index.num_documents:,} documents, {index.tokenizer.name}: intact")
-
-
-DataStep = tyro.conf.OmitSubcommandPrefixes[
-    Annotated[Call, tyro.conf.subcommand("prepare", constructor_factory=lambda: parser_of(prepare, {}))]
-    | Annotated[Call, tyro.conf.subcommand("verify", constructor_factory=lambda: parser_of(verify, {}))]
-]
-
-
-def data(step: DataStep) -> None:
-    """Text on disk, as tokens: `smupar data prepare` and `smupar data verify`."""
-    step()
-
-
-def evaluate(config: Annotated[Typed, EvalConfig]) -> None:
-    """Evaluate models on ARC-easy, LAMBADA, RACE, PIQA and BoolQ by EleutherAI's harness: the paper's Table 2.
-
-    In three steps, of which only the middle one needs the model and does without the harness: `smupar eval requests`,
-    `smupar eval score`, `smupar eval table`.
-    """
-    from smupar.integrations.lm_eval import evaluate as run
-
-    wanted = changed(EvalConfig(config.get("folders", ())), config)
-    print(f"{run(wanted)}\n{wanted.out}/results.json, table.md, table.csv")
-
-
-def requests(config: Annotated[Typed, TasksConfig], out: str = "requests.jsonl") -> None:
-    """Write all that the tasks ask, for `smupar eval score`. Needs the harness.
-
-    Args:
-        out: File to write.
-    """
-    from smupar.integrations.lm_eval import write_requests
-
-    print(write_requests(TasksConfig(**config), out))
-
-
-def score(
-    folder: tyro.conf.Positional[str],
-    config: Annotated[Typed, ScoringConfig],
-    requests: str = "requests.jsonl",
-    out: str = "scores.jsonl",
-) -> None:
-    """Compute the loglikelihoods that a file asks for. Needs no harness; interrupted, the same command goes on.
-
-    Args:
-        folder: Of a run, a checkpoint, an export, or a model that transformers reads.
-        requests: Made by `smupar eval requests`.
-        out: File to append to; what it holds is not computed again.
-    """
-    from smupar.lm.use.score import score_file
-
-    print(score_file(folder, requests, out, ScoringConfig(**config)))
-
-
-def table(
-    requests: str = "requests.jsonl",
-    scores: tuple[str, ...] = ("scores.jsonl",),
-    out: str = "runs/eval",
-    data_dir: str | None = None,
-) -> None:
-    """Turn scores into the table, one row for each file of scores. Needs the harness.
-
-    Args:
-        requests: Made by `smupar eval requests`.
-        scores: Made by `smupar eval score`, a file for each model.
-        out: Folder for results.json, table.md, table.csv.
-        data_dir: Where the tasks' local copies are now; default where they were.
-    """
-    from smupar.integrations.lm_eval import tabulate
-
-    print(f"{tabulate(requests, list(scores), out, data_dir=data_dir)}\n{out}/results.json, table.md, table.csv")
-
-
 def request_of(typed: Typed, preset: str = "demo", hps: str | None = None) -> Request:
-    """What was typed, with the files read that it names."""
+    """What was typed, and what the files that it names hold."""
     tuned, vocab_size = None, 0
     if hps is not None:
         from smupar.study.tune import read_hps

@@ -8,16 +8,16 @@ from importlib.metadata import PackageNotFoundError, requires, version
 
 from smupar import __version__
 
-_NOT_FOR_USERS = ("all", "dev")
-"""Extras that are made of others."""
+_NOT_FOR_USERS = ("all", "dev")  # extras that are made of others
 
 
 def describe() -> str:
     """Version, Python, torch, machine, and which extras are there."""
-    made_of = f"Python {platform.python_version()}, torch {_version('torch') or 'missing'}, {platform.platform()}"
-    found = {extra: all(_version(package) for package in packages) for extra, packages in _extras().items()}
-    present, missing = ([extra for extra, there in found.items() if there is wanted] for wanted in (True, False))
-    lines = [f"smupar {__version__}", made_of, f"extras: {', '.join(present) or 'none'}"]
+    machine = f"Python {platform.python_version()}, torch {_version('torch') or 'missing'}, {platform.platform()}"
+    extras = {extra: all(_version(package) for package in packages) for extra, packages in _extras().items()}
+    missing = [extra for extra, is_there in extras.items() if not is_there]
+    present = ", ".join(extra for extra in extras if extra not in missing) or "none"
+    lines = [f"smupar {__version__}", machine, f"extras: {present}"]
     if missing:
         lines.append(f"not installed: {', '.join(missing)} (pip install 'smupar[{missing[0]}]')")
     return "\n".join(lines)
@@ -25,17 +25,17 @@ def describe() -> str:
 
 def _extras() -> dict[str, list[str]]:
     """Packages of every extra, as pyproject.toml names them; empty if smupar lies here without being installed."""
-    found: dict[str, list[str]] = {}
+    extras: dict[str, list[str]] = {}
     try:
         lines = requires("smupar") or []
     except PackageNotFoundError:
-        return found
+        return extras
     for line in lines:
         extra = re.search(r"extra == ['\"]([\w-]+)['\"]", line)
         package = re.match(r"[\w.-]+", line)
         if extra and package and package[0] != "smupar" and extra[1] not in _NOT_FOR_USERS:
-            found.setdefault(extra[1], []).append(package[0])
-    return found
+            extras.setdefault(extra[1], []).append(package[0])
+    return extras
 
 
 def _version(package: str) -> str | None:

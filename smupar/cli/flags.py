@@ -1,8 +1,12 @@
 """Configurations as command-line flags. What comes back is what was typed: the values of those flags, by the names of the
 fields, and nothing else. ``resolve`` makes a configuration of it.
 
-A command is a plain function. It marks a parameter that takes the flags of a configuration as
-``Annotated[Typed, RunConfig]``; the flags of nested configurations stand beside it.
+A command is a plain function. It marks a parameter that takes the flags of a configuration as ``Annotated[Typed, RunConfig]``;
+the flags of nested configurations stand beside it. Take ``smupar plan --width 64`` and ``def plan(..., config: Run)``:
+1. ``parser_of(plan)`` has the signature of ``plan``, but its annotation of ``config`` is a dictionary type made by ``_flags``:
+   a key, and so a flag, for each field of RunConfig, with the field's docstring as help.
+2. tyro parses argv into that dictionary, without the keys whose flags are not typed: ``{"model": {"width": 64}}``.
+3. ``_flat`` takes nested configurations out: the call that is to be made is ``plan(config={"width": 64})``.
 """
 
 from __future__ import annotations
@@ -21,11 +25,8 @@ import tyro
 
 from smupar.lm.config.run import default_of, flat
 
-Typed: TypeAlias = dict[str, Any]
-"""The fields that were typed, by name."""
-
-Call: TypeAlias = partial[None]
-"""A command with its arguments."""
+Typed: TypeAlias = dict[str, Any]  # the fields that were typed, by name
+Call: TypeAlias = partial[None]  # a command with its arguments
 
 
 def parser_of(command: Callable[..., None], shown: Mapping[type, Any]) -> Callable[..., Call]:
@@ -42,18 +43,24 @@ def parser_of(command: Callable[..., None], shown: Mapping[type, Any]) -> Callab
     def parsed(*args: Any, **options: Any) -> Call:
         return partial(command, *args, **{name: flat(value) if name in kinds else value for name, value in options.items()})
 
-    parsed.__doc__ = command.__doc__
-    parsed.__annotations__ = hints | {
-        # A factory, because tyro reads the parameters of the chosen command only.
+    # A factory, because tyro reads the parameters of the chosen command only.
+    flags = {
         name: Annotated[Any, tyro.conf.arg(constructor_factory=partial(_flags, kind, shown.get(kind)))]
         for name, kind in kinds.items()
     }
-    parsed.__signature__ = inspect.signature(command)  # type: ignore[attr-defined]
+    _disguise(parsed, command, hints | flags)
     return parsed
 
 
+def _disguise(function: Any, command: Callable[..., None], hints: dict[str, Any]) -> None:
+    """Lets ``function`` look to tyro like ``command`` with other annotations. tyro takes names, order and defaults of
+    parameters from the signature, types from the annotations, and help from the docstring."""
+    function.__doc__, function.__annotations__ = command.__doc__, hints
+    function.__signature__ = inspect.signature(command)
+
+
 def _flags(kind: type[Any], shown: Any = None, described: str | None = None) -> Any:
-    """A dictionary type, of which tyro leaves out the keys whose flags are not typed."""
+    """A dictionary type with a key for each field of ``kind``; tyro leaves out the keys whose flags are not typed."""
     hints, docs, keys = get_type_hints(kind), _docs_of_fields(kind.__module__), {}
     for item in fields(kind):
         hint, doc = hints[item.name], docs.get((kind.__name__, item.name))
@@ -64,9 +71,9 @@ def _flags(kind: type[Any], shown: Any = None, described: str | None = None) -> 
             keys[item.name] = Required[Annotated[hint, tyro.conf.arg(help=doc)]]
         else:
             keys[item.name] = Annotated[hint, tyro.conf.arg(help=doc, help_behavior_hint=f"(default: {_words(default)})")]
-    made: Any = TypedDict(kind.__name__, keys, total=False)  # type: ignore[misc]
-    made.__doc__ = described or kind.__doc__
-    return Annotated[made, tyro.conf.OmitArgPrefixes, tyro.conf.PositionalRequiredArgs]
+    typed: Any = TypedDict(kind.__name__, keys, total=False)  # type: ignore[misc]
+    typed.__doc__ = described or kind.__doc__
+    return Annotated[typed, tyro.conf.OmitArgPrefixes, tyro.conf.PositionalRequiredArgs]
 
 
 def _words(value: Any) -> str:

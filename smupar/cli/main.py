@@ -17,7 +17,7 @@ from typing import Any
 
 import tyro
 
-from smupar.cli import commands
+from smupar.cli import commands, data, evaluation
 from smupar.cli.flags import Call, parser_of
 from smupar.cli.resolve import Request, start
 from smupar.lm.config.run import RunConfig
@@ -36,16 +36,17 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "reproduce": commands.reproduce,
     "report": commands.report,
     "bench": commands.bench,
-    "data": commands.data,
-    "eval": commands.evaluate,
+    "data": data.data,
+    "eval": evaluation.evaluate,
 }
 _STEPS: dict[tuple[str, ...], Callable[..., None]] = {
-    ("data", "prepare"): commands.prepare,
-    ("data", "verify"): commands.verify,
-    ("eval", "requests"): commands.requests,
-    ("eval", "score"): commands.score,
-    ("eval", "table"): commands.table,
+    ("data", "prepare"): data.prepare,
+    ("data", "verify"): data.verify,
+    ("eval", "requests"): evaluation.requests,
+    ("eval", "score"): evaluation.score,
+    ("eval", "table"): evaluation.table,
 }
+# The configurations whose defaults depend on what is typed, by command.
 _STARTS: dict[str, type[Any]] = {
     "plan": RunConfig,
     "train": RunConfig,
@@ -53,7 +54,6 @@ _STARTS: dict[str, type[Any]] = {
     "transfer": TransferConfig,
     "tune": TuneConfig,
 }
-"""The configurations whose defaults depend on what is typed, by command."""
 _HELP = ("-h", "--help")
 
 
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except (ValueError, OSError, ModuleNotFoundError) as error:
-        print(f"smupar: {_told(error)}", file=sys.stderr)
+        print(f"smupar: {_sentence_of(error)}", file=sys.stderr)
         sys.exit(2)
     except Exception as error:
         if not _is_of_the_machine(error):
@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(130)
 
 
-def _told(error: Exception) -> str:
+def _sentence_of(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename and error.strerror:  # the system's, not one of ours
         return f"{error.filename}: {error.strerror}. Name another path, or make this one usable"
     return str(error)

@@ -43,18 +43,15 @@ _NEEDS = {
 class Request:
     """What was typed, and what the files that it names hold."""
 
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    """The fields of a configuration whose flags were typed."""
+    fields: Mapping[str, Any] = field(default_factory=dict)  # the fields of a configuration whose flags were typed
     preset: str = "demo"
-    vocab_size: int = 0
-    """Number of tokens of the text's tokenizer."""
-    hps: Mapping[str, float] | None = None
-    """Tuned hyperparameters, with the base width that they are for."""
+    vocab_size: int = 0  # of the text's tokenizer
+    hps: Mapping[str, float] | None = None  # tuned hyperparameters, with the base width that they are for
     hps_file: str | None = None
 
 
 def start(kind: type[Kind], request: Request) -> Kind:
-    """The configuration before its flags, which are defaults in the eyes of a user."""
+    """The configuration before flags change it: what a user sees as defaults."""
     origin, values = _origin(kind, request)
     return changed(origin, values)
 
@@ -69,10 +66,11 @@ def resolve(kind: type[Kind], request: Request) -> Kind:
 
 def resolve_training(request: Request, *, dry_run: bool = False, machine: Mapping[str, Any] | None = None) -> RunConfig:
     """The run to train, or to compute the cost of on a ``machine``."""
-    _refuse_what_does_nothing(request.fields, start(RunConfig, request))
+    before = start(RunConfig, request)
+    _refuse_what_does_nothing(request.fields, before)
     for name in machine or {}:
         refuse(not dry_run, f"{_flag(name)} is for --dry-run; on several GPUs: torchrun --nproc-per-node 8 -m smupar train ...")
-    return resolve(RunConfig, request)
+    return changed(before, request.fields).normalised
 
 
 def _origin(kind: type[Kind], request: Request) -> tuple[Kind, dict[str, Any]]:

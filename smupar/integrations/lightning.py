@@ -33,7 +33,7 @@ Make = Callable[[nn.Module, Plan, Any], Any]
 
 
 class SmuparCallback(Callback):
-    """Parameterizes, builds groups, audits before the first step, moves masks and measures updates behind each one.
+    """Parameterizes, builds groups, audits before the first step, moves masks and measures updates after each one.
 
     base        the module at base width, or a function that builds it (on the meta device)
     plan        of a module that is parameterized already, in place of ``base`` and settings
@@ -75,19 +75,19 @@ class SmuparCallback(Callback):
 
     def param_groups(self, *, lr: float, **settings: Any) -> list[dict[str, Any]]:
         """``smupar.param_groups`` of the module, for its ``configure_optimizers``."""
-        assert self._module is not None, "called by the module's configure_optimizers, behind setup"
+        assert self._module is not None, "called by the module's configure_optimizers, after setup"
         return param_groups(self._module, self.plan, lr=lr, **settings)
 
     def watch(self, optimizer: Any) -> None:
         """Makes the sparsifier and the measured updates. Happens by itself; call it in ``configure_optimizers``, before a
         scheduler is made, if they give hidden weights groups of their own (GMP, IMP, measured updates)."""
-        assert self._module is not None, "called by the module's configure_optimizers, behind setup"
+        assert self._module is not None, "called by the module's configure_optimizers, after setup"
         self._watched = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
         if self.updates is not None:  # of an earlier fit
             self.updates.remove()
-        made = {name: make and make(self._module, self.plan, self._watched) for name, make in self._make.items()}
-        self.sparsifier, self.updates = made["sparsifier"], made["measured updates"]
-        carry_state(self._watched[0], made)
+        parts = {name: make and make(self._module, self.plan, self._watched) for name, make in self._make.items()}
+        self.sparsifier, self.updates = parts["sparsifier"], parts["measured updates"]
+        carry_state(self._watched[0], parts)
         if self.sparsifier is not None:
             self._watched[-1].register_step_post_hook(self._move)
 
@@ -143,8 +143,8 @@ class SmuparCallback(Callback):
         groups = param_groups(
             module, self.plan, lr=group["lr"], weight_decay=group.get("weight_decay", 0.0), optimizer=type(optimizer)
         )
-        kept = {key: value for key, value in group.items() if key not in ("params", "param_names", "lr", "weight_decay")}
-        optimizer.param_groups[:] = [{**kept, **made} for made in groups]
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names", "lr", "weight_decay")}
+        optimizer.param_groups[:] = [{**options, **planned} for planned in groups]
 
     def _make_room(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         """A checkpoint of a pruned model is read before its sparsifier adds the masks."""

@@ -18,10 +18,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from smupar.integrations.table import Number, Results, TaskResults, write_results
+from smupar.integrations.eval_table import Number, Results, TaskResults, write_results
 from smupar.lm.config.commands import EvalConfig, TasksConfig
 from smupar.lm.use import score
-from smupar.lm.use.score import Request, Score
+from smupar.lm.use.score import Score, ScoreRequest
 from smupar.output.optional import first_line
 
 # Resamples for standard errors that have no formula, perplexity's. The harness's own number takes minutes on few cores.
@@ -43,14 +43,14 @@ def evaluate(config: EvalConfig) -> Results:
     write_requests(config.questions, requests)
     scores = []
     for folder in config.folders:
-        place = Path(folder).resolve()
-        scores.append(out / "scores" / f"{place.name}-{hashlib.sha256(str(place).encode()).hexdigest()[:8]}.jsonl")
+        path = Path(folder).resolve()
+        scores.append(out / "scores" / f"{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}.jsonl")
         score.score_file(folder, requests, scores[-1], config.scoring)
     return tabulate(requests, scores, out)
 
 
 def write_requests(config: TasksConfig, out: str | Path) -> str:
-    """All that is asked, as a file; a line that says what is in it."""
+    """Writes all that is asked to a file; returns a line that says what is in it."""
     tasks = load_tasks(config)
     requests, digest = _requests(tasks, config)
     header = {
@@ -71,15 +71,15 @@ def tabulate(requests: str | Path, scores: Sequence[str | Path], out: str | Path
     config = TasksConfig(tuple(header["tasks"]), data_dir or header["data_dir"], header["limit"])
     models = []
     for file in scores:  # before anything that takes time
-        about, known = score.read_scores(file)
-        missing = [request for request in asked if request.key not in known]
+        identity, answers = score.read_scores(file)
+        missing = [request for request in asked if request.key not in answers]
         if missing:
             first = f"document {missing[0].doc} of {missing[0].task}"
             raise ValueError(
                 f"{file} lacks {len(missing):,} of the {len(asked):,} scores that {requests} asks for, the first is {first}: "
-                f"smupar eval score {about.get('folder')} --requests {requests} --out {file}"
+                f"smupar eval score {identity.get('folder')} --requests {requests} --out {file}"
             )
-        models.append(({name: value for name, value in about.items() if name != "format"}, known))
+        models.append(({name: value for name, value in identity.items() if name != "format"}, answers))
     tasks = load_tasks(config)
     _, digest = _requests(tasks, config)
     if digest != header["sha256"]:
@@ -92,13 +92,13 @@ def tabulate(requests: str | Path, scores: Sequence[str | Path], out: str | Path
         data_dir=config.data_dir,
         documents={name: len({r.doc for r in asked if r.task == name}) for name in tasks},
         random={name: _by_chance(task, [r for r in asked if r.task == name]) for name, task in tasks.items()},
-        models=tuple((about, _metrics(tasks, known, config.limit)) for about, known in models),
+        models=tuple((identity, _metrics(tasks, answers, config.limit)) for identity, answers in models),
     )
     write_results(results, Path(out))
     return results
 
 
-def _by_chance(task: Any, requests: list[Request]) -> float:
+def _by_chance(task: Any, requests: list[ScoreRequest]) -> float:
     """Accuracy of drawing a choice at random; no word is guessed among all words."""
     if task.OUTPUT_TYPE != "multiple_choice":
         return 0.0
@@ -117,7 +117,7 @@ def _module(name: str) -> Any:
 
 
 def load_tasks(config: TasksConfig) -> dict[str, Any]:
-    """Its task objects, from its own definitions or from local copies."""
+    """The harness's task objects, from its own definitions or from local copies."""
     if config.data_dir is not None:
         documents = {name: read_documents(name, config.data_dir) for name in config.tasks}
         return {name: _local_task(name, documents[name]) for name in config.tasks}
@@ -131,7 +131,7 @@ def load_tasks(config: TasksConfig) -> dict[str, Any]:
     return {name: loaded[name] for name in config.tasks}
 
 
-def _requests(tasks: dict[str, Any], config: TasksConfig) -> tuple[list[Request], str]:
+def _requests(tasks: dict[str, Any], config: TasksConfig) -> tuple[list[ScoreRequest], str]:
     """What the tasks ask, and a hash of it and of the documents, which hold the right answers."""
     requests, digest = [], hashlib.sha256()
     for name, task in tasks.items():
@@ -139,19 +139,19 @@ def _requests(tasks: dict[str, Any], config: TasksConfig) -> tuple[list[Request]
             task.build_all_requests(limit=config.limit, rank=0, world_size=1)
         for instance in task.instances:
             context, continuation = instance.args
-            requests.append(Request(name, instance.doc_id, instance.idx, context, continuation))
+            requests.append(ScoreRequest(name, instance.doc_id, instance.idx, context, continuation))
             digest.update(json.dumps([name, context, continuation, instance.doc], default=str, sort_keys=True).encode())
     return requests, digest.hexdigest()
 
 
 def _metrics(tasks: dict[str, Any], scores: dict[str, Score], limit: int | None) -> dict[str, TaskResults]:
-    """Through the harness's own evaluation, with a model that looks its answers up."""
+    """The numbers of each task, by the harness's own evaluation of a model that looks its answers up."""
     harness, base = _module("lm_eval.evaluator"), _module("lm_eval.api.model").LM
 
     class Stored(base):  # type: ignore[misc, valid-type]
         def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
-            found = [scores[Request("", 0, 0, *request.args).key] for request in requests]
-            return [(answer.loglikelihood, answer.is_greedy) for answer in found]
+            answers = [scores[ScoreRequest("", 0, 0, *request.args).key] for request in requests]
+            return [(answer.loglikelihood, answer.is_greedy) for answer in answers]
 
         def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
             raise NotImplementedError
@@ -232,7 +232,7 @@ def _is_last_word(row: dict[str, Any]) -> bool:
 
 
 def _local_task(name: str, documents: list[dict[str, Any]]) -> Any:
-    """Asked and counted as the harness's own task, without its download."""
+    """A task that is asked and counted as the harness's own, without its download."""
     base, datasets = _module("lm_eval.api.task").ConfigurableTask, _module("datasets")
 
     class Local(base):  # type: ignore[misc, valid-type]

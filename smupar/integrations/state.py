@@ -17,7 +17,7 @@ _KEY = "smupar"
 
 
 def carry_state(optimizer: torch.optim.Optimizer, parts: Mapping[str, Any]) -> None:
-    """From now on the optimizer's state dict holds that of ``parts``, which have ``state_dict`` and ``load_state_dict``."""
+    """From now on the optimizer's state dict also holds the state of ``parts``, which have state dicts of their own."""
     carried = _Carried({name: part for name, part in parts.items() if part is not None})
     if carried.parts:
         optimizer.register_state_dict_post_hook(carried.add)
@@ -39,7 +39,8 @@ class _Carried:
                 part.load_state_dict(stored[name])
             else:
                 warnings.warn(
-                    f"the optimizer's checkpoint holds no state of the {name}, which starts anew: was it made without one?",
+                    f"the optimizer's checkpoint holds no state of the {name}, which starts from its beginning: was the "
+                    "checkpoint made without one?",
                     PlanWarning,
                     stacklevel=4,
                 )

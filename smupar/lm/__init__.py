@@ -1,1 +1,1 @@
-"""Language models: config, model, data and the training loop. ``smupar.lm.run.train.train(config)`` is the one loop."""
+"""Language models: config, data, model, run and use. ``run.train.train(config)`` trains one; ``run.loop.Loop`` is its loop."""

@@ -1,11 +1,12 @@
-"""Files that are whole or not there, and folders in which one process works at a time."""
+"""Files and folders that are whole or not there, and folders in which one process works at a time."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,8 +38,31 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """A folder to fill under another name, which gets its final name when the block ends without an error."""
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    yield unfinished
+    unfinished.replace(path)
+
+
+def refuse_existing(path: Path) -> None:
+    if path.exists():
+        raise ValueError(f"{path} exists already: choose another folder, nothing is overwritten")
+
+
+def refuse_other_files(folder: Path, what: str, is_ours: Callable[[str], bool] = lambda name: False) -> None:
+    """Raises if the folder holds anything but files of ours, told by their names, although there is no ``what`` in it."""
+    if not all(is_ours(path.name) for path in folder.iterdir()):
+        raise ValueError(f"{folder} holds other files and no {what}: choose another --out")
+
+
+@contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Makes the folder, if need be, and locks it; the lock ends with the process, however the process ends."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file: choose another --out")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

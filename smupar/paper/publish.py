@@ -121,7 +121,7 @@ def _slopes(done: Reproduced) -> dict[str, Any]:
 
 def _fields(config: RunConfig) -> dict[str, Any]:
     """The fields of a run by name; the model's begin with "model."."""
-    values = asdict(config.anywhere)
+    values = asdict(config.portable)
     model = {f"model.{name}": value for name, value in values.pop("model").items()}
     return {**model, **values, "betas": list(config.betas)}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from smupar.integrations.eval_table import Results
 from smupar.integrations.lm_eval import evaluate, load_tasks
-from smupar.integrations.table import Results
 from smupar.lm.config.commands import EvalConfig, ScoringConfig, TasksConfig
 from smupar.lm.config.run import RunConfig
 from smupar.paper import fig03

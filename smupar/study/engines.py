@@ -24,7 +24,7 @@ from tqdm import tqdm
 from smupar.execute.timing import seconds_of
 from smupar.lm.config.run import Execution, RunConfig
 from smupar.lm.data import batches as data
-from smupar.lm.data.batches import Text
+from smupar.lm.data.batches import Corpus
 from smupar.lm.model.cost import estimate
 from smupar.lm.model.gpt import plan_on_meta
 from smupar.lm.run.distributed import pick_device
@@ -125,7 +125,7 @@ def _refuse_impossible(configs: Sequence[RunConfig]) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run itself will warn
             plan_on_meta(config)
-    for warning in dict.fromkeys(config.few_moves for config in configs):
+    for warning in dict.fromkeys(config.few_moves_warning for config in configs):
         if warning:
             warnings.warn(warning, PlanWarning, stacklevel=2)
 
@@ -221,7 +221,7 @@ class _StackKeeper:
 
 
 def _faster_stack(
-    group: list[RunConfig], text: Text, device: torch.device, size: int, *, measure: bool
+    group: list[RunConfig], text: Corpus, device: torch.device, size: int, *, measure: bool
 ) -> tuple[GPTStack, int]:
     """A stack of ``size`` runs, or of one run where that is faster, and how many runs it has."""
     if size == 1:

@@ -104,7 +104,7 @@ class Study:
 
     def files(self, configs: Sequence[RunConfig]) -> dict[str, str]:
         """sha256 of the texts of the study and of the traces that these runs follow."""
-        traces = {f"trace {config.anywhere.follow}" for config in configs}
+        traces = {f"trace {config.portable.follow}" for config in configs}
         return {name: sha256 for name, sha256 in self._checksums().items() if name.startswith("text ") or name in traces}
 
     def _checksums(self) -> dict[str, str]:
@@ -179,7 +179,7 @@ def row_of(result: Result) -> dict[str, Any]:
     config, summary = result.config, result.summary
     return {
         "id": config.id,
-        **flat(asdict(config.anywhere)),
+        **flat(asdict(config.portable)),
         "betas": " ".join(map(str, config.betas)),
         "status": summary.status,
         "train_loss": summary.train_loss,

@@ -1,4 +1,4 @@
-"""What is known of each architecture of transformers; everything else follows from shapes, as for any model."""
+"""What is known about each architecture of transformers; everything else follows from shapes, as for any model."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ from smupar.plan.plan import Plan
 class Family:
     """Models whose attention modules keep their scale as ``scaling``, with heads as large at every width."""
 
-    intermediate: str
-    """The config's name for the width inside an MLP."""
-    queries: Callable[[Any], list[Tensor]]
-    """Views of the parameters of an attention module that its queries are proportional to."""
+    intermediate: str  # the config's name for the width inside an MLP
+    queries: Callable[[Any], list[Tensor]]  # views of an attention's parameters that its queries are proportional to
 
 
 def _projected(attention: Any) -> list[Tensor]:
@@ -39,7 +37,7 @@ def _gpt2(attention: Any) -> list[Tensor]:
 
 
 def _gpt_neox(attention: Any) -> list[Tensor]:
-    """Each head has its q, k and v behind each other."""
+    """Each head has its q, k and v one after the other."""
     return [part.view(-1, 3, attention.head_size, *part.shape[1:])[:, 0] for part in _parts(attention.query_key_value)]
 
 
@@ -48,7 +46,7 @@ def _parts(layer: nn.Module) -> list[Tensor]:
 
 
 _LLAMA_LIKE = Family("intermediate_size", _projected)
-FAMILIES = {
+FAMILIES = {  # by ``config.model_type``
     "gpt2": Family("n_inner", _gpt2),
     "llama": _LLAMA_LIKE,
     "mistral": _LLAMA_LIKE,
@@ -57,11 +55,7 @@ FAMILIES = {
     "gpt_neox": Family("intermediate_size", _gpt_neox),
     "vit": _LLAMA_LIKE,
 }
-"""By ``config.model_type``."""
-
-
-_HEAD_SIZES = ("head_dim", "head_size", "attention_head_size")
-"""What attention modules call the size of a head."""
+_HEAD_SIZES = ("head_dim", "head_size", "attention_head_size")  # what attention modules call the size of a head
 
 
 def attentions(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -77,13 +71,13 @@ def head_dim(attention: Any) -> int:
 
 def set_attention_scale(model: nn.Module, plan: Plan) -> None:
     """Puts the rule's scale into every attention module that keeps it as ``scaling``."""
-    found = [attention for _, attention in attentions(model)]
-    if not found:
+    every = [attention for _, attention in attentions(model)]
+    if not every:
         raise ValueError(
             f"no module of this {type(model).__name__} has the fields 'scaling' and one of {', '.join(_HEAD_SIZES)}: set its "
             "attention scale to plan.attention_scale(head_dim) yourself"
         )
-    for attention in found:
+    for attention in every:
         scale = plan.attention_scale(head_dim(attention))
         if getattr(attention, "scale_attn_by_inverse_layer_idx", False):  # GPT-2's own option, beside any rule
             scale /= attention.layer_idx + 1

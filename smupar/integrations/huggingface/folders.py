@@ -18,8 +18,9 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from smupar.integrations.huggingface.families import FAMILIES, attentions, scale_queries, set_attention_scale
 from smupar.model.csr import expand_state, is_compressed
-from smupar.model.parameterize import add_masks, attach, let_masks_move, mask_of
-from smupar.output.files import write_atomic
+from smupar.model.parameterize import add_masks, attach, let_masks_move
+from smupar.model.weights import weight_of
+from smupar.output.files import refuse_existing, whole_folder, write_atomic
 from smupar.plan.plan import PLAN_FILE, Plan, PlanWarning
 from smupar.rules import SP, get_rule
 
@@ -41,7 +42,7 @@ class _Saving:
 
     def __call__(self, save_directory: str | PathLike[str], is_main_process: bool = True, **kwargs: Any) -> None:
         if kwargs.get("push_to_hub"):
-            raise ValueError("save_pretrained(push_to_hub=True) would leave the plan behind: use model.push_to_hub(repo_id)")
+            raise ValueError("save_pretrained(push_to_hub=True) would not write the plan: use model.push_to_hub(repo_id)")
         # In the model's own names: masks go with their weights, and the Trainer reads checkpoints back without renaming.
         kwargs.setdefault("save_original_format", False)
         type(self.model).save_pretrained(self.model, save_directory, is_main_process=is_main_process, **kwargs)
@@ -78,8 +79,7 @@ def load(folder: str | PathLike[str], *, model_class: type[PreTrainedModel] | No
     kind = model_class or _class_of(config, path)
     read: Any = kind.from_pretrained(None, config=config, state_dict=tensors, output_loading_info=True)
     model: PreTrainedModel = read[0]
-    seen: dict[str, Any] = read[1]
-    lost = [name for name in seen["missing_keys"] if name in plan]
+    lost = [name for name in read[1]["missing_keys"] if name in plan]
     lost += [f"{row.name}{_MASK}" for row in plan if row.masked and row.name not in masks]
     if lost:
         raise ValueError(f"{path} is incomplete, it lacks {lost[0]!r} and {len(lost) - 1} more: save the model again")
@@ -104,9 +104,8 @@ def _put_masks(model: nn.Module, plan: Plan, masks: dict[str, Tensor]) -> None:
     if any(not plan[name].masked for name in masks):  # pruned from dense
         add_masks(model, plan)
         for name, mask in masks.items():
-            own = mask_of(model, name)
-            assert own is not None
-            own.copy_(mask)
+            weight = weight_of(model, name)
+            weight.load(weight.full(), mask)
     if any(plan[name].num_kept not in (None, int(mask.sum())) for name, mask in masks.items()):
         let_masks_move(model)
 
@@ -116,18 +115,14 @@ def export(folder: str | PathLike[str], out: str | PathLike[str], *, dtype: str 
     source, target = Path(folder), Path(out)
     if dtype not in _DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
-    if target.exists():
-        raise ValueError(f"{target} exists already: choose another folder, nothing is overwritten")
+    refuse_existing(target)
     model, plan = load(source)
     plain = folded(model.float(), plan)  # factors are not rounded before the weights are
     nn.Module.to(plain, _DTYPES[dtype])
-    unfinished = target.with_name(target.name + ".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    plain.save_pretrained(unfinished)
-    for pattern in _BESIDE:
-        for file in source.glob(pattern):
+    with whole_folder(target) as unfinished:
+        plain.save_pretrained(unfinished)
+        for file in (file for pattern in _BESIDE for file in source.glob(pattern)):
             shutil.copy(file, unfinished)
-    unfinished.replace(target)
     size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
     return (
         f"{type(plain).__name__} of {source}, {dtype}, {size / 2**20:.1f} MiB, every factor folded in"
@@ -160,8 +155,8 @@ def folded(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
         buffer.copy_(buffers[name])
     if family is not None:
         for path, attention in attentions(plain):
-            own: Any = model.get_submodule(path)
-            scale_queries(family, attention, own.scaling / attention.scaling)
+            trained: Any = model.get_submodule(path)
+            scale_queries(family, attention, trained.scaling / attention.scaling)
     if model.can_generate():
         plain.generation_config = deepcopy(model.generation_config)
     return plain

@@ -29,13 +29,13 @@ def parameterize(
     **settings: Unpack[Settings],
 ) -> Plan:
     """``smupar.parameterize`` for a model of transformers; also sets its attention scale and lets ``save_pretrained`` keep the
-    plan. Weight matrices are initialised anew.
+    plan. Weight matrices get a fresh init.
 
     base      width at which hyperparameters were tuned, or the config or model of that width
     settings  as for ``smupar.parameterize``
 
-    GPT-2, Llama, Mistral, Qwen2, Qwen3, GPT-NeoX and ViT are known. Of others a config or model must be given as base; a
-    warning says what to confirm.
+    GPT-2, Llama, Mistral, Qwen2, Qwen3, GPT-NeoX and ViT are known. For others, give a config or a model as base; a warning
+    says what to confirm.
     """
     refuse(model)
     family = FAMILIES.get(model.config.model_type)
@@ -44,7 +44,7 @@ def parameterize(
         warnings.warn(_to_confirm(model), PlanWarning, stacklevel=2)
     else:
         _check_attention(model, family)
-        settings = _known(model, narrow, settings)
+        settings = _with_known_roles(model, narrow, settings)
     if origin := getattr(model, "name_or_path", ""):
         warnings.warn(
             f"the weights that were loaded from {origin!r} are replaced by a fresh init: a rule is about training from scratch",
@@ -97,10 +97,10 @@ def _base_model(model: PreTrainedModel, base: int | PreTrainedConfig | nn.Module
 
 def _check_attention(model: PreTrainedModel, family: Family) -> None:
     try:
-        found = [family.queries(attention) for _, attention in attentions(model)]
+        queries = [family.queries(attention) for _, attention in attentions(model)]
     except AttributeError:  # other names inside, as in some earlier versions
-        found = []
-    if not found:
+        queries = []
+    if not queries:
         raise ValueError(
             f"the attention of this {model.config.model_type} is not what current versions of transformers have (its scale as "
             f"'scaling', its queries as known here; this is {transformers.__version__}): update transformers, or, for a copy "
@@ -108,16 +108,16 @@ def _check_attention(model: PreTrainedModel, family: Family) -> None:
         )
 
 
-def _known(model: PreTrainedModel, base: nn.Module, settings: Settings) -> Settings:
-    """Settings with what is known beyond shapes."""
+def _with_known_roles(model: PreTrainedModel, base: nn.Module, settings: Settings) -> Settings:
+    """The settings, with what is known about the architecture beyond its shapes."""
     names = [name for name, _ in model.named_parameters()]
-    known = {glob: "hidden" for glob in _HIDDEN if any(fnmatchcase(name, glob) for name in names)}
+    hidden = {glob: "hidden" for glob in _HIDDEN if any(fnmatchcase(name, glob) for name in names)}
     roles = dict(settings.get("roles") or {})  # the first match wins, so the user's own come first
     delta = settings.get("delta")
     config: Any = model.config
     if delta is None and getattr(base, "config", config).hidden_size == config.hidden_size:
         delta = build(type(model), base_config(config, 2 * config.hidden_size))
-    return {**settings, "roles": roles | {glob: role for glob, role in known.items() if glob not in roles}, "delta": delta}
+    return {**settings, "roles": roles | {glob: role for glob, role in hidden.items() if glob not in roles}, "delta": delta}
 
 
 def _to_confirm(model: PreTrainedModel) -> str:

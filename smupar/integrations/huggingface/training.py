@@ -35,7 +35,7 @@ def make_optimizer(model: PreTrainedModel, plan: Plan, args: TrainingArguments, 
 
 
 class SmuparCallback(TrainerCallback):
-    """Audits model and optimizer before the first step, moves masks behind each step, and keeps the state of what moves in the
+    """Audits model and optimizer before the first step, moves masks after each step, and keeps the state of what moves in the
     Trainer's checkpoints.
 
     sparsifier   smupar.RigL(model, plan, optimizer, ...), SET, GMP or IMP

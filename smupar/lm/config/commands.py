@@ -81,7 +81,7 @@ class GenerateConfig:
     """Sampling from a run or an export."""
 
     folder: str
-    """Of a run, of one of its checkpoints, or of an export."""
+    """Folder of a run, of one of its checkpoints, or of an export."""
     prompt: str = "\n"
     tokens: int = 300
     """How many to generate; the text may end before."""
@@ -99,7 +99,7 @@ class ExportConfig:
     """A folder to hand on."""
 
     folder: str
-    """Of a run, of one of its checkpoints, or of a Hugging Face model that smupar parameterized."""
+    """Folder of a run, of one of its checkpoints, or of a Hugging Face model that smupar parameterized."""
     out: str
     """Folder to write."""
     format: Literal["dense", "sparse"] = "dense"
@@ -109,8 +109,8 @@ class ExportConfig:
     """The checkpoint with the lowest validation loss instead of the last."""
 
 
+# The tasks of the paper's Table 2, in its order, as EleutherAI's harness calls them.
 TASKS = ("arc_easy", "lambada_openai", "race", "piqa", "boolq")
-"""Of the paper's Table 2, in its order, as EleutherAI's harness calls them."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class EvalConfig:
     """Models on the downstream tasks of the paper's Table 2."""
 
     folders: tuple[str, ...]
-    """Of runs, checkpoints, exports, or models that transformers reads."""
+    """Folders of runs, checkpoints, exports, or models that transformers reads."""
     questions: TasksConfig = field(default_factory=TasksConfig)
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
     out: str = "runs/eval"

@@ -29,8 +29,8 @@ from smupar.lm.config.validation import (
 _Config = TypeVar("_Config")
 _FEW_MOVES = 5
 
+# The text that needs no download: the source of the running Python's standard library, as bytes.
 STANDARD_LIBRARY = "stdlib"
-"""The text that needs no download: the source of the running Python's standard library, as bytes."""
 
 
 def name_of_text(data: str) -> str:
@@ -45,12 +45,12 @@ def padded_vocab(vocab_size: int) -> int:
 
 
 def changed(config: _Config, values: Mapping[str, Any]) -> _Config:
-    """The configuration with other values of some fields, which go by their own names also where configurations are nested."""
+    """The configuration with some fields changed. Fields of nested configurations go by their own names, without a prefix."""
     assert is_dataclass(config)
     assert not isinstance(config, type)
     nested = {f.name: changed(old, values) for f in fields(config) if is_dataclass(old := getattr(config, f.name))}
-    own = {f.name: values[f.name] for f in fields(config) if f.name in values}
-    return replace(config, **nested, **own)
+    changes = {f.name: values[f.name] for f in fields(config) if f.name in values}
+    return replace(config, **nested, **changes)
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class RunConfig:
     """Learning rate of an AdamW that takes all but the hidden weights; default none, for muon lr."""
     betas: tuple[float, float] = (0.9, 0.95)
     momentum: float = 0.9
-    """Of sgd and muon."""
+    """For sgd and muon."""
     eps: float = 1e-8
     eps_scaling: Literal["constant", "width"] = "constant"
     """width: epsilon shrinks with the width, like the gradients."""
@@ -188,7 +188,7 @@ class RunConfig:
 
     @property
     def exact_sparsity(self) -> float | None:
-        """2/3 where somebody says 0.667 of the pattern 1:3, which fixes it."""
+        """The sparsity, exact where the pattern fixes it: 2/3 for the pattern 1:3, also if 0.667 was typed."""
         fixed = n_of_m(self.pattern)
         return 1 - fixed[0] / fixed[1] if fixed and self.sparsity else self.sparsity
 
@@ -203,30 +203,30 @@ class RunConfig:
         )
 
     @property
-    def anywhere(self) -> RunConfig:
+    def portable(self) -> RunConfig:
         """The normalised run with its trace reduced to a file name: its id must not depend on where the trace lies."""
         return replace(self.normalised, follow=PurePath(self.follow).name) if self.follow else self.normalised
 
     @property
     def density(self) -> float | None:
-        """What the run ends with; None leaves it to an N:M pattern."""
+        """The density that the run ends with; None leaves it to an N:M pattern."""
         if self.exact_sparsity is None:
             return None if ":" in self.pattern else 0.0625
         return 1 - self.exact_sparsity
 
     @property
     def start_density(self) -> float | None:
-        """What ``parameterize`` takes."""
+        """The density that the run starts with, which ``parameterize`` takes."""
         return 1.0 if self.prunes else self.density
 
     @property
     def prunes(self) -> bool:
-        """Whether it starts dense."""
+        """Whether the run starts dense and is pruned."""
         return self.dynamic in ("gmp", "imp")
 
     @property
     def round_steps(self) -> int:
-        """Steps after which the run starts anew, with the learning rate's schedule."""
+        """Steps of a round, after which the schedule of the learning rate starts again; all steps where there are no rounds."""
         return self.steps // (self.rounds + 1) if self.dynamic == "imp" else self.steps
 
     @property
@@ -240,7 +240,7 @@ class RunConfig:
     @property
     def id(self) -> str:
         """Equal for equal runs: the hash of everything above."""
-        return hashlib.sha256(json.dumps(_hashed(self.anywhere), indent=1).encode()).hexdigest()[:10]
+        return hashlib.sha256(json.dumps(_hashed(self.portable), indent=1).encode()).hexdigest()[:10]
 
     @property
     def last_move(self) -> int:
@@ -248,8 +248,8 @@ class RunConfig:
         return int(self.mask_stop * self.steps)
 
     @property
-    def few_moves(self) -> str | None:
-        """What to say of masks that hardly move, as they do in short runs: one would not learn much about them."""
+    def few_moves_warning(self) -> str | None:
+        """A warning for runs whose masks hardly move, as in short runs; None if they move often enough to learn from."""
         if self.dynamic not in ("rigl", "set", "gmp") or self.density == 1:
             return None
         num = -(-self.last_move // self.mask_every) if self.prunes else self.last_move // self.mask_every
@@ -272,6 +272,8 @@ class RunConfig:
             raise ValueError(f"not the configuration of a run, or one of another version ({error})") from error
 
 
+# The fields of a run and its model that the first published runs had: they are always hashed. Never change this list. A field
+# that came later is hashed only where it differs from its default, so that the ids of earlier runs stay what they were.
 FIRST_FIELDS = frozenset(
     (
         *("width", "depth", "head_dim", "vocab_size", "ff_ratio", "ff_multiple", "positions", "activation", "biases", "tied"),
@@ -304,21 +306,18 @@ FIRST_FIELDS = frozenset(
         ),
     )
 )
-"""The fields of a run and its model that the first published runs had: they are always hashed. Never change this list. A field
-that came later is hashed only where it differs from its default, so that the ids of earlier runs stay what they were."""
 
+# All other fields, with the values that earlier runs had without knowing them.
 LATER_FIELDS = {
     item.name: default_of(item) for kind in (RunConfig, ModelConfig) for item in fields(kind) if item.name not in FIRST_FIELDS
 }
-"""All other fields, with the values that earlier runs had without knowing them."""
 
 
 def _hashed(config: Any) -> dict[str, Any]:
-    found = {item.name: (getattr(config, item.name), item) for item in fields(config)}
     return {
-        name: _hashed(value) if is_dataclass(value) else value
-        for name, (value, item) in found.items()
-        if name in FIRST_FIELDS or value != default_of(item)
+        item.name: _hashed(value) if is_dataclass(value) else value
+        for item in fields(config)
+        if (value := getattr(config, item.name)) != default_of(item) or item.name in FIRST_FIELDS
     }
 
 

@@ -27,9 +27,9 @@ def _choices(kind: Any) -> dict[str, tuple[Any, ...]]:
 
 def check_choices(config: Any) -> None:
     """Every choice is one of those that its annotation lists."""
-    for name, known in _choices(config.__class__).items():
+    for name, choices in _choices(config.__class__).items():
         value = getattr(config, name)
-        refuse(value not in known, f"{name} must be one of {', '.join(map(str, known))}, got {value!r}")
+        refuse(value not in choices, f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")
 
 
 def check_sparsities(*values: float) -> None:

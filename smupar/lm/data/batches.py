@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from smupar.lm.config.run import STANDARD_LIBRARY, RunConfig, padded_vocab
-from smupar.lm.data.shards import Index, Tokens, open_tokens, read_index, verify
+from smupar.lm.data.shards import ShardIndex, Tokens, open_tokens, read_index, verify
 from smupar.lm.data.tokenizer import TOKENIZER_FILE, Tokenizer
 
 # Share of the text, at its end, that is never trained on where no text for validation is given.
@@ -29,30 +29,28 @@ _NOT_TEXT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__
 
 
 @dataclass(frozen=True)
-class TextFacts:
-    """What a run remembers of its text."""
+class CorpusFacts:
+    """What a run remembers of its text: the content of data.json."""
 
     name: str
     num_tokens: int
-    sha256: str
-    """Of all of it, validation too."""
+    sha256: str  # of all of it, validation too
     largest_token: int
     tokenizer: dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Text:
-    """What a run reads."""
+class Corpus:
+    """The text that a run reads, as tokens."""
 
     train: Tokens
     valid: Tokens
-    facts: TextFacts
-    tokenizer_file: Path | None
-    """None: bytes."""
+    facts: CorpusFacts
+    tokenizer_file: Path | None  # None: bytes
 
 
-def open_text(config: RunConfig, *, check: bool = True) -> Text:
-    """The text of a run, split, and compared with the model: ``check`` also compares shards with their checksums."""
+def open_text(config: RunConfig, *, check: bool = True) -> Corpus:
+    """The text of a run, split; refused if it does not fit the model. ``check`` also compares shards with their checksums."""
     tokens, facts = _open(config.data, check)
     if config.valid_data is None:
         train, valid = split(tokens)
@@ -64,7 +62,7 @@ def open_text(config: RunConfig, *, check: bool = True) -> Text:
                 f"{valid_facts.tokenizer['name']}): prepare both with the same one"
             )
         train = tokens
-        facts = TextFacts(
+        facts = CorpusFacts(
             f"{facts.name}, validated on {valid_facts.name}",
             facts.num_tokens + valid_facts.num_tokens,
             _sha256(facts.sha256.encode() + valid_facts.sha256.encode()),
@@ -79,7 +77,7 @@ def open_text(config: RunConfig, *, check: bool = True) -> Text:
     for part, what in ((train, "training"), (valid, "validation")):
         num_sequences(part, config.seq_len, what)  # raises if there is none
     file = Path(config.data) / TOKENIZER_FILE
-    return Text(train, valid, facts, file if config.data != STANDARD_LIBRARY and file.exists() else None)
+    return Corpus(train, valid, facts, file if config.data != STANDARD_LIBRARY and file.exists() else None)
 
 
 def standard_library() -> Tokens:
@@ -102,17 +100,17 @@ def split(tokens: Tokens) -> tuple[Tokens, Tokens]:
     return tokens.slice(0, cut), tokens.slice(cut, len(tokens))
 
 
-def _open(name: str, check: bool) -> tuple[Tokens, TextFacts]:
+def _open(name: str, check: bool) -> tuple[Tokens, CorpusFacts]:
     if name == STANDARD_LIBRARY:
         source = _python_source()
         info, largest = asdict(Tokenizer("bytes").info), max(source)
-        return Tokens([np.frombuffer(source, dtype=np.uint8)]), TextFacts(name, len(source), _sha256(source), largest, info)
+        return Tokens([np.frombuffer(source, dtype=np.uint8)]), CorpusFacts(name, len(source), _sha256(source), largest, info)
     index = verify(name) if check else read_index(name)
-    facts = TextFacts(name, index.num_tokens, _fingerprint(index), index.largest_token, asdict(index.tokenizer))
+    facts = CorpusFacts(name, index.num_tokens, _fingerprint(index), index.largest_token, asdict(index.tokenizer))
     return open_tokens(name), facts
 
 
-def _fingerprint(index: Index) -> str:
+def _fingerprint(index: ShardIndex) -> str:
     return _sha256("".join([index.tokenizer.sha256, *(shard.sha256 for shard in index.shards)]).encode())
 
 
@@ -133,7 +131,7 @@ def batch(
     rows: tuple[int, int] | None = None,
     to: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of one step; of the rows from, to alone where a rank needs no others. ``to`` carries them to a
+    """Inputs and targets of one step. ``rows``: from, to, where a rank needs a part of the batch; ``to`` carries tensors to a
     device."""
     first, last = (0, batch_size) if rows is None else rows
     count = num_sequences(tokens, seq_len)

@@ -13,6 +13,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,20 @@ from tqdm import tqdm
 
 from smupar.lm.config.commands import PrepareConfig
 from smupar.lm.data.shard_writer import ShardWriter
-from smupar.lm.data.shards import INDEX, PROGRESS, VERIFIED, Index, Shard, TokenizerInfo, check_sizes, read_index, token_dtype
-from smupar.lm.data.sources import BrokenOffError, Piece, Unit, describe, find_units
+from smupar.lm.data.shards import (
+    INDEX,
+    PROGRESS,
+    VERIFIED,
+    Shard,
+    ShardIndex,
+    TokenizerInfo,
+    check_sizes,
+    read_index,
+    token_dtype,
+)
+from smupar.lm.data.sources import BrokenOffError, SourceUnit, TextPiece, describe, find_units
 from smupar.lm.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
-from smupar.output.files import locked, write_atomic
+from smupar.output.files import locked, refuse_other_files, write_atomic
 
 _PROGRESS_FORMAT = "smupar-progress/1"
 _OUR_FILES = re.compile(rf"tokens-\d{{5,}}\.bin|{INDEX}|{PROGRESS}|{VERIFIED}|{TOKENIZER_FILE}")
@@ -39,61 +50,63 @@ _BATCH_PIECES = 1 << 13
 
 
 @dataclass(frozen=True)
-class Progress:
+class PreparationState:
     """The content of progress.json: what is done, and what it was done for."""
 
     tokenizer: TokenizerInfo
     source: dict[str, Any]
     shards: tuple[Shard, ...] = ()
     largest_token: int = -1
-    num_units: int = 0
-    """Files (or datasets) that are done."""
-    num_pieces: int = 0
-    """Pieces of the next one that are done."""
+    num_units: int = 0  # files (or datasets) that are done
+    num_pieces: int = 0  # pieces of the next one that are done
+    # It stopped at input that it cannot read. Another command may then start over in the same folder.
     failed: bool = False
-    """It stopped at input that it cannot read. Another command may then start over in the same folder."""
 
     def write(self, folder: Path) -> None:
         write_atomic(folder / PROGRESS, json.dumps({"format": _PROGRESS_FORMAT, **asdict(self)}, indent=1) + "\n")
 
 
-def prepare(config: PrepareConfig) -> Index:
+def prepare(config: PrepareConfig) -> ShardIndex:
     """Tokenise the sources into ``config.out``; goes on where an earlier call with the same configuration was stopped."""
     folder = Path(config.out)
     if not config.sources:
         raise ValueError("nothing to prepare: name at least one file, folder or dataset")
     _check_encoding(config)
     tokenizer = load_tokenizer(config.tokenizer)
-    found = {source: find_units(source, out=folder) for source in config.sources}
-    units = [unit for source in config.sources for unit in found[source]]
+    units_of = {source: find_units(source, out=folder) for source in config.sources}
+    units = [unit for source in config.sources for unit in units_of[source]]
     source = {
-        "sources": [describe(source, found[source]) for source in config.sources],
+        "sources": [describe(source, units_of[source]) for source in config.sources],
         "options": {name: getattr(config, name) for name in _OPTIONS},
     }
-    wanted = Progress(tokenizer.info, source)
+    asked = PreparationState(tokenizer.info, source)
 
     if (folder / INDEX).is_file():
         index = read_index(folder)
-        _refuse_if_different(folder, Progress(index.tokenizer, index.source), wanted)
+        _refuse_if_different(folder, PreparationState(index.tokenizer, index.source), asked)
         check_sizes(folder, index)
         (folder / PROGRESS).unlink(missing_ok=True)
         print(f"{folder} is already prepared: nothing to do", file=sys.stderr)
         _say_if_newer(units, folder / INDEX)
         return index
     is_new = not folder.exists()
-    if folder.is_file():
-        raise ValueError(f"{folder} is a file: choose another --out")
     with locked(folder):
-        return _prepare(folder, tokenizer, units, config, wanted, is_new=is_new)
+        return _prepare(folder, tokenizer, units, config, asked, is_new=is_new)
 
 
 def _prepare(
-    folder: Path, tokenizer: Tokenizer, units: list[Unit], config: PrepareConfig, wanted: Progress, *, is_new: bool
-) -> Index:
-    earlier = _earlier_progress(folder, wanted)
+    folder: Path,
+    tokenizer: Tokenizer,
+    units: list[SourceUnit],
+    config: PrepareConfig,
+    asked: PreparationState,
+    *,
+    is_new: bool,
+) -> ShardIndex:
+    earlier = _earlier_progress(folder, asked)
     if earlier is not None:
         _say_if_newer(units, folder / PROGRESS)
-    progress = earlier or wanted
+    progress = earlier or asked
     writer = ShardWriter(
         folder,
         vocab_size=tokenizer.vocab_size,
@@ -102,11 +115,10 @@ def _prepare(
         largest_token=progress.largest_token,
     )
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         progress.write(folder)
         tokenizer.save(folder)
         _fill(writer, tokenizer, units, config, progress)
-        index = Index(tokenizer.info, writer.largest_token, tuple(writer.shards), wanted.source)
+        index = ShardIndex(tokenizer.info, writer.largest_token, tuple(writer.shards), asked.source)
         write_atomic(folder / INDEX, index.to_json())
     except OSError as error:
         # Reading has its own errors: this one is about the folder.
@@ -126,9 +138,11 @@ def _prepare(
     return index
 
 
-def _fill(writer: ShardWriter, tokenizer: Tokenizer, units: list[Unit], config: PrepareConfig, progress: Progress) -> None:
+def _fill(
+    writer: ShardWriter, tokenizer: Tokenizer, units: list[SourceUnit], config: PrepareConfig, progress: PreparationState
+) -> None:
     eot = np.array([] if tokenizer.eot is None else [tokenizer.eot], dtype=token_dtype(tokenizer.vocab_size))
-    with _Bar(units, progress) as bar:
+    with closing(_Bar(units, progress)) as bar:
         for batch in _batches(_read(units, config, progress)):
             encoded = tokenizer.encode_batch([piece.text for _, _, piece in batch])
             for (unit, number, piece), tokens in zip(batch, encoded, strict=True):
@@ -152,11 +166,11 @@ def _fill(writer: ShardWriter, tokenizer: Tokenizer, units: list[Unit], config: 
         raise ValueError(f"no text in {', '.join(config.sources)}: every file or row is empty")
 
 
-Numbered = tuple[int, int, Piece]
-"""The unit it comes from, the number of pieces of that unit up to and with it, the piece."""
+# The number of the unit that a piece comes from, how many pieces of that unit there are up to and with it, the piece.
+Numbered = tuple[int, int, TextPiece]
 
 
-def _read(units: list[Unit], config: PrepareConfig, progress: Progress) -> Iterator[Numbered]:
+def _read(units: list[SourceUnit], config: PrepareConfig, progress: PreparationState) -> Iterator[Numbered]:
     for unit in range(progress.num_units, len(units)):
         skip = progress.num_pieces if unit == progress.num_units else 0
         for number, piece in enumerate(units[unit].read(config, skip=skip), skip + 1):
@@ -180,7 +194,7 @@ def _batches(pieces: Iterator[Numbered]) -> Iterator[list[Numbered]]:
 class _Bar:
     """Bytes of the files; documents where a dataset does not say how large it is."""
 
-    def __init__(self, units: list[Unit], progress: Progress):
+    def __init__(self, units: list[SourceUnit], progress: PreparationState):
         sizes = [unit.size for unit in units]
         self._before = None if None in sizes else np.cumsum([0, *(size or 0 for size in sizes)])
         total = None if self._before is None else int(self._before[-1])
@@ -190,10 +204,7 @@ class _Bar:
         unit = " documents" if self._before is None else "B"
         self._bar = tqdm(total=total, initial=initial, desc="prepare", unit=unit, unit_scale=True, leave=False, file=sys.stderr)
 
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._bar.close()
 
     def show(self, batch: list[Numbered], num_tokens: int) -> None:
@@ -214,63 +225,58 @@ def _check_encoding(config: PrepareConfig) -> None:
         raise ValueError(f"{error}: pass --encoding utf-8, latin-1, ... and --errors strict, replace or ignore") from error
 
 
-def _earlier_progress(folder: Path, wanted: Progress) -> Progress | None:
+def _earlier_progress(folder: Path, asked: PreparationState) -> PreparationState | None:
     """What an earlier call with the same configuration left, if anything. Anything else in the folder raises."""
-    if not folder.exists():
-        return None
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is a file: choose another --out")
     for path in folder.iterdir():
         if _OUR_TEMPORARY.fullmatch(path.name):
             path.unlink()
     path = folder / PROGRESS
     if not path.is_file():
-        if any(folder.iterdir()):
-            raise ValueError(f"{folder} holds other files and would not be overwritten: choose another --out")
+        refuse_other_files(folder, "preparation")
         return None
     progress = _read_progress(path)
-    if progress.failed and _differences(progress, wanted):
+    if progress.failed and _differences(progress, asked):
         _remove_ours(folder)
         return None
-    _refuse_if_different(folder, progress, wanted)
-    check_sizes(folder, Index(progress.tokenizer, progress.largest_token, progress.shards, progress.source))
+    _refuse_if_different(folder, progress, asked)
+    check_sizes(folder, ShardIndex(progress.tokenizer, progress.largest_token, progress.shards, progress.source))
     # With other --errors the shards are the same, as no error was met in them.
-    return replace(progress, source=wanted.source, failed=False)
+    return replace(progress, source=asked.source, failed=False)
 
 
-def _say_if_newer(units: Sequence[Unit], made: Path) -> None:
+def _say_if_newer(units: Sequence[SourceUnit], written: Path) -> None:
     """A file of the same size may hold another text. Its time is no proof of that, so this is no error."""
-    newer = [unit.name for unit in units if unit.size is not None and Path(unit.name).stat().st_mtime > made.stat().st_mtime]
+    newer = [unit.name for unit in units if unit.size is not None and Path(unit.name).stat().st_mtime > written.stat().st_mtime]
     if newer:
         more = f" and {len(newer) - 1} more were" if len(newer) > 1 else " was"
         print(
-            f"{newer[0]}{more} written after {made.parent} was made: if the text changed, delete {made.parent} and prepare it "
-            "again",
+            f"{newer[0]}{more} written after {written.parent} was made: if the text changed, delete {written.parent} and "
+            "prepare it again",
             file=sys.stderr,
         )
 
 
-def _read_progress(path: Path) -> Progress:
+def _read_progress(path: Path) -> PreparationState:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         if values.pop("format") != _PROGRESS_FORMAT:
             raise KeyError("format")
         values["tokenizer"] = TokenizerInfo(**values["tokenizer"])
         values["shards"] = tuple(Shard(**shard) for shard in values["shards"])
-        return Progress(**values)
+        return PreparationState(**values)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged or of another version ({error}): choose another --out, or delete it") from error
 
 
-def _differences(there: Progress, wanted: Progress) -> list[str]:
+def _differences(there: PreparationState, asked: PreparationState) -> list[str]:
     differences = []
-    if there.tokenizer.sha256 != wanted.tokenizer.sha256:
-        differences.append(f"tokenizer {there.tokenizer.name}, not {wanted.tokenizer.name}")
-    if there.source.get("sources") != wanted.source["sources"]:
-        old, new = ([_brief(one) for one in state.source.get("sources", [])] for state in (there, wanted))
+    if there.tokenizer.sha256 != asked.tokenizer.sha256:
+        differences.append(f"tokenizer {there.tokenizer.name}, not {asked.tokenizer.name}")
+    if there.source.get("sources") != asked.source["sources"]:
+        old, new = ([_brief(source) for source in state.source.get("sources", [])] for state in (there, asked))
         differences.append(f"sources {', '.join(old)}, not {', '.join(new)}")
     options = there.source.get("options", {})
-    for name, value in wanted.source["options"].items():
+    for name, value in asked.source["options"].items():
         if options.get(name) != value and not (name == "errors" and there.failed and options.get(name) == "strict"):
             differences.append(f"{name} {options.get(name)}, not {value}")
     return differences
@@ -280,8 +286,8 @@ def _brief(source: dict[str, Any]) -> str:
     return f"{source['source']} ({source['num_bytes']} bytes)" if "num_bytes" in source else str(source["source"])
 
 
-def _refuse_if_different(folder: Path, there: Progress, wanted: Progress) -> None:
-    if differences := _differences(there, wanted):
+def _refuse_if_different(folder: Path, there: PreparationState, asked: PreparationState) -> None:
+    if differences := _differences(there, asked):
         raise ValueError(f"{folder} holds another preparation ({'; '.join(differences)}): choose another --out")
 
 
@@ -296,7 +302,7 @@ def _leave_after_bad_input(folder: Path, *, remove_folder: bool) -> None:
 
 
 def _remove_ours(folder: Path) -> None:
-    """Progress goes last: killed before, the next call knows whose files these are."""
+    """progress.json goes last: killed before, the next call knows whose files these are."""
     for path in sorted(folder.iterdir(), key=lambda path: path.name == PROGRESS):
         if _OUR_FILES.fullmatch(path.name) or _OUR_TEMPORARY.fullmatch(path.name):
             path.unlink()

@@ -11,7 +11,7 @@ from typing import IO
 
 import numpy as np
 
-from smupar.lm.data.shards import INDEX, Index, Shard, TokenizerInfo, token_dtype
+from smupar.lm.data.shards import INDEX, Shard, ShardIndex, TokenizerInfo, token_dtype
 from smupar.output.files import sync_folder, write_atomic
 
 _BUFFER = 1 << 22
@@ -97,7 +97,9 @@ class ShardWriter:
         self._start()
 
 
-def write_tokens(folder: str | Path, tokens: np.ndarray, tokenizer: TokenizerInfo, *, shard_tokens: int = 100_000_000) -> Index:
+def write_tokens(
+    folder: str | Path, tokens: np.ndarray, tokenizer: TokenizerInfo, *, shard_tokens: int = 100_000_000
+) -> ShardIndex:
     """A prepared folder from tokens that exist already; its text is one document."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -108,6 +110,6 @@ def write_tokens(folder: str | Path, tokens: np.ndarray, tokenizer: TokenizerInf
         part = tokens[start : start + shard_tokens]
         writer.append(part, ends_document=start + len(part) == len(tokens))
     writer.close()
-    index = Index(tokenizer, writer.largest_token, tuple(writer.shards), {"tokens": len(tokens)})
+    index = ShardIndex(tokenizer, writer.largest_token, tuple(writer.shards), {"tokens": len(tokens)})
     write_atomic(folder / INDEX, index.to_json())
     return index

@@ -43,20 +43,18 @@ class TokenizerInfo:
 class Shard:
     file: str
     num_tokens: int
-    num_documents: int
-    """Documents that end in it."""
+    num_documents: int  # documents that end in it
     sha256: str
 
 
 @dataclass(frozen=True)
-class Index:
+class ShardIndex:
     """The content of index.json."""
 
     tokenizer: TokenizerInfo
     largest_token: int
     shards: tuple[Shard, ...]
-    source: dict[str, Any]
-    """What it was made from: the sources with their sizes, and the options."""
+    source: dict[str, Any]  # what it was made from: the sources with their sizes, and the options
 
     @property
     def num_tokens(self) -> int:
@@ -93,7 +91,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("u1" if vocab_size <= 1 << 8 else "<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
-def read_index(folder: str | Path) -> Index:
+def read_index(folder: str | Path) -> ShardIndex:
     folder = Path(folder)
     if folder.is_file():
         raise ValueError(f"{folder} is a file: make a folder of it with smupar data prepare {folder} --out FOLDER")
@@ -109,7 +107,7 @@ def read_index(folder: str | Path) -> Index:
         values = json.loads(path.read_text(encoding="utf-8"))
         if values["format"] != FORMAT:
             raise ValueError(f"{path} has format {values['format']!r} and this version reads {FORMAT!r}: {again}")
-        index = Index(
+        index = ShardIndex(
             tokenizer=TokenizerInfo(**values["tokenizer"]),
             largest_token=int(values["largest_token"]),
             shards=tuple(Shard(**shard) for shard in values["shards"]),
@@ -123,27 +121,27 @@ def read_index(folder: str | Path) -> Index:
     return index
 
 
-def check_sizes(folder: str | Path, index: Index) -> None:
+def check_sizes(folder: str | Path, index: ShardIndex) -> None:
     """Every shard is there and as long as it was. Cheap: nothing is read."""
     for shard in index.shards:
         path = Path(folder) / shard.file
         expected = shard.num_tokens * index.dtype.itemsize
-        found = path.stat().st_size if path.is_file() else None
-        if found != expected:
-            what = "is missing" if found is None else "is truncated" if found < expected else "is too long"
+        size = path.stat().st_size if path.is_file() else None
+        if size != expected:
+            what = "is missing" if size is None else "is truncated" if size < expected else "is too long"
             raise ValueError(
-                f"shard {path} {what}: {expected} bytes expected, {found or 0} found; delete the folder and prepare it again"
+                f"shard {path} {what}: {expected} bytes expected, {size or 0} found; delete the folder and prepare it again"
             )
 
 
-def verify(folder: str | Path, *, progress: bool = True) -> Index:
+def verify(folder: str | Path, *, progress: bool = True) -> ShardIndex:
     """Check the size and hash of every shard. Hashes that were right are remembered, so that the next start is quick."""
     folder = Path(folder)
     index = read_index(folder)
     check_sizes(folder, index)
-    known = _read_verified(folder)
+    verified = _read_verified(folder)
     now = {shard.file: _state(folder, shard) for shard in index.shards}
-    todo = [shard for shard in index.shards if known.get(shard.file) != now[shard.file]]
+    todo = [shard for shard in index.shards if verified.get(shard.file) != now[shard.file]]
     if not todo:
         return index
     size = sum(now[shard.file]["size"] for shard in todo)
@@ -152,11 +150,11 @@ def verify(folder: str | Path, *, progress: bool = True) -> Index:
         tqdm(total=size, desc="verify", unit="B", unit_scale=True, disable=hidden, leave=False) as bar,
         ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool,
     ):
-        for shard, found in zip(todo, pool.map(lambda shard: _file_hash(folder / shard.file, bar), todo), strict=True):
-            if found != shard.sha256:
+        for shard, sha256 in zip(todo, pool.map(lambda shard: _file_hash(folder / shard.file, bar), todo), strict=True):
+            if sha256 != shard.sha256:
                 pool.shutdown(cancel_futures=True)
                 raise ValueError(
-                    f"shard {folder / shard.file} has changed since it was prepared (sha256 {found[:12]}..., expected "
+                    f"shard {folder / shard.file} has changed since it was prepared (sha256 {sha256[:12]}..., expected "
                     f"{shard.sha256[:12]}...): delete the folder and prepare it again"
                 )
     # A folder that cannot be written is hashed again next time.

@@ -30,12 +30,12 @@ _UTF8_BOM = b"\xef\xbb\xbf"
 _UNREADABLE = (".zst", ".xz", ".bz2", ".lz4", ".zip", ".tar", ".7z")
 
 
-class Piece(NamedTuple):
-    text: str
-    """Empty for a row without text; such rows count as pieces, so that a resumed preparation can count them off."""
+class TextPiece(NamedTuple):
+    """A document, or a part of one."""
+
+    text: str  # empty for a row without text; such rows count as pieces, so that a resumed preparation can count them off
     ends_document: bool
-    position: int
-    """Bytes of the file read so far, for the progress bar."""
+    position: int  # bytes of the file read so far, for the progress bar
 
 
 class BrokenOffError(ValueError):
@@ -43,16 +43,14 @@ class BrokenOffError(ValueError):
 
 
 @dataclass(frozen=True)
-class Unit:
-    """One file, or one dataset."""
+class SourceUnit:
+    """One file, or one dataset: a source that a user names may stand for many."""
 
     name: str
-    size: int | None = None
-    """Bytes; None for a dataset."""
-    config_name: str | None = None
-    """Of a dataset."""
+    size: int | None = None  # bytes; None for a dataset
+    config_name: str | None = None  # for datasets only
 
-    def read(self, config: PrepareConfig, *, skip: int = 0) -> Iterator[Piece]:
+    def read(self, config: PrepareConfig, *, skip: int = 0) -> Iterator[TextPiece]:
         """The pieces from number ``skip`` on."""
         if self.size is None:
             return _read_dataset(self, config, skip)
@@ -63,15 +61,15 @@ class Unit:
         return _read_jsonl(path, config, skip) if kind in (".jsonl", ".json") else _read_text(path, config, skip)
 
 
-def find_units(source: str, *, out: Path) -> list[Unit]:
+def find_units(source: str, *, out: Path) -> list[SourceUnit]:
     """What a source stands for. ``out`` is left out of the folders that are walked."""
     if source == "slimpajama":
-        return [Unit(SLIMPAJAMA)]
+        return [SourceUnit(SLIMPAJAMA)]
     if source.startswith("hf:"):
         name, _, config_name = source.removeprefix("hf:").partition(":")
         if not name:
             raise ValueError(f"the source {source!r} names no dataset: write hf:NAME or hf:NAME:CONFIG")
-        return [Unit(name, config_name=config_name or None)]
+        return [SourceUnit(name, config_name=config_name or None)]
     path = Path(source)
     if path.is_dir():
         files = [path for path in _walk(path, out.resolve()) if path.stat().st_size]
@@ -86,10 +84,10 @@ def find_units(source: str, *, out: Path) -> list[Unit]:
     for file in files:
         if file.name.lower().endswith(_UNREADABLE):
             raise ValueError(f"{file} is compressed in a way that is not read here: decompress it, or compress it with gzip")
-    return [Unit(str(file), file.stat().st_size) for file in files]
+    return [SourceUnit(str(file), file.stat().st_size) for file in files]
 
 
-def describe(source: str, units: list[Unit]) -> dict[str, Any]:
+def describe(source: str, units: list[SourceUnit]) -> dict[str, Any]:
     """What tells one source from another without reading it: names and sizes."""
     if units[0].size is None:
         return {"source": source}
@@ -104,15 +102,15 @@ def describe(source: str, units: list[Unit]) -> dict[str, Any]:
 
 
 def _walk(root: Path, out: Path) -> list[Path]:
-    found: list[Path] = []
+    paths: list[Path] = []
     seen = {out, root.resolve()}  # links may lead in circles
     for folder, folders, files in os.walk(root, followlinks=True):
         here = Path(folder)
         new = {name: (here / name).resolve() for name in sorted(folders) if not name.startswith(".")}
         folders[:] = [name for name, real in new.items() if real not in seen]
         seen.update(new.values())
-        found += [here / name for name in files if not name.startswith(".") and (here / name).is_file()]
-    return sorted(found, key=lambda path: path.as_posix())
+        paths += [here / name for name in files if not name.startswith(".") and (here / name).is_file()]
+    return sorted(paths, key=lambda path: path.as_posix())
 
 
 @contextmanager
@@ -139,7 +137,7 @@ def _undecodable(path: Path, error: UnicodeDecodeError, offset: int) -> ValueErr
     )
 
 
-def _read_text(path: Path, config: PrepareConfig, skip: int) -> Iterator[Piece]:
+def _read_text(path: Path, config: PrepareConfig, skip: int) -> Iterator[TextPiece]:
     decoder = codecs.getincrementaldecoder(config.encoding)(config.errors)
     is_utf8 = codecs.lookup(config.encoding).name == "utf-8"
     number = num_bytes = 0
@@ -161,15 +159,15 @@ def _read_text(path: Path, config: PrepareConfig, skip: int) -> Iterator[Piece]:
                 cut = cut_at(text)
                 number += 1
                 if number > skip:
-                    yield Piece(text[:cut], False, raw.tell())
+                    yield TextPiece(text[:cut], False, raw.tell())
                 text = text[cut:]
         if text and number >= skip:
-            yield Piece(text, True, raw.tell())
+            yield TextPiece(text, True, raw.tell())
 
 
 def cut_at(text: str) -> int:
-    """Where to cut a long text: behind a line end between two words if there is one in its second half. A byte-level BPE
-    splits there in any case, so that cutting does not change the tokens. Something is always left behind the cut, so that
+    """Where to cut a long text: after a line end between two words if there is one in its second half. A byte-level BPE
+    splits there in any case, so that cutting does not change the tokens. Something is always left after the cut, so that
     the end of a document is never an empty piece."""
     half, end = len(text) // 2, len(text) - 1
     at = end
@@ -183,7 +181,7 @@ def cut_at(text: str) -> int:
     return end
 
 
-def _read_jsonl(path: Path, config: PrepareConfig, skip: int) -> Iterator[Piece]:
+def _read_jsonl(path: Path, config: PrepareConfig, skip: int) -> Iterator[TextPiece]:
     if "\n".encode(config.encoding) != b"\n":
         raise ValueError(f"{path}: lines of JSON in {config.encoding} are not read here, convert the file to UTF-8")
     offset = 0
@@ -196,7 +194,7 @@ def _read_jsonl(path: Path, config: PrepareConfig, skip: int) -> Iterator[Piece]
                 except UnicodeDecodeError as error:
                     raise _undecodable(path, error, offset + len(line) - len(content) + error.start) from error
                 text = _field_of_line(decoded, config, f"{path}, line {number}") if decoded.strip() else ""
-                yield Piece(text, True, raw.tell())
+                yield TextPiece(text, True, raw.tell())
             offset += len(line)
 
 
@@ -234,7 +232,7 @@ def _names(names: Any) -> str:
     return ", ".join(map(repr, names)) or "none"
 
 
-def _read_parquet(path: Path, config: PrepareConfig, skip: int) -> Iterator[Piece]:
+def _read_parquet(path: Path, config: PrepareConfig, skip: int) -> Iterator[TextPiece]:
     parquet = optional("pyarrow.parquet", f"reading Parquet ({path})")
     arrow_error = optional("pyarrow", f"reading Parquet ({path})").ArrowException
     try:
@@ -244,7 +242,7 @@ def _read_parquet(path: Path, config: PrepareConfig, skip: int) -> Iterator[Piec
         raise ValueError(f"{path} is not Parquet, or damaged ({first_line(error)}): get it again, or rename it") from error
 
 
-def _rows(file: Any, path: Path, config: PrepareConfig, skip: int) -> Iterator[Piece]:
+def _rows(file: Any, path: Path, config: PrepareConfig, skip: int) -> Iterator[TextPiece]:
     schema = file.schema_arrow
     if config.field not in schema.names:
         raise ValueError(f"{path}: no column {config.field!r}, it has {_names(schema.names)}: choose one with --field")
@@ -262,10 +260,10 @@ def _rows(file: Any, path: Path, config: PrepareConfig, skip: int) -> Iterator[P
             for text in batch.column(0).to_pylist():
                 row += 1
                 if row > skip:
-                    yield Piece(text or "", True, size * row // num_rows)
+                    yield TextPiece(text or "", True, size * row // num_rows)
 
 
-def _read_dataset(unit: Unit, config: PrepareConfig, skip: int) -> Iterator[Piece]:
+def _read_dataset(unit: SourceUnit, config: PrepareConfig, skip: int) -> Iterator[TextPiece]:
     datasets = optional("datasets", f"streaming the dataset {unit.name}")
     try:
         rows = datasets.load_dataset(unit.name, unit.config_name, split=config.split, streaming=True)
@@ -283,10 +281,10 @@ def _read_dataset(unit: Unit, config: PrepareConfig, skip: int) -> Iterator[Piec
             row = next(stream, None)
         except Exception as error:
             raise BrokenOffError(
-                f"the dataset {unit.name} broke off behind row {number} ({first_line(error)}): run the same command again, "
+                f"the dataset {unit.name} broke off after row {number} ({first_line(error)}): run the same command again, "
                 "it goes on from the last finished shard"
             ) from error
         if row is None:
             return
         number += 1
-        yield Piece(_field(row, config.field, f"{unit.name}, row {number}"), True, 0)
+        yield TextPiece(_field(row, config.field, f"{unit.name}, row {number}"), True, 0)

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from smupar.lm.data.shards import TokenizerInfo, read_index, token_dtype
+from smupar.lm.data.shards import TokenizerInfo, token_dtype
 from smupar.output.files import write_atomic
 from smupar.output.optional import first_line, optional
 
 TOKENIZER_FILE = "tokenizer.json"
 
-# What vocabularies call the token behind a document, in the order in which they are looked for.
+# What vocabularies call the token after a document, in the order in which they are looked for.
 _END_OF_TEXT = ("<|endoftext|>", "</s>", "<eos>", "[EOS]")
 _KINDS = "bytes, gpt2, a tokenizers JSON file, or a folder with GPT-2 style vocabulary and merges"
 
@@ -51,8 +51,8 @@ class Tokenizer:
             return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
         encoded = self._library.encode_batch_fast(texts, add_special_tokens=False)
         # Through int64, so that an id beyond the type is not wrapped around before anybody sees it.
-        ids = [np.array(one.ids, dtype=np.int64) for one in encoded]
-        return [one.astype(token_dtype(self.vocab_size)) if one.max(initial=0) < self.vocab_size else one for one in ids]
+        arrays = [np.array(text.ids, dtype=np.int64) for text in encoded]
+        return [ids.astype(token_dtype(self.vocab_size)) if ids.max(initial=0) < self.vocab_size else ids for ids in arrays]
 
     def encode(self, text: str) -> np.ndarray:
         return self.encode_batch([text])[0]
@@ -88,18 +88,12 @@ def load_tokenizer(spec: str) -> Tokenizer:
     raise ValueError(f"unknown tokenizer {spec!r}, and no such file or folder: pass {_KINDS}")
 
 
-def read_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer that a prepared folder was made with."""
-    info = read_index(folder).tokenizer
-    if info == Tokenizer("bytes").info:
-        return Tokenizer("bytes")
-    path = Path(folder) / TOKENIZER_FILE
-    if not path.is_file():
-        raise ValueError(f"{path} is missing: copy the JSON of the tokenizer {info.name} there, or prepare the folder again")
-    tokenizer = Tokenizer(info.name, _read(path))
-    if tokenizer.info != info:
-        raise ValueError(f"{path} is not the tokenizer {info.name} that made the tokens: prepare the folder again")
-    return tokenizer
+def read_tokenizer(folder: Path, name: str) -> Tokenizer:
+    """The tokenizer of a run, an export or a prepared folder, which keeps its file unless it is bytes."""
+    path = folder / TOKENIZER_FILE
+    if not path.is_file() and name != "bytes":
+        raise ValueError(f"{path} is missing: copy the JSON of the tokenizer {name} there")
+    return Tokenizer(name, _read(path) if path.is_file() else None)
 
 
 def _from_json(name: str, definition: str) -> Any:
@@ -150,13 +144,13 @@ def _from_vocabulary(folder: Path) -> Tokenizer:
 
 
 def _only(folder: Path, *endings: str) -> Path:
-    found = [path for path in sorted(folder.iterdir()) if path.name.endswith(endings) and not path.name.startswith(".")]
-    if len(found) != 1:
-        what = "several: " + ", ".join(path.name for path in found) if found else "none"
+    files = [path for path in sorted(folder.iterdir()) if path.name.endswith(endings) and not path.name.startswith(".")]
+    if len(files) != 1:
+        what = "several: " + ", ".join(path.name for path in files) if files else "none"
         raise ValueError(
             f"a tokenizer's folder has one file whose name ends in {' or '.join(endings)}, {folder} has {what}: pass {_KINDS}"
         )
-    return found[0]
+    return files[0]
 
 
 def _byte_level_bpe(vocabulary: dict[str, int], merges: list[tuple[str, ...]]) -> str:

@@ -30,15 +30,11 @@ class Cost:
     num_parameters: int
     num_nonzeros: int
     num_tokens: int
-    dense_flops: float
-    """Of the whole run."""
+    dense_flops: float  # of the whole run
     sparse_flops: float
-    usual_flops: float
-    """6 FLOPs per parameter and token."""
-    state_bytes: float
-    """Weights, gradients, optimizer state and masks, on each GPU."""
-    activation_bytes: float
-    """On each GPU, about, for one micro-batch."""
+    usual_flops: float  # 6 FLOPs per parameter and token
+    state_bytes: float  # weights, gradients, optimizer state and masks, on each GPU
+    activation_bytes: float  # on each GPU, about, for one micro-batch
 
     def hours(self, *, num_gpus: int = 1, peak_tflops: float = 990, share: float = 0.45) -> float:
         return self.usual_flops / (num_gpus * peak_tflops * 1e12 * share) / 3600
@@ -67,8 +63,8 @@ def estimate(config: RunConfig, *, num_ranks: int = 1, micro_batch: int = 0, sha
 def fitting_micro_batch(config: RunConfig, *, num_ranks: int, sharded: bool, memory: float) -> int:
     """The largest part of a rank's sequences, in equal parts, that should fit into so many bytes; at least one."""
     each = config.batch_size // num_ranks
-    one = estimate(config, num_ranks=num_ranks, micro_batch=1, sharded=sharded)
-    room = int((_USABLE * memory - one.state_bytes) / one.activation_bytes)
+    single = estimate(config, num_ranks=num_ranks, micro_batch=1, sharded=sharded)
+    room = int((_USABLE * memory - single.state_bytes) / single.activation_bytes)
     small = [size for size in range(1, math.isqrt(each) + 1) if each % size == 0]
     return max((size for size in (*small, *(each // size for size in small)) if size <= room), default=1)
 
@@ -150,9 +146,9 @@ def peak_flops(device: torch.device, dtype: str, given_tflops: float | None = No
         return given_tflops * 1e12
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        known = next((tflops for part, tflops in _PEAK_TFLOPS.items() if part in name), None)
-        if known and dtype == "bf16":
-            return known * 1e12
+        tflops = next((tflops for part, tflops in _PEAK_TFLOPS.items() if part in name), None)
+        if tflops and dtype == "bf16":
+            return tflops * 1e12
     return _measured_flops(device, torch.bfloat16 if dtype == "bf16" else torch.float32)
 
 

@@ -89,7 +89,7 @@ class MLP(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x) if self.gated else F.gelu(self.up(x)))
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.norm_attention = nn.LayerNorm(config.width, bias=config.biases)
@@ -110,7 +110,7 @@ class GPT(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.width)
         if config.positions == "learned":
             self.position = nn.Embedding(config.context, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
+        self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.depth))
         self.norm = nn.LayerNorm(config.width, bias=config.biases)
         self.unembedding = nn.Linear(config.width, config.vocab_size, bias=False)
         self.tie()
@@ -171,14 +171,14 @@ def use_flex_attention(model: GPT, length: int) -> None:
 
     mask = create_block_mask(causal, None, None, length, length, device=str(model.embedding.weight.device))
     for block in model.blocks:
-        assert isinstance(block, Block)
+        assert isinstance(block, TransformerBlock)
         block.attention.block_mask = mask
 
 
 def use_plain_attention(model: GPT) -> None:
     """Attention by products and a softmax: torch's fused kernels cannot be batched over models everywhere."""
     for block in model.blocks:
-        assert isinstance(block, Block)
+        assert isinstance(block, TransformerBlock)
         block.attention.plain = True
 
 
@@ -240,7 +240,7 @@ def _settings(config: RunConfig) -> Settings:
         "init_std": config.init_std,
         "alpha_input": config.alpha_input,
         "alpha_output": config.alpha_output,
-        # As wide as its base, a model does not show which of its dimensions scale: a third one does.
+        # A model as wide as its base does not show which dimensions grow with the width; a third, wider one does.
         "delta": on_meta(replace(config.model, width=2 * config.base_width))
         if config.model.width == config.base_width
         else None,

@@ -26,7 +26,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from smupar.lm.run.distributed import World
 from smupar.model.csr import COLUMNS, MASK, ROW_STARTS, expand_state, is_compressed
-from smupar.model.weights import MaskedWeight, weight_of
+from smupar.model.relayout import watch_optimizers
+from smupar.model.weights import weight_of
 from smupar.output.files import sync_folder, write_atomic
 
 _PREFIX, _UNFINISHED = "step-", ".unfinished-"
@@ -35,8 +36,8 @@ _PREFIX, _UNFINISHED = "step-", ".unfinished-"
 def save(
     folder: Path, step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer], state: dict[str, Any], world: World
 ) -> None:
-    """Writes ``folder/step-<step>``, or nothing: on a full disk what is there already stays as it is. Of a checkpoint that is
-    there, ``state`` alone is written."""
+    """Writes ``folder/step-<step>``, or nothing: on a full disk what is there already stays as it is. If this step has a
+    checkpoint already, only ``state`` is written."""
     final, unfinished = folder / folder_name(step), folder / f"{_UNFINISHED}{step:08d}"
     if final.exists():  # the run stopped before it had looked at these weights
         if world.is_main:
@@ -55,10 +56,10 @@ def save(
             sync_folder(folder)
     except (OSError, SafetensorError, CheckpointException) as error:
         shutil.rmtree(unfinished, ignore_errors=True)
-        kept = latest(folder)
+        last = latest(folder)
         raise OSError(
             f"the checkpoint of step {step} could not be written to {folder}: {_reason(error)}. "
-            + (f"That of step {step_of(kept)} is intact" if kept else "There is none yet")
+            + (f"That of step {step_of(last)} is intact" if last else "There is none yet")
             + ": make room and start the same command again"
         ) from error
     world.wait()
@@ -66,10 +67,10 @@ def save(
 
 def load(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
     """Reads weights, masks and optimizer state into model and optimizers; returns ``state.json``."""
+    state = read_state(path)
+    load_weights(path, model)
     with _named(path):
-        state = read_state(path)
-        _read_model(path / "model", model)
-        _read_state(path / "optimizer", model, optimizers)
+        _read_optimizer_state(path / "optimizer", model, optimizers)
     return state
 
 
@@ -92,14 +93,15 @@ class DamagedCheckpointError(ValueError):
 
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Whatever goes wrong in reading a checkpoint, in one line with the remedy."""
+    """Turns whatever goes wrong in reading a checkpoint into one line with the remedy."""
     try:
         yield
     except DamagedCheckpointError:  # named already
         raise
     except (OSError, ValueError, KeyError, RuntimeError, AssertionError, SafetensorError, CheckpointException) as error:
         raise DamagedCheckpointError(
-            f"the checkpoint {path} is damaged ({_reason(error)}): delete it, and the run goes on from the one before, or anew"
+            f"the checkpoint {path} is damaged ({_reason(error)}): delete it, and the run goes on from the one before, or from "
+            "its start"
         ) from error
 
 
@@ -153,32 +155,26 @@ def optimizer_state(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -
     }
 
 
-def _read_state(folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-    """Into optimizers that have made no step, laid out like the parameters."""
+def _read_optimizer_state(folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    """Reads into optimizers that have made no step. State of weights that the checkpoint keeps another way than the model is
+    laid out like them at the first step."""
     homes = {id(p): (o, g) for o in optimizers for g in o.param_groups for p in g["params"]}
-    foreign = {}  # of weights that the checkpoint keeps another way than the model
     for key, entry in _metadata(folder).items():
         name, _, what = key.partition("/")
         weight = weight_of(model, name)
         optimizer, group = homes[id(weight.parameter)]
+        optimizer.state[weight.parameter][what] = _state_room(entry, weight.parameter, group)
         if weight.is_foreign(entry.size):
-            foreign[key] = _room(entry)
-        else:
-            optimizer.state[weight.parameter][what] = _state_room(entry, weight.parameter, group)
-    _read(folder, optimizer_state(model, optimizers) | foreign)
-    for key, value in foreign.items():
-        name, _, what = key.partition("/")
-        weight = weight_of(model, name)
-        optimizer, _ = homes[id(weight.parameter)]
-        optimizer.state[weight.parameter][what] = weight.converted(value.to(weight.parameter.device))
+            watch_optimizers(model, replaced=())
+    _read(folder, optimizer_state(model, optimizers))
 
 
 def _state_room(entry: TensorStorageMetadata, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
     dtype = entry.properties.dtype
     if tuple(entry.size) == tuple(parameter.shape):
         return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format).detach()
-    # A step count, which fused optimizers keep beside the parameter and others on the CPU.
-    beside = group.get("fused") or group.get("capturable")
+    # A step count is kept beside the parameter by fused optimizers and on the CPU by others.
+    beside = entry.size or group.get("fused") or group.get("capturable")
     return torch.zeros(entry.size, dtype=dtype, device=parameter.device if beside else torch.device("cpu"))
 
 
@@ -195,30 +191,23 @@ def _write(folder: Path, tensors: dict[str, Tensor], world: World) -> None:
 
 
 def _read_model(folder: Path, model: nn.Module) -> None:
-    """Reads weights and masks, however they are kept here and there."""
+    """Reads weights and masks. A weight that the checkpoint keeps another way than the model (as non-zeros, as a matrix) goes
+    through a matrix; the others are read into the model's own tensors."""
     stored = _metadata(folder)
     every = [weight_of(model, name) for name, _ in model.named_parameters()]
     foreign = [weight for weight in every if weight.is_masked and is_compressed(stored, weight.name) == weight.stores_zeros]
     for weight in every:
         if weight.name in stored and weight not in foreign:
             weight.make_room(stored[weight.name].size.numel())
-    own = {name for weight in foreign for name in (weight.name, *weight.mask_buffers)}
-    tensors = {name: tensor for name, tensor in weights(model).items() if name not in own}
-    tensors |= {name: _room(stored[name]) for weight in foreign for name in _stored_names(stored, weight)}
+    elsewhere = {name for weight in foreign for name in (weight.name, *weight.mask_buffers)}
+    tensors = {name: tensor for name, tensor in weights(model).items() if name not in elsewhere}
+    parts = [f"{weight.name}{part}" for weight in foreign for part in ("", MASK, COLUMNS, ROW_STARTS)]
+    tensors |= {name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in parts if name in stored}
     _read(folder, tensors)
     for weight in foreign:
         if is_compressed(tensors, weight.name):
             expand_state(tensors, weight.name, weight.shape)
         weight.load(tensors[weight.name], tensors[f"{weight.name}{MASK}"])
-
-
-def _stored_names(stored: dict[str, TensorStorageMetadata], weight: MaskedWeight) -> list[str]:
-    """All that a checkpoint has of a weight, however it keeps it."""
-    return [key for part in ("", MASK, COLUMNS, ROW_STARTS) if (key := f"{weight.name}{part}") in stored]
-
-
-def _room(entry: TensorStorageMetadata) -> Tensor:
-    return torch.empty(entry.size, dtype=entry.properties.dtype)
 
 
 def _metadata(folder: Path) -> dict[str, TensorStorageMetadata]:

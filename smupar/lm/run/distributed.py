@@ -39,7 +39,7 @@ class World:
         return self.size > 1 and self.parallel == "fsdp"
 
     def mean(self, values: Tensor) -> Tensor:
-        """Over ranks."""
+        """The mean over ranks."""
         if self.size > 1:
             dist.all_reduce(values)
             values = values / self.size
@@ -58,7 +58,7 @@ class World:
             dist.barrier()
 
     def share_of(self, batch_size: int) -> tuple[int, int]:
-        """The rows of a batch that are this rank's: from, to."""
+        """Which rows of a batch belong to this rank: from, to."""
         if batch_size % self.size:
             raise ValueError(
                 f"batch_size {batch_size} does not divide among {self.size} ranks: choose a multiple of {self.size}"
@@ -103,11 +103,11 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """For the record of a run."""
+    """What a run's record calls the device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def place(config: RunConfig, world: World) -> tuple[GPT, Plan]:
+def build_on_device(config: RunConfig, world: World) -> tuple[GPT, Plan]:
     """The parameterized model of a run on this rank's device, sharded if the world says so: the same weights and masks
     however many ranks there are. Built on meta, so that no rank ever holds more than its part."""
     model = on_meta(config.model)
@@ -139,7 +139,7 @@ def wrap(model: GPT, world: World) -> nn.Module:
 
 @contextlib.contextmanager
 def accumulate(forward: nn.Module, *, last: bool) -> Iterator[None]:
-    """Around one micro-batch: gradients are exchanged behind the last one only."""
+    """Around one micro-batch: ranks exchange gradients after the last one only."""
     if isinstance(forward, DistributedDataParallel) and not last:
         with forward.no_sync():
             yield

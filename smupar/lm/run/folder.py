@@ -21,19 +21,21 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Literal, TypeVar
 
 import torch
 
 from smupar import __version__
 from smupar.lm.config.run import STANDARD_LIBRARY, RunConfig, differences, flat
-from smupar.lm.data.batches import Text, TextFacts
-from smupar.lm.data.tokenizer import TOKENIZER_FILE, Tokenizer
-from smupar.output.files import locked, write_atomic
+from smupar.lm.data.batches import Corpus, CorpusFacts
+from smupar.lm.data.tokenizer import TOKENIZER_FILE
+from smupar.output.files import locked, refuse_other_files, write_atomic
 from smupar.updates.trace import Trace
 
 Status = Literal["finished", "diverged", "interrupted", "terminated"]
 Row = Mapping[str, float | None]  # metrics of a run at a step
+
+_Record = TypeVar("_Record", "Summary", CorpusFacts)
 
 TRACE_FILE, FOLLOWED_FILE = "trace.json", "followed.json"
 
@@ -45,20 +47,15 @@ class Summary:
     id: str
     status: Status
     folder: str
-    steps: int
-    """Steps done; of a run that diverged, those whose loss was a number."""
+    steps: int  # steps done; of a run that diverged, those whose loss was a number
     num_tokens: int
     num_parameters: int
-    sparsity: float
-    """Of the hidden weights."""
-    train_loss: float | None
-    """Mean of the last 5 % of the steps, in nats per token; None if the run diverged."""
-    valid_loss: float | None
-    """None if it was not reached."""
+    sparsity: float  # share of the hidden weights that is zero
+    train_loss: float | None  # mean of the last 5 % of the steps, in nats per token; None if the run diverged
+    valid_loss: float | None  # None if it was not reached
     best_valid_loss: float | None
     best_step: int | None
-    seconds: float
-    """Spent in training steps, over all starts; a run of a stack has its share of them."""
+    seconds: float  # spent in training steps, over all starts; a run of a stack has its share of them
     tokens_per_second: float
     device: str
     num_ranks: int
@@ -68,11 +65,11 @@ class Summary:
 
 @cache
 def versions() -> dict[str, str]:
-    """What made a result: for the record of a run. The commit is there if this is a checkout, or if SMUPAR_COMMIT says so where
+    """What made a result, for the record of a run. The commit is there if this is a checkout, or if SMUPAR_COMMIT says so where
     the files lie without their history."""
-    made_by = {"smupar": __version__, "torch": torch.__version__, "python": sys.version.split()[0]}
+    packages = {"smupar": __version__, "torch": torch.__version__, "python": sys.version.split()[0]}
     commit = os.environ.get("SMUPAR_COMMIT") or _commit(Path(__file__).parents[2])
-    return made_by | ({"commit": commit} if commit else {})
+    return packages | ({"commit": commit} if commit else {})
 
 
 def _commit(checkout: Path) -> str | None:
@@ -85,43 +82,39 @@ def _commit(checkout: Path) -> str | None:
 
 
 def default_folder(config: RunConfig) -> Path:
-    """Named so that the same command finds its run again."""
+    """The folder of a run without --out, named so that the same command finds its run again."""
     sparsity = "default" if config.sparsity is None else f"{config.sparsity:g}"
     return Path("runs") / f"{config.rule}-width{config.model.width}-sparsity{sparsity}-{config.id}"
 
 
 class RunFolder:
-    """Opened by the main rank alone, which writes, and by one process at a time."""
+    """The folder of a run, open for writing: by the main rank only, and by one process at a time."""
 
-    def __init__(self, path: Path, config: RunConfig, text: Text) -> None:
+    def __init__(self, path: Path, config: RunConfig, corpus: Corpus) -> None:
         self.path = path
-        self.config = config
-        """As the folder has it: its text may lie elsewhere now."""
+        self.config = config  # as the folder has it, since its text may lie elsewhere now
         self._metrics: IO[str] | None = None
-        if path.exists() and not path.is_dir():
-            raise ValueError(f"{path} is a file: choose another --out")
         with contextlib.ExitStack() as held:
             held.enter_context(locked(path))
-            self._refuse_another(config, text)
+            self._refuse_another(config, corpus)
             self._held = held.pop_all()
 
-    def begin(self, config: RunConfig, text: Text) -> None:
+    def begin(self, config: RunConfig, corpus: Corpus) -> None:
         """Makes the folder this run's."""
         if not (self.path / "config.json").exists():
-            write_facts(self.path, text)
+            write_facts(self.path, corpus)
             if config.follow is not None:
                 write_atomic(self.path / FOLLOWED_FILE, Path(config.follow).read_text())
             write_atomic(self.path / "config.json", config.to_json())
 
-    def _refuse_another(self, config: RunConfig, text: Text) -> None:
+    def _refuse_another(self, config: RunConfig, corpus: Corpus) -> None:
         if (self.path / "config.json").exists():
             old = read_config(self.path)
             self.config = _with_texts_of(old, config)
-            if old.anywhere != self.config.anywhere:
+            if old.portable != self.config.portable:
                 told = differences(flat(asdict(old)), flat(asdict(config)))
                 raise ValueError(f"{self.path} holds another run ({told}): choose another --out")
-            facts = read_facts(self.path)
-            if facts.sha256 != text.facts.sha256:
+            if read_facts(self.path).sha256 != corpus.facts.sha256:
                 raise ValueError(
                     f"the text {config.data!r} is not the one that {self.path} was started with: bring that back, "
                     "or choose another --out"
@@ -132,8 +125,8 @@ class RunFolder:
                     f"the trace {config.follow} is not the one that {self.path} was started with, which is {FOLLOWED_FILE} "
                     "in that folder: bring it back, or choose another --out"
                 )
-        elif not all(_is_ours(p.name) for p in self.path.iterdir()):
-            raise ValueError(f"{self.path} holds other files and no run: choose another --out")
+        else:
+            refuse_other_files(self.path, "run", _is_ours)
 
     def close(self) -> None:
         if self._metrics is not None:
@@ -149,14 +142,14 @@ class RunFolder:
     def resume_metrics(self, step: int) -> None:
         """Drops what was written beyond the checkpoint that the run goes on from, and a line that was cut off."""
         path = self.path / "metrics.jsonl"
-        kept = []
+        lines = []
         for line in path.read_text().splitlines() if path.exists() else []:
             try:
                 if json.loads(line)["step"] <= step:
-                    kept.append(line + "\n")
+                    lines.append(line + "\n")
             except (json.JSONDecodeError, KeyError, TypeError):
                 break
-        write_atomic(path, "".join(kept))
+        write_atomic(path, "".join(lines))
         self._metrics = path.open("a", buffering=1)
 
     def log(self, row: Row) -> None:
@@ -165,9 +158,9 @@ class RunFolder:
 
 
 def metrics_line(row: Row) -> str:
-    """A line of metrics.jsonl: what is known, with null for what is no number, since JSON knows no NaN."""
-    known = {name: value for name, value in row.items() if value is not None}
-    return json.dumps({name: value if math.isfinite(value) else None for name, value in known.items()}) + "\n"
+    """A line of metrics.jsonl: without what is None, and with null for what is no number, since JSON knows no NaN."""
+    values = {name: value for name, value in row.items() if value is not None}
+    return json.dumps({name: value if math.isfinite(value) else None for name, value in values.items()}) + "\n"
 
 
 def read_followed(path: Path) -> Trace | None:
@@ -175,23 +168,23 @@ def read_followed(path: Path) -> Trace | None:
     return Trace.load(path / FOLLOWED_FILE) if (path / FOLLOWED_FILE).exists() else None
 
 
-def write_facts(path: Path, text: Text) -> None:
+def write_facts(path: Path, corpus: Corpus) -> None:
     """What a run remembers of its text, and its tokenizer."""
     path.mkdir(parents=True, exist_ok=True)
-    write_atomic(path / "data.json", json.dumps(asdict(text.facts), indent=1))
-    if text.tokenizer_file is not None:
-        write_atomic(path / TOKENIZER_FILE, text.tokenizer_file.read_text())
+    write_atomic(path / "data.json", json.dumps(asdict(corpus.facts), indent=1))
+    if corpus.tokenizer_file is not None:
+        write_atomic(path / TOKENIZER_FILE, corpus.tokenizer_file.read_text())
 
 
 def _is_ours(name: str) -> bool:
-    """What a process that was killed at the very start may leave behind."""
+    """Whether a process that was killed at its very start may have left a file of this name."""
     return name in ("data.json", TOKENIZER_FILE, FOLLOWED_FILE) or name.endswith(".tmp")
 
 
 def read_summary(path: Path) -> Summary | None:
     """None while the run has not ended."""
     file = path / "summary.json"
-    return Summary(**_read(file, "delete it, and the same command writes it again")) if file.exists() else None
+    return _read(Summary, file, "delete it, and the same command writes it again") if file.exists() else None
 
 
 def read_config(path: Path) -> RunConfig:
@@ -204,29 +197,23 @@ def read_config(path: Path) -> RunConfig:
         raise ValueError(f"{file}: {error}") from error
 
 
-def read_facts(path: Path) -> TextFacts:
-    return TextFacts(**_read(path / "data.json", "the folder is damaged, choose another --out"))
+def read_facts(path: Path) -> CorpusFacts:
+    return _read(CorpusFacts, path / "data.json", "the folder is damaged, choose another --out")
 
 
-def _read(file: Path, remedy: str) -> dict[str, Any]:
-    """A JSON object with the fields of the class that it becomes."""
-    wanted = {"summary.json": Summary, "data.json": TextFacts}[file.name]
+def _read(kind: type[_Record], file: Path, remedy: str) -> _Record:
+    """The dataclass of this kind that a JSON file holds."""
     try:
         values = json.loads(file.read_text())
-        if not isinstance(values, dict) or values.keys() != {item.name for item in fields(wanted)}:
+        if not isinstance(values, dict) or values.keys() != {item.name for item in fields(kind)}:
             raise ValueError("other fields than expected")
     except (OSError, ValueError) as error:
         raise ValueError(f"{file} cannot be read ({error}): {remedy}") from error
-    return values
-
-
-def read_run_tokenizer(path: Path) -> Tokenizer:
-    file = path / TOKENIZER_FILE
-    return Tokenizer(read_facts(path).tokenizer["name"], file.read_text() if file.exists() else None)
+    return kind(**values)
 
 
 def _with_texts_of(old: RunConfig, new: RunConfig) -> RunConfig:
-    """A folder of text may have moved: whether it is the same is told by its content."""
+    """The new configuration with the old names of its texts: folders of text may move, and their content tells them apart."""
     if STANDARD_LIBRARY not in (old.data, new.data):
         new = replace(new, data=old.data)
     both = old.valid_data is not None and new.valid_data is not None

@@ -1,50 +1,36 @@
-"""The training loop: of one run, or of many that are trained as one stack. Both end with a ``Summary`` of each run.
+"""The training loop, for one run or for many that are trained as one stack. Both end with a ``Summary`` of each run.
 
-What is trained, a ``Runs``, is a ``Stepper`` or a ``GPTStack``. Where rows and checkpoints go, a ``Keeper``, is the folder of a
-run, or memory until a stack has ended. The coordinate check of any model (check/coordinates/check.py) has a loop of its own.
+It trains a ``Stepper`` or a ``GPTStack``: ``step`` makes a step of all runs and returns their losses, which stay on the device,
+and ``validate`` returns a loss for each run. Rows and checkpoints go to a ``Keeper``: the folder of a run, or memory until a
+stack has ended. The coordinate check of any model (check/coordinates/check.py) has a loop of its own.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from smupar.lm.config.run import RunConfig
-from smupar.lm.run.distributed import World, device_name
+from smupar.lm.run.distributed import device_name
 from smupar.lm.run.folder import Row, Status, Summary, versions
 from smupar.lm.run.schedule import lr_share
 from smupar.lm.run.signals import Stop
+
+if TYPE_CHECKING:
+    from smupar.lm.run.stack import GPTStack
+    from smupar.lm.run.step import Stepper
 
 _SAVE_SECONDS = 300.0
 _SLOW_SECONDS = 0.5
 
 
-class Runs(Protocol):
-    """Runs that make the same step together; alike in steps, batch size and sequence length."""
-
-    configs: list[RunConfig]
-    world: World
-    num_parameters: int
-
-    @property
-    def sparsities(self) -> list[float]:
-        """Share of each run's hidden weights that is zero at the moment."""
-
-    def step(self, step: int) -> Tensor:
-        """Losses of all runs, or of the only one as a scalar. They stay on the device, which need not be waited for."""
-
-    def validate(self, *, until: Callable[[], bool]) -> list[float] | None:
-        """Loss of each run; None if ``until`` told it to stop before its end."""
-
-
 class Keeper(Protocol):
-    """What becomes of a loop's numbers."""
+    """Where a loop's numbers go."""
 
     def show(self, done: int, loss: float, seconds: float) -> None:
         """Progress: steps done, the first run's last loss, and seconds of a step."""
@@ -60,11 +46,10 @@ class Keeper(Protocol):
 class Progress:
     """How far a run is: what a checkpoint holds beside tensors."""
 
-    step: int = 0
-    """Steps done; of a run that diverged, those whose loss was a number."""
+    step: int = 0  # steps done; of a run that diverged, those whose loss was a number
     seconds: float = 0.0
+    # Losses of the last 5 % of the steps. If the run diverged, the last one is no number, and nothing is added after it.
     losses: list[float] = field(default_factory=list)
-    """Of the last 5 % of the steps. The last one is no number if the run diverged; nothing is added then."""
     valid_loss: float | None = None
     valid_step: int | None = None
     best_valid_loss: float | None = None
@@ -96,9 +81,9 @@ class Cadence:
     log_every: int
     valid_every: int
     save_every: int = 0  # every few minutes; in any case at the end
+    # Steps between looks at the losses, for which the host waits for the GPU. 0: at each row, and after each step where steps
+    # take long, since ranks have to agree, and torchrun kills those that do not end soon.
     look_every: int = 0
-    """Steps between looks at the losses, for which the host waits for the GPU. 0: at each row, and after each step where steps
-    take long, since ranks have to agree, and torchrun kills those that do not end soon."""
 
     def validates(self, done: int) -> bool:
         return done == self.steps or done % self.valid_every == 0
@@ -116,8 +101,10 @@ class Cadence:
 class Loop:
     """``run()`` trains to the last step, or until no run is left that has not diverged, or a signal asks to stop."""
 
-    def __init__(self, runs: Runs, cadence: Cadence, keeper: Keeper, stop: Stop, progress: Sequence[Progress]) -> None:
-        """``progress``: where each run starts. A stack may hold more runs than that, which only fill it up."""
+    def __init__(
+        self, runs: Stepper | GPTStack, cadence: Cadence, keeper: Keeper, stop: Stop, progress: Sequence[Progress]
+    ) -> None:
+        """``progress``: where each run starts. A stack may hold further runs, which only fill it up."""
         self.runs, self.cadence, self.keeper, self.stop, self.progress = runs, cadence, keeper, stop, progress
         self.config = runs.configs[0]
         self.done = progress[0].step
@@ -152,31 +139,36 @@ class Loop:
         return True
 
     def _look(self, done: int) -> Status | None:
-        """All that may be due after a step; how the loop ends, if it does."""
+        """All that may be due after a step; how the loop ends, if it does. The order matters: ranks agree on what to do before
+        any of them does it, rows show the validation, and a checkpoint holds both."""
         losses = self._fetch()
-        self.done, now = done, time.perf_counter()
-        seconds = (now - self.since) / len(losses)
-        late = now - self.saved_at > _SAVE_SECONDS and not self.cadence.save_every
-        slow = seconds > _SLOW_SECONDS and not self.cadence.look_every
-        stop, late, self.slow = self.runs.world.any(self.stop.asked, late, slow)
-        self.keeper.show(done, losses[-1][0], seconds)
-        self._record(losses, now - self.since)
-        lost = all(progress.diverged for progress in self.progress)
-        best = [progress.best_step for progress in self.progress]
-        if self.cadence.validates(done) and not lost and not stop:
+        self.done, seconds = done, time.perf_counter() - self.since
+        seconds_of_step = seconds / len(losses)
+        stop, late = self._agree(seconds_of_step)
+        self.keeper.show(done, losses[-1][0], seconds_of_step)
+        self._record(losses, seconds)
+        diverged = all(progress.diverged for progress in self.progress)
+        if self.cadence.validates(done) and not diverged and not stop:
             stop = not self._validate()  # asked to stop in the middle of it: done again when the run goes on
-        self._log(losses, seconds)
-        if lost:
+        self._log(losses, seconds_of_step)
+        if diverged:
             return "diverged"
-        improved = best != [progress.best_step for progress in self.progress]
+        improved = any(progress.best_step == done for progress in self.progress)
         if self.cadence.saves(done) or improved or stop or late:
             self.keeper.save(self.progress)
             self.saved_at = time.perf_counter()
         ended = done == self.cadence.steps and self._has_validated()
         return self.stop.status if stop and not ended else None
 
+    def _agree(self, seconds_of_step: float) -> tuple[bool, bool]:
+        """Whether to stop and whether a checkpoint is overdue: what holds on one rank holds on all."""
+        late = time.perf_counter() - self.saved_at > _SAVE_SECONDS and not self.cadence.save_every
+        slow = seconds_of_step > _SLOW_SECONDS and not self.cadence.look_every
+        stop, late, self.slow = self.runs.world.any(self.stop.asked, late, slow)
+        return stop, late
+
     def _fetch(self) -> list[list[float]]:
-        """The losses that are waiting, of each step and run, averaged over ranks. Here the host waits for the GPU."""
+        """The losses that are waiting, by step and run, averaged over ranks. Here the host waits for the GPU."""
         waiting = torch.stack(self.pending)
         self.pending.clear()
         losses: list[list[float]] = self.runs.world.mean(waiting).view(len(waiting), -1).tolist()
@@ -254,7 +246,7 @@ class Loop:
         )
 
     def _tokens(self, steps: int) -> int:
-        """Of one run."""
+        """Tokens that one run reads in so many steps."""
         return steps * self.config.batch_size * self.config.seq_len
 
 

@@ -29,7 +29,7 @@ def make_optimizers(model: GPT, plan: Plan, config: RunConfig, *, capturable: bo
         decay=config.decay,
         decayed=config.decayed,
     )
-    made: list[torch.optim.Optimizer] = []
+    optimizers: list[torch.optim.Optimizer] = []
     for kind, groups in named:
         options: dict[str, Any] = {"capturable": True} if capturable else {}
         facts = facts_of(kind)
@@ -39,8 +39,8 @@ def make_optimizers(model: GPT, plan: Plan, config: RunConfig, *, capturable: bo
             options["momentum"] = config.momentum
         if facts.fused and device.type == "cuda":
             options["fused"] = True
-        made.append(_class(facts.name)(groups, **options))
-    return made
+        optimizers.append(_class_called(facts.name)(groups, **options))
+    return optimizers
 
 
 def set_lr(optimizers: list[torch.optim.Optimizer], share: float) -> None:
@@ -54,8 +54,8 @@ def set_lr(optimizers: list[torch.optim.Optimizer], share: float) -> None:
                 group["lr"] = peak * share
 
 
-def _class(name: str) -> Any:
-    if hasattr(torch.optim, name):
+def _class_called(name: str) -> Any:
+    if name != "Lion":
         return getattr(torch.optim, name)
     try:
         from lion_pytorch import Lion  # type: ignore[import-untyped]

@@ -11,12 +11,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from smupar.execute.stacked import SUPPORTED, Hyperparameters, Stack
 from smupar.lm.config.run import RunConfig
 from smupar.lm.data import batches as data
-from smupar.lm.data.batches import Text
+from smupar.lm.data.batches import Corpus
 from smupar.lm.data.shards import Tokens
 from smupar.lm.model.gpt import GPT, build, use_plain_attention
 from smupar.lm.run import checkpoint
@@ -31,8 +31,9 @@ from smupar.updates.probe import NUM_TOKENS
 from smupar.updates.stacked import StackedUpdates
 from smupar.updates.trace import Trace
 
-# What runs of a stack may differ in.
-_FREE: tuple[str, ...] = (
+# What the runs of a stack may differ in: the stack reads these fields from each run's own configuration, by ``build`` (model,
+# plan, masks), ``hyperparameters``, ``lr_share``, ``_batch`` or what moves (``lm/run/dynamics``). Others are in ``stack_key``.
+STACKABLE_FIELDS: tuple[str, ...] = (
     *("rule", "base_width", "sparsity", "pattern", "allocation", "init_std", "alpha_input", "alpha_output"),
     *("dynamic", "mask_every", "mask_stop", "drop_fraction", "correction", "follow"),
     *("lr", "rest_lr", "eps", "eps_scaling", "weight_decay", "decay", "decayed", "clip", "schedule", "warmup", "seed"),
@@ -43,7 +44,7 @@ def stack_key(config: RunConfig) -> str | None:
     """Equal for runs that can be stacked; None for one that cannot."""
     if config.optimizer not in SUPPORTED:
         return None
-    fixed = {name: value for name, value in asdict(config).items() if name not in _FREE}
+    fixed = {name: value for name, value in asdict(config).items() if name not in STACKABLE_FIELDS}
     parts = {"clips": config.clip is not None, "two optimizers": config.rest_lr is not None, "round": config.round_steps}
     return json.dumps({**fixed, **parts})
 
@@ -54,14 +55,14 @@ class GPTStack:
     def __init__(
         self,
         configs: Sequence[RunConfig],
-        text: Text,
+        corpus: Corpus,
         device: torch.device,
         *,
         compile: bool | None = None,  # noqa: A002 (torch's word)
         own_batches: bool | None = None,
     ) -> None:
         """``own_batches``: a batch for each run; default if they differ in seed. A stack that is refilled keeps to it."""
-        self.text, self.device, self.world = text, device, World(0, 1, device, "ddp")
+        self.corpus, self.device, self.world = corpus, device, World(0, 1, device, "ddp")
         first, on_gpu = configs[0], device.type == "cuda"
         compiled = on_gpu if compile is None else compile
         models, plans = self._built(configs)
@@ -73,7 +74,7 @@ class GPTStack:
         self.stack = Stack(
             models,
             plans,
-            _loss,
+            next_token_loss,
             [hyperparameters(config) for config in configs],
             optimizer=first.optimizer,
             compile=compiled,
@@ -90,9 +91,8 @@ class GPTStack:
 
     def _set_moving(self, plans: list[Plan]) -> None:
         self.plans = plans
-        traces = [read_trace(config) for config in self.configs]
-        measured = self.configs[0].record or any(trace is not None for trace in traces)
-        first = self.configs[0]
+        first, traces = self.configs[0], [read_trace(config) for config in self.configs]
+        measured = first.record or any(trace is not None for trace in traces)
         self.updates = StackedUpdates(self.stack, plans, traces, first.steps, first.round_steps) if measured else None
         self.sparsifier = make_stacked_sparsifier(self.stack, plans, self.configs)
 
@@ -102,8 +102,8 @@ class GPTStack:
         if self.sparsifier is None:
             return [plan.hidden_sparsity for plan in self.plans]
         masks = [self.stack.tensors["masks"][name].flatten(1) for name in self.stack.hidden]
-        kept, total = sum(mask.sum(1) for mask in masks), sum(mask.shape[1] for mask in masks)
-        return (1 - torch.as_tensor(kept).double() / total).tolist()
+        num_kept, total = sum(mask.sum(1) for mask in masks), sum(mask.shape[1] for mask in masks)
+        return (1 - torch.as_tensor(num_kept).double() / total).tolist()
 
     def traces(self) -> list[Trace | None]:
         """What was measured in each run, where it was."""
@@ -112,25 +112,25 @@ class GPTStack:
     def _built(self, configs: Sequence[RunConfig]) -> tuple[list[GPT], list[Plan]]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PlanWarning)  # a study says once what it is about
-            # Random numbers come from one thread each, most of the time that it takes.
+            # Drawing random numbers takes most of the time, and a model is drawn by one thread.
             with ThreadPoolExecutor(min(len(configs), os.cpu_count() or 1)) as pool:
-                made = list(pool.map(build, configs))
+                built = list(pool.map(build, configs))
         self.configs = list(configs)
         self.seeds = sorted({config.seed for config in configs})
-        return [model.to(self.device) for model, _ in made], [plan for _, plan in made]
+        return [model.to(self.device) for model, _ in built], [plan for _, plan in built]
 
     def save(self, folder: Path, summaries: Sequence[Summary]) -> None:
         """Leaves what ``load_run`` reads of the first runs, which ended so, in folders named by their ids."""
         self.stack.write_back()
         for summary, config, model in zip(summaries, self.configs, self.stack.models, strict=False):
             path = folder / config.id
-            write_facts(path, self.text)
+            write_facts(path, self.corpus)
             write_atomic(path / "config.json", config.to_json())
             state = {"best_step": None, "valid_loss": summary.valid_loss, "seconds": summary.seconds}
             checkpoint.save(path / "checkpoints", config.steps, model, [], state, self.world)
 
     def step(self, step: int) -> Tensor:
-        batch, shares = self._batch(self.text.train, step), [lr_share(step, config) for config in self.configs]
+        batch, shares = self._batch(self.corpus.train, step), [lr_share(step, config) for config in self.configs]
         if self.updates is not None:
             self.updates.before(step, self._start_of(batch))
         if self.sparsifier is not None:
@@ -155,7 +155,7 @@ class GPTStack:
         for step in range(first.valid_batches):
             if until():
                 return None
-            batch = self._of_seed(self.text.valid, 0, step)
+            batch = self._of_seed(self.corpus.valid, 0, step)
             if self.own_batches:
                 batch = (batch[0].expand(len(self.configs), -1, -1), batch[1].expand(len(self.configs), -1, -1))
             total += self.stack.evaluate(batch)
@@ -173,10 +173,6 @@ class GPTStack:
         first = self.configs[0]
         size, length = first.batch_size, first.seq_len
         return data.batch(tokens, seed=seed, step=step, batch_size=size, seq_len=length, to=self.stack.upload)
-
-
-def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return next_token_loss(model, *batch)
 
 
 def hyperparameters(config: RunConfig) -> Hyperparameters:

@@ -16,11 +16,11 @@ from smupar.execute.cuda_graphs import Graphed, Upload, compile_static
 from smupar.execute.sparse.convert import StorageReport, sparsify_storage
 from smupar.lm.config.run import Execution, RunConfig
 from smupar.lm.data import batches as data
-from smupar.lm.data.batches import Text
+from smupar.lm.data.batches import Corpus
 from smupar.lm.data.shards import Tokens
 from smupar.lm.model.cost import fitting_micro_batch
 from smupar.lm.model.gpt import use_flex_attention
-from smupar.lm.run.distributed import World, accumulate, place, reshard, wrap
+from smupar.lm.run.distributed import World, accumulate, build_on_device, reshard, wrap
 from smupar.lm.run.dynamics import make_sparsifier, read_trace
 from smupar.lm.run.optimizers import make_optimizers, set_lr
 from smupar.lm.run.schedule import lr_share
@@ -29,33 +29,39 @@ from smupar.updates.meter import Follower, Recorder, follow_updates, record_upda
 from smupar.updates.trace import Trace
 
 
-def next_token_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+def next_token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Cross entropy of the next token, in nats, for a batch of inputs and targets."""
+    inputs, targets = batch
     return F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
 
 
 class Stepper:
     """``step(n)`` does step n of the run and returns its loss, a tensor, so that a GPU need not wait to be asked for it."""
 
-    def __init__(self, config: RunConfig, how: Execution, world: World, text: Text, trace: Trace | None = None) -> None:
-        """``trace``: the one that the run follows, where it is not to be read from the file that the configuration names."""
-        self.config, self.configs, self.world, self.text = config, [config], world, text
+    def __init__(self, config: RunConfig, how: Execution, world: World, corpus: Corpus, trace: Trace | None = None) -> None:
+        """``trace``: the one that the run follows, where it is not to be read from the file that the configuration names.
+
+        The order matters. Weights are laid out as they will be kept before the optimizers take them. The audit sees the
+        groups as planned, before measured updates and pruning give each hidden weight a group of its own. Both add hooks and
+        buffers, so DDP wraps the model after them; then it is compiled, and the whole step captured.
+        """
+        self.config, self.configs, self.world, self.corpus = config, [config], world, corpus
         self.upload = Upload(world.device)
         self.rows = world.share_of(config.batch_size)
         self.num_micro = _num_micro_batches(self.rows[1] - self.rows[0], how.micro_batch or _fitting(config, world))
-        self.model, self.plan = place(config, world)
+        self.model, self.plan = build_on_device(config, world)
         self.num_parameters = sum(math.prod(row.shape) for row in self.plan)
-        self.storage = self._stored(how)
+        self.storage = self._keep_nonzeros(how)
         on_gpu = world.device.type == "cuda"
         compiled = on_gpu if how.compile is None else how.compile
-        captured = how.graph
         moving = config.dynamic != "none" or config.follow or config.record
         one_graph = on_gpu and world.size == 1 and self.num_micro == 1 and facts_of(config.optimizer).capturable and not moving
-        if captured and not one_graph:
+        if how.graph and not one_graph:
             raise ValueError(
                 "--graph is for one GPU, one micro-batch per step, AdamW or Adam, masks that stay and nothing measured: leave "
                 "it out"
             )
-        self.optimizers = make_optimizers(self.model, self.plan, config, capturable=captured)
+        self.optimizers = make_optimizers(self.model, self.plan, config, capturable=how.graph)
         audit(self.model, self.plan, self.optimizers)
         self.updates = self._updates(trace or read_trace(config))
         self.sparsifier = make_sparsifier(self.model, self.plan, self.optimizers, config)
@@ -63,17 +69,14 @@ class Stepper:
         self.loss_fn = next_token_loss
         if compiled:
             self._compile(flex=on_gpu and config.model.positions == "alibi")
-        self._update: Callable[..., Tensor] = Graphed(self._passes) if captured else self._passes
+        self._update: Callable[..., Tensor] = Graphed(self._passes) if how.graph else self._passes
 
-    def _stored(self, how: Execution) -> StorageReport | None:
+    def _keep_nonzeros(self, how: Execution) -> StorageReport | None:
         if how.storage == "dense":
             return None
-        if self.config.prunes or facts_of(self.config.optimizer).mixes_entries:
-            what = (
-                "a run that is pruned starts dense"
-                if self.config.prunes
-                else f"{facts_of(self.config.optimizer).name} needs whole matrices"
-            )
+        facts = facts_of(self.config.optimizer)
+        if self.config.prunes or facts.mixes_entries:
+            what = "a run that is pruned starts dense" if self.config.prunes else f"{facts.name} needs whole matrices"
             raise ValueError(f"{what}: leave out --storage {how.storage}")
         tokens = (self.rows[1] - self.rows[0]) // self.num_micro * self.config.seq_len
         dtype = torch.bfloat16 if self.config.dtype == "bf16" else torch.float32
@@ -104,8 +107,8 @@ class Stepper:
         if self.sparsifier is None:
             return [self.plan.hidden_sparsity]
         sizes = {name: math.prod(self.plan[name].shape) for name in self.sparsifier.densities}
-        kept = sum(density * sizes[name] for name, density in self.sparsifier.densities.items())
-        return [1 - kept / sum(sizes.values())]
+        num_kept = sum(density * sizes[name] for name, density in self.sparsifier.densities.items())
+        return [1 - num_kept / sum(sizes.values())]
 
     def traces(self) -> list[Trace | None]:
         """What was measured in the run, where it was."""
@@ -122,17 +125,17 @@ class Stepper:
 
     def step(self, step: int) -> Tensor:
         set_lr(self.optimizers, lr_share(step, self.config))
-        return self._update(*self._batch(self.text.train, self.config.seed, step)).clone()
+        return self._update(*self._batch(self.corpus.train, self.config.seed, step)).clone()
 
     def _passes(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """All micro-batches, then the optimizers."""
+        """Makes the step: all micro-batches, then the optimizers, then masks that move."""
         total = torch.zeros((), device=self.world.device)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         micro_batches = zip(inputs.chunk(self.num_micro), targets.chunk(self.num_micro), strict=True)
-        for number, (some_inputs, some_targets) in enumerate(micro_batches, start=1):
+        for number, micro_batch in enumerate(micro_batches, start=1):
             with accumulate(self.forward, last=number == self.num_micro), self._precision():
-                loss = self.loss_fn(self.forward, some_inputs, some_targets) / self.num_micro
+                loss = self.loss_fn(self.forward, micro_batch) / self.num_micro
                 loss.backward()
             total += loss.detach()
         if self.config.clip is not None:
@@ -151,25 +154,17 @@ class Stepper:
             if self.world.any(until())[0]:
                 reshard(self.model)
                 return None
-            inputs, targets = (part.chunk(self.num_micro) for part in self._batch(self.text.valid, 0, step))
-            for some_inputs, some_targets in zip(inputs, targets, strict=True):
+            inputs, targets = (part.chunk(self.num_micro) for part in self._batch(self.corpus.valid, 0, step))
+            for micro_batch in zip(inputs, targets, strict=True):
                 with self._precision():
-                    total += self.loss_fn(self.forward, some_inputs, some_targets)
+                    total += self.loss_fn(self.forward, micro_batch)
         reshard(self.model)
         return [self.world.mean(total / (self.config.valid_batches * self.num_micro)).item()]
 
     def _batch(self, tokens: Tokens, seed: int, step: int) -> tuple[Tensor, Tensor]:
         """This rank's rows, on its device."""
-        c = self.config
-        return data.batch(
-            tokens,
-            seed=seed,
-            step=step,
-            batch_size=c.batch_size,
-            seq_len=c.seq_len,
-            rows=self.rows,
-            to=self.upload,
-        )
+        size, length = self.config.batch_size, self.config.seq_len
+        return data.batch(tokens, seed=seed, step=step, batch_size=size, seq_len=length, rows=self.rows, to=self.upload)
 
     def _precision(self) -> contextlib.AbstractContextManager[object]:
         if self.config.dtype == "bf16" and not self.world.sharded:  # shards are gathered in bf16 already

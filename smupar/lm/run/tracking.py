@@ -1,7 +1,6 @@
 """Where the metrics of a run go beside its folder: TensorBoard and Weights & Biases, the same rows to both.
 
-A row is what metrics.jsonl gets. Another place to write to is a class with ``write`` and ``close``, and a flag of
-``Execution``.
+A row is what metrics.jsonl gets. Another tool is another class with ``write`` and ``close``, and a flag of ``Execution``.
 """
 
 from __future__ import annotations
@@ -12,41 +11,34 @@ import secrets
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
 
 from smupar.lm.config.run import Execution, RunConfig
 from smupar.lm.run.folder import Row
 from smupar.output.files import write_atomic
 
 
-class _Place(Protocol):
-    def write(self, values: dict[str, float], step: int) -> None: ...
-
-    def close(self, *, failed: bool) -> None: ...
-
-
 class Tracker:
     """Everything that ``how`` asks for, on the rank that writes; closed when the block ends, however it ends."""
 
     def __init__(self, path: Path, config: RunConfig, how: Execution, first: int, *, writes: bool = True) -> None:
-        self._places: list[_Place] = []
+        self._sinks: list[_TensorBoard | _WeightsAndBiases] = []
         if how.tensorboard and writes:
-            self._places.append(_TensorBoard(path, first))
+            self._sinks.append(_TensorBoard(path, first))
         if how.wandb and writes:
-            self._places.append(_WeightsAndBiases(path, config))
+            self._sinks.append(_WeightsAndBiases(path, config))
 
     def write(self, row: Row) -> None:
         values = {name: value for name, value in row.items() if value is not None and name != "step"}
-        for place in self._places:
-            place.write(values, int(row["step"] or 0))
+        for sink in self._sinks:
+            sink.write(values, int(row["step"] or 0))
 
     def __enter__(self) -> Tracker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        with contextlib.ExitStack() as closing:  # one that cannot be closed does not keep the others open
-            for place in self._places:
-                closing.callback(place.close, failed=error is not None)
+        with contextlib.ExitStack() as closing:  # a sink that cannot be closed does not keep the others open
+            for sink in self._sinks:
+                closing.callback(sink.close, failed=error is not None)
 
 
 class _TensorBoard:
@@ -98,7 +90,8 @@ class _WeightsAndBiases:
 
 
 def _id(path: Path) -> str:
-    """Of this folder's run, the same when it goes on. The configuration's hash would not do: two people may run the same."""
+    """The id of this folder's run, the same when it goes on. The hash of the configuration would not do: two people may run
+    the same."""
     file = path / "wandb" / "id"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,9 @@
 """``train(config, how)`` builds, trains and reports one run, on one process or many; the loop itself is in loop.py.
 
 Started again with the same configuration and folder, a run goes on from its last checkpoint, on a CPU with the same bits.
-Everything a step needs is a pure function of (config, step), so a checkpoint is weights, masks, optimizer state and a number.
+Batches and scheduled learning rates are pure functions of (config, step), so a checkpoint is weights, masks, optimizer state
+and how far the run is: step, last losses, best validation. Where masks move or updates are measured or followed, it also holds
+the state of those: learning rates that follow a trace depend on what was measured in the steps before.
 """
 
 from __future__ import annotations
@@ -42,31 +44,31 @@ def train(config: RunConfig, how: Execution | None = None) -> Summary:
         if not world.is_main:
             world.wait()  # while the main rank looks at text and folder
             return read_summary(path) or _train(config, how, world, data.open_text(config, check=False), path, None, stop)
-        text = data.open_text(config)
-        with contextlib.closing(RunFolder(path, config, text)) as folder:
+        corpus = data.open_text(config)
+        with contextlib.closing(RunFolder(path, config, corpus)) as folder:
             world.wait()
             summary = read_summary(path)
             if summary:
                 print(f"{path} has ended already; for another run of the same configuration choose another --out")
-            return summary or _train(folder.config, how, world, text, path, folder, stop)
+            return summary or _train(folder.config, how, world, corpus, path, folder, stop)
 
 
 def _train(
-    config: RunConfig, how: Execution, world: World, text: data.Text, path: Path, folder: RunFolder | None, stop: Stop
+    config: RunConfig, how: Execution, world: World, corpus: data.Corpus, path: Path, folder: RunFolder | None, stop: Stop
 ) -> Summary:
-    """``folder``: of the main rank, which writes."""
-    stepper = Stepper(config, how, world, text, read_followed(path))
+    """Trains in ``path``; ``folder`` is None on all ranks but the main one, which writes."""
+    stepper = Stepper(config, how, world, corpus, read_followed(path))
     if folder:
-        folder.begin(config, text)  # only now: a configuration that cannot be built must not keep the folder
+        folder.begin(config, corpus)  # only now: a configuration that cannot be built must not keep the folder
     _say(world, str(stepper.plan) if stepper.storage is None else f"{stepper.plan}\n{stepper.storage}")
-    if world.is_main and config.few_moves:
-        warnings.warn(config.few_moves, PlanWarning, stacklevel=3)
+    if world.is_main and config.few_moves_warning:
+        warnings.warn(config.few_moves_warning, PlanWarning, stacklevel=3)
     progress = _resumed(stepper, path, folder)
     cadence = Cadence(
         config.steps, how.log_every, how.valid_every or max(1, config.steps // _NUM_VALIDATIONS), save_every=how.save_every
     )
     with Tracker(path, config, how, progress.step, writes=world.is_main) as tracker:
-        keeper = _Keeper(stepper, how, path, folder, tracker, progress.step)
+        keeper = _FolderKeeper(stepper, how, path, folder, tracker, progress.step)
         loop = Loop(stepper, cadence, keeper, stop, [progress])
         with keeper.bar:
             status = loop.run()
@@ -99,7 +101,7 @@ def _say(world: World, text: str) -> None:
         print(text, flush=True)
 
 
-class _Keeper:
+class _FolderKeeper:
     """Rows and checkpoints of one run go into its folder, rows also to the trackers. Progress is a bar on a terminal, elsewhere
     a line now and then, so that logs can be read."""
 

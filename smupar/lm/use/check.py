@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
 
 from smupar.check.coordinates.check import coord_check
 from smupar.check.coordinates.report import Report
@@ -17,23 +16,19 @@ from smupar.lm.data import batches as data
 from smupar.lm.model.gpt import GPT, set_attention_scale
 from smupar.lm.run.distributed import pick_device
 from smupar.lm.run.step import next_token_loss
-from smupar.output.files import locked
+from smupar.output.files import locked, refuse_other_files
 
 
 def check_gpt(config: CheckConfig, *, lr: Mapping[str, float] | None = None) -> Report:
     """Runs ``coord_check`` on GPTs; writes check.png, .html and .json. ``lr``: of each rule, in place of the one for all."""
-
     device, folder = pick_device(config.device), Path(config.out)
     with locked(folder):  # which says before the work if it cannot be written to
-        if any(folder.iterdir()) and not (folder / "check.json").exists():
-            raise ValueError(f"{folder} holds other files and no check: choose another --out")
+        if not (folder / "check.json").exists():
+            refuse_other_files(folder, "check")
 
     def make_model(width: int) -> GPT:
         model = GPT(ModelConfig(width=width, depth=config.depth, head_dim=config.head_dim))
         return model if next(model.parameters()).is_meta else model.to(device)
-
-    def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return next_token_loss(model, *batch)
 
     text, _ = data.split(data.standard_library())
     batch_size, seq_len = config.batch_size, config.seq_len
@@ -43,7 +38,7 @@ def check_gpt(config: CheckConfig, *, lr: Mapping[str, float] | None = None) -> 
     ]
     report = coord_check(
         make_model,
-        loss_fn,
+        next_token_loss,
         batches,
         base_width=config.base_width,
         rules=config.rules,

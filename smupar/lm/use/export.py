@@ -15,12 +15,13 @@ from torch import Tensor
 
 from smupar.lm.config.commands import ExportConfig
 from smupar.lm.data.tokenizer import TOKENIZER_FILE
-from smupar.lm.model.gpt import GPT, Block
+from smupar.lm.model.gpt import GPT, TransformerBlock
 from smupar.lm.run import checkpoint
 from smupar.lm.run.folder import read_facts, read_summary
 from smupar.lm.use.load import EXPORT_FORMAT, LoadedRun, load_run
 from smupar.model.csr import compress_export
 from smupar.model.parameterize import FACTOR, mask_of
+from smupar.output.files import refuse_existing, whole_folder
 from smupar.plan.plan import PLAN_FILE
 
 # Power while training, for the energy estimate: the datasheet's of an H200 module, and a guess for a processor.
@@ -30,8 +31,7 @@ _WATTS = {"gpu": 700.0, "cpu": 100.0}
 def export(config: ExportConfig) -> str:
     """Writes the folder; returns a line that says what is in it."""
     out = Path(config.out)
-    if out.exists():
-        raise ValueError(f"{out} exists already: choose another folder, nothing is overwritten")
+    refuse_existing(out)
     run = load_run(config.folder, best=config.best)
     model_config = replace(run.config.model, tied=False)
     tensors = folded(run.model)
@@ -44,15 +44,12 @@ def export(config: ExportConfig) -> str:
         tensors = {name: t.bfloat16() if t.is_floating_point() else t for name, t in tensors.items()}
     facts = read_facts(run.folder)
     described = {"format": EXPORT_FORMAT, "storage": config.format, "model": asdict(model_config), "tokenizer": facts.tokenizer}
-    unfinished = out.with_name(out.name + ".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, unfinished / "model.safetensors")
-    (unfinished / "config.json").write_text(json.dumps(described, indent=1))
-    (unfinished / "README.md").write_text(model_card(run))
-    if (run.folder / TOKENIZER_FILE).exists():
-        shutil.copy(run.folder / TOKENIZER_FILE, unfinished)
-    unfinished.replace(out)
+    with whole_folder(out) as folder:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(described, indent=1))
+        (folder / "README.md").write_text(model_card(run))
+        if (run.folder / TOKENIZER_FILE).exists():
+            shutil.copy(run.folder / TOKENIZER_FILE, folder)
     size = (out / "model.safetensors").stat().st_size
     return f"step {run.step} of {run.folder}, {config.format}, {size / 2**20:.1f} MiB, with a model card: {out}"
 
@@ -79,7 +76,7 @@ def folded(model: GPT) -> dict[str, Tensor]:
         if factor is not None:
             tensors[f"{path}.weight"] *= factor
     for number, block in enumerate(model.blocks):
-        assert isinstance(block, Block)
+        assert isinstance(block, TransformerBlock)
         factor = block.attention.scale * block.attention.head_dim**0.5
         for name in ("weight", "bias"):
             if f"blocks.{number}.attention.qkv.{name}" in tensors:

@@ -2,7 +2,7 @@
 GPU and little else: requests come from a file, scores go to another one.
 
 Computed as the harness's own ``HFLM`` does it: spaces at the end of a context belong to the continuation, the continuation's
-tokens are those of the whole text behind the context's, and what is too long loses its beginning.
+tokens are those of the whole text after the context's, and what is too long loses its beginning.
 
 requests.jsonl   a header; then task, doc, index, context, continuation
 scores.jsonl     a header that says whose; then task, doc, index, key of the texts, loglikelihood, is_greedy
@@ -28,8 +28,8 @@ from smupar.lm.config.commands import ScoringConfig
 from smupar.lm.data.tokenizer import Tokenizer
 from smupar.lm.model.gpt import GPT
 from smupar.lm.run.distributed import pick_device
-from smupar.lm.run.folder import read_run_tokenizer, versions
-from smupar.lm.use.load import EXPORT_FORMAT, load_model, load_run
+from smupar.lm.run.folder import versions
+from smupar.lm.use.load import is_export, load_model, load_run, read_description
 from smupar.output.files import write_atomic
 from smupar.output.optional import first_line
 from smupar.plan.plan import PLAN_FILE
@@ -39,82 +39,70 @@ REQUESTS_FORMAT, SCORES_FORMAT = "smupar-requests/1", "smupar-scores/1"
 
 
 @dataclass(frozen=True)
-class Request:
-    """How likely is ``continuation`` behind ``context``?"""
+class ScoreRequest:
+    """A question to a model: how likely is ``continuation`` after ``context``?"""
 
     task: str
     doc: int
-    index: int
-    """Which of the document's choices."""
+    index: int  # which of the document's choices
     context: str
     continuation: str
 
     @property
     def key(self) -> str:
-        """Of the texts alone: scores outlive a change of --tasks or --limit."""
+        """A hash of the texts alone: scores outlive a change of --tasks or --limit."""
         return hashlib.sha256(json.dumps([self.context, self.continuation]).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class Score:
     loglikelihood: float
-    is_greedy: bool
-    """Every token of the continuation was the likeliest one."""
+    is_greedy: bool  # every token of the continuation was the likeliest one
 
 
-Scored = list[tuple[Request, Score]]
+Scored = list[tuple[ScoreRequest, Score]]
 
 
 @dataclass(frozen=True)
-class Subject:
+class ScoringModel:
     """A model and its tokenizer, as far as scoring needs them."""
 
+    # (tokens, rows, positions) -> logits there. Our own models compute no others: those would take most of the time and memory.
     logits: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """Of tokens, at rows and positions: our own models compute no others, which would take most of the time and memory."""
     encode: Callable[[str], list[int]]
-    encode_plain: Callable[[str], list[int]]
-    """Without the token that some tokenizers put before a text."""
-    prefix: int | None
-    """What stands for an empty context."""
+    encode_plain: Callable[[str], list[int]]  # without the token that some tokenizers put before a text
+    prefix: int | None  # the token that stands for an empty context
     vocab_size: int
-    positions: int | None
-    """None: any number."""
-    about: dict[str, Any]
-    """Which model it is, for the scores' header."""
+    positions: int | None  # how many positions the model has; None: any number
+    identity: dict[str, Any]  # which model it is, for the header of the scores
 
 
 # Models
 
 
-def refuse_without_model(folder: str | Path) -> Any:
-    """What config.json says; None for a checkpoint of a run."""
+def refuse_without_model(folder: str | Path) -> None:
     path = Path(folder)
-    try:
-        described = json.loads((path / "config.json").read_text())
-    except (OSError, ValueError):
-        described = None
-    if not isinstance(described, dict) and path.resolve().parent.name != "checkpoints":
+    if not read_description(path) and path.resolve().parent.name != "checkpoints":
         raise ValueError(f"{path} holds no model: give a run, a checkpoint, an export, or a folder that transformers wrote")
-    return described
 
 
-def load_subject(folder: str | Path, device: torch.device) -> Subject:
+def load_scoring_model(folder: str | Path, device: torch.device) -> ScoringModel:
     """From a run, one of its checkpoints, an export, or a folder that transformers reads."""
     path = Path(folder)
-    described = refuse_without_model(path)
-    if isinstance(described, dict) and "model_type" in described:
+    refuse_without_model(path)
+    if "model_type" in read_description(path):
         return _from_transformers(path, device)
-    about: dict[str, Any] = {"folder": str(folder), "config_id": None, "step": None}
-    if isinstance(described, dict) and described.get("format") == EXPORT_FORMAT:
-        model, tokenizer = load_model(path, device=device)
-    else:
-        run = load_run(path, device=device)
-        model, tokenizer = run.model, read_run_tokenizer(run.folder)
-        about |= {"config_id": run.config.id, "step": run.step}
-    return subject_of(model, tokenizer, about)
+    if is_export(path):
+        return scoring_model_of(*load_model(path, device=device), _identity(path))
+    run = load_run(path, device=device)
+    return scoring_model_of(run.model, run.tokenizer, _identity(path) | {"config_id": run.config.id, "step": run.step})
 
 
-def subject_of(model: GPT, tokenizer: Tokenizer, about: dict[str, Any]) -> Subject:
+def _identity(path: Path) -> dict[str, Any]:
+    return {"folder": str(path), "config_id": None, "step": None}
+
+
+def scoring_model_of(model: GPT, tokenizer: Tokenizer, identity: dict[str, Any]) -> ScoringModel:
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text).tolist()
 
@@ -122,11 +110,11 @@ def subject_of(model: GPT, tokenizer: Tokenizer, about: dict[str, Any]) -> Subje
         return model.unembedding(model.features(tokens)[rows, positions])
 
     positions = model.config.context if model.config.positions == "learned" else None
-    about = about | {"weights": _fingerprint(model), "tokenizer": tokenizer.sha256[:16]}
-    return Subject(logits, encode, encode, tokenizer.eot, model.config.vocab_size, positions, about)
+    identity = identity | {"weights": _fingerprint(model), "tokenizer": tokenizer.sha256[:16]}
+    return ScoringModel(logits, encode, encode, tokenizer.eot, model.config.vocab_size, positions, identity)
 
 
-def _from_transformers(path: Path, device: torch.device) -> Subject:
+def _from_transformers(path: Path, device: torch.device) -> ScoringModel:
     try:
         import transformers
     except ModuleNotFoundError as error:
@@ -154,13 +142,13 @@ def _from_transformers(path: Path, device: torch.device) -> Subject:
     names = ("n_positions", "max_position_embeddings", "n_ctx")
     positions = next((getattr(model.config, name) for name in names if getattr(model.config, name, None)), None)
     vocabulary = hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
-    about = {"folder": str(path), "config_id": None, "step": None, "weights": _fingerprint(model), "tokenizer": vocabulary}
+    identity = _identity(path) | {"weights": _fingerprint(model), "tokenizer": vocabulary}
     vocab_size = model.get_input_embeddings().num_embeddings
 
     def logits(tokens: Tensor, rows: Tensor, at: Tensor) -> Tensor:
         return model(tokens).logits[rows, at]
 
-    return Subject(logits, encode, encode_plain, prefix, vocab_size, positions, about)
+    return ScoringModel(logits, encode, encode_plain, prefix, vocab_size, positions, identity)
 
 
 def _fingerprint(model: nn.Module) -> str:
@@ -176,14 +164,16 @@ def _fingerprint(model: nn.Module) -> str:
 
 
 @torch.no_grad()
-def score(subject: Subject, requests: Iterable[Request], config: ScoringConfig, device: torch.device) -> Iterator[Scored]:
+def score(
+    model: ScoringModel, requests: Iterable[ScoreRequest], config: ScoringConfig, device: torch.device
+) -> Iterator[Scored]:
     """Batch by batch, the longest first: what does not fit into memory fails at once. Texts that differ in their last token
     alone, like yes and no, share a pass. The model is causal, so padding on the right changes nothing before it."""
-    length = min(config.max_length, subject.positions or config.max_length)
-    asked: dict[tuple[int, ...], list[tuple[Request, list[int]]]] = defaultdict(list)
+    length = min(config.max_length, model.positions or config.max_length)
+    asked: dict[tuple[int, ...], list[tuple[ScoreRequest, list[int]]]] = defaultdict(list)
     num_cut = 0
     for request in requests:
-        context, continuation = encode_pair(subject, request, length)
+        context, continuation = encode_pair(model, request, length)
         num_cut += len(context) + len(continuation) > length + 1
         asked[tuple([*context, *continuation][-(length + 1) : -1])].append((request, continuation))
     if num_cut:
@@ -197,7 +187,7 @@ def score(subject: Subject, requests: Iterable[Request], config: ScoringConfig, 
         rows: list[int] = []
         positions: list[int] = []
         targets: list[int] = []
-        askers: list[tuple[Request, int]] = []
+        askers: list[tuple[ScoreRequest, int]] = []
         for row, ids in enumerate(batch):
             for request, continuation in asked[ids]:
                 rows += [row] * len(continuation)
@@ -206,13 +196,14 @@ def score(subject: Subject, requests: Iterable[Request], config: ScoringConfig, 
                 askers.append((request, len(continuation)))
         places = torch.tensor([rows, positions, targets], device=device)
         with torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bf16"):
-            logits = subject.logits(tokens.to(device), *places[:2])
-        found = [_judged(some, target) for some, target in zip(logits.split(_AT_ONCE), places[2].split(_AT_ONCE), strict=True)]
+            logits = model.logits(tokens.to(device), *places[:2])
+        parts = zip(logits.split(_AT_ONCE), places[2].split(_AT_ONCE), strict=True)
+        judged = [_judged(some, target) for some, target in parts]
         sizes = [size for _, size in askers]
-        numbers, greedy = (torch.cat(parts).cpu().split(sizes) for parts in zip(*found, strict=True))
+        numbers, greedy = (torch.cat(parts).cpu().split(sizes) for parts in zip(*judged, strict=True))
         yield [
-            (request, Score(own.sum().item(), bool(is_greedy.all())))
-            for (request, _), own, is_greedy in zip(askers, numbers, greedy, strict=True)
+            (request, Score(logs.sum().item(), bool(is_greedy.all())))
+            for (request, _), logs, is_greedy in zip(askers, numbers, greedy, strict=True)
         ]
 
 
@@ -222,28 +213,28 @@ def _judged(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return log_shares.gather(-1, targets[:, None])[:, 0], log_shares.argmax(-1) == targets
 
 
-def encode_pair(subject: Subject, request: Request, length: int) -> tuple[list[int], list[int]]:
+def encode_pair(model: ScoringModel, request: ScoreRequest, length: int) -> tuple[list[int], list[int]]:
     """Tokens of context and continuation, both at least one."""
     context, continuation = request.context, request.continuation
     if spaces := len(context) - len(context.rstrip()):
         context, continuation = context[:-spaces], context[-spaces:] + continuation
-    before = subject.encode(context) if context else []
+    before = model.encode(context) if context else []
     if before:
-        after = subject.encode(context + continuation)[len(before) :]
+        after = model.encode(context + continuation)[len(before) :]
     else:
-        after = subject.encode_plain(continuation)
-        if subject.prefix is None:
+        after = model.encode_plain(continuation)
+        if model.prefix is None:
             raise ValueError(f"{_where(request)} has no context, and the tokenizer no end-of-text token to stand for it")
-        before, after = (after[:1], after[1:]) if after[:1] == [subject.prefix] else ([subject.prefix], after)
+        before, after = (after[:1], after[1:]) if after[:1] == [model.prefix] else ([model.prefix], after)
     if not 0 < len(after) <= length:
         raise ValueError(f"{_where(request)} has a continuation of {len(after)} tokens, the model takes 1 to {length}")
     largest = max(*before, *after)  # there is one of each
-    if largest >= subject.vocab_size:
-        raise ValueError(f"{_where(request)} has token {largest}, beyond the model's vocabulary of {subject.vocab_size}")
+    if largest >= model.vocab_size:
+        raise ValueError(f"{_where(request)} has token {largest}, beyond the model's vocabulary of {model.vocab_size}")
     return before, after
 
 
-def _where(request: Request) -> str:
+def _where(request: ScoreRequest) -> str:
     return f"document {request.doc} of {request.task}"
 
 
@@ -251,24 +242,24 @@ def _where(request: Request) -> str:
 
 
 def score_file(folder: str, requests: str | Path, out: str | Path, config: ScoringConfig) -> str:
-    """Scores what the file asks and ``out`` does not have yet; a line that says how much that was."""
+    """Scores what the file asks and ``out`` does not have yet; returns a line that says how much that was."""
     _, asked = read_requests(requests)
     path = Path(out)
     device = pick_device(config.device)
-    subject = load_subject(folder, device)
-    length = min(config.max_length, subject.positions or config.max_length)
+    model = load_scoring_model(folder, device)
+    length = min(config.max_length, model.positions or config.max_length)
     header = {
         "format": SCORES_FORMAT,
-        **subject.about,
+        **model.identity,
         "dtype": config.dtype,
         "max_length": length,
         "versions": versions(),
     }
-    known = _begin(path, header)
-    missing = {request.key: request for request in asked if request.key not in known}
+    answered = _begin(path, header)
+    missing = {request.key: request for request in asked if request.key not in answered}
     bar = tqdm(total=len(missing), desc=str(folder), unit=" requests", disable=None, leave=False)
     with bar, path.open("a", encoding="utf-8") as file:
-        for scored in score(subject, missing.values(), config, device):
+        for scored in score(model, missing.values(), config, device):
             for request, answer in scored:
                 if not math.isfinite(answer.loglikelihood):
                     raise ValueError(f"{folder} gives {_where(request)} a loglikelihood that is no number: has it diverged?")
@@ -276,11 +267,11 @@ def score_file(folder: str, requests: str | Path, out: str | Path, config: Scori
                 file.write(json.dumps(line | asdict(answer)) + "\n")
             file.flush()
             bar.update(len(scored))
-    return f"{folder}: {len(missing):,} scores, {len(known):,} were there, in {path}"
+    return f"{folder}: {len(missing):,} scores, {len(answered):,} were there, in {path}"
 
 
 def _begin(path: Path, header: dict[str, Any]) -> dict[str, Score]:
-    """What is there already; refused if it is another model's, or was computed in another way."""
+    """The scores that are there already; refused if they are another model's, or were computed in another way."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists() or not path.read_text().strip():
         write_atomic(path, json.dumps(header) + "\n")
@@ -288,32 +279,32 @@ def _begin(path: Path, header: dict[str, Any]) -> dict[str, Score]:
     text = path.read_text()
     if not text.endswith("\n"):  # killed while it wrote
         write_atomic(path, text[: text.rfind("\n") + 1])
-    old, known = read_scores(path)
+    old, answered = read_scores(path)
     for name in ("weights", "tokenizer", "dtype", "max_length"):
         if old.get(name) != header[name]:
             raise ValueError(
                 f"{path} holds scores of {old.get('folder')} with {name} {old.get(name)}, not {header[name]}: "
                 "choose another --out"
             )
-    return known
+    return answered
 
 
-def write_requests(path: Path, header: dict[str, Any], requests: list[Request]) -> None:
+def write_requests(path: Path, header: dict[str, Any], requests: list[ScoreRequest]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [{"format": REQUESTS_FORMAT, **header}, *(asdict(request) for request in requests)]
     write_atomic(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
-def read_requests(path: str | Path) -> tuple[dict[str, Any], list[Request]]:
+def read_requests(path: str | Path) -> tuple[dict[str, Any], list[ScoreRequest]]:
     header, rows = _read(Path(path), REQUESTS_FORMAT, "make it with smupar eval requests")
-    return header, [_made(Request, row, path, number) for number, row in rows]
+    return header, [_from_row(ScoreRequest, row, path, number) for number, row in rows]
 
 
 def read_scores(path: str | Path) -> tuple[dict[str, Any], dict[str, Score]]:
-    """The header, and scores by ``Request.key``."""
+    """The header, and scores by ``ScoreRequest.key``."""
     header, rows = _read(Path(path), SCORES_FORMAT, "make it with smupar eval score")
     return header, {
-        row.get("key", ""): _made(Score, {name: row.get(name) for name in ("loglikelihood", "is_greedy")}, path, number)
+        row.get("key", ""): _from_row(Score, {name: row.get(name) for name in ("loglikelihood", "is_greedy")}, path, number)
         for number, row in rows
     }
 
@@ -327,7 +318,7 @@ def _read(path: Path, form: str, remedy: str) -> tuple[dict[str, Any], list[tupl
     return header, rows
 
 
-def _made(kind: type[Any], row: dict[str, Any], path: str | Path, number: int) -> Any:
+def _from_row(kind: type[Any], row: dict[str, Any], path: str | Path, number: int) -> Any:
     hints = {"str": str, "int": int, "float": float, "bool": bool}
     fields = {name: hints[hint] for name, hint in kind.__annotations__.items()}
     if row.keys() != fields.keys() or not all(type(row[name]) is fields[name] for name in fields):

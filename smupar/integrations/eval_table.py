@@ -21,39 +21,34 @@ _METRIC = "acc"
 @dataclass(frozen=True)
 class Number:
     value: float
-    stderr: float | None
-    """None where there is none: of a single document."""
+    stderr: float | None  # None where there is none: for a single document
 
 
-TaskResults = dict[str, Number]
-"""By metric: acc, and acc_norm or perplexity."""
+TaskResults = dict[str, Number]  # by metric: acc, and acc_norm or perplexity
 
 
 @dataclass(frozen=True)
 class Results:
     """Every number of an evaluation; prints as the table."""
 
-    lm_eval: str
-    """The harness's version."""
+    lm_eval: str  # the harness's version
     limit: int | None
-    data_dir: str | None
-    """None: the harness's own datasets."""
-    documents: dict[str, int]
-    """How many, by task."""
-    random: dict[str, float]
-    """Accuracy by chance."""
-    models: tuple[tuple[dict[str, Any], dict[str, TaskResults]], ...]
-    """What the scores' header says of a model, and its numbers by task."""
+    data_dir: str | None  # None: the harness's own datasets
+    documents: dict[str, int]  # how many, by task
+    random: dict[str, float]  # accuracy of guessing, by task
+    models: tuple[tuple[dict[str, Any], dict[str, TaskResults]], ...]  # the header of a model's scores, its numbers by task
 
     def __str__(self) -> str:
+        return aligned(self._cells("{}"))
+
+    def _cells(self, model: str) -> list[list[str]]:
+        """The table with its titles; ``model`` says how a folder is written."""
         rows = [["model", *(_TITLES[task] for task in self.documents), "average"], ["random", *map(_percent, self._chance())]]
-        rows += [[about["folder"], *map(_percent, self._row(numbers))] for about, numbers in self.models]
-        return aligned(rows)
+        return rows + [[model.format(header["folder"]), *map(_percent, self._row(numbers))] for header, numbers in self.models]
 
     def markdown(self) -> str:
-        titles = ["model", *(_TITLES[task] for task in self.documents), "average"]
-        rows = [titles, ["---"] * len(titles), ["random", *map(_percent, self._chance())]]
-        rows += [[f"`{about['folder']}`", *map(_percent, self._row(numbers))] for about, numbers in self.models]
+        titles, *rows = self._cells("`{}`")
+        rows = [titles, ["---"] * len(titles), *rows]
         counts = ", ".join(f"{_TITLES[task]} {number:,}" for task, number in self.documents.items())
         note = f"Accuracy in percent ± standard error, zero-shot, lm-eval {self.lm_eval}. Documents: {counts}."
         return "\n".join("| " + " | ".join(row) + " |" for row in rows) + f"\n\n{note}\n"
@@ -63,7 +58,7 @@ class Results:
         names = [*self.documents, "average"]
         lines = [["model", "config_id", *(column for name in names for column in (name, f"{name}_stderr"))]]
         rows: list[tuple[list[str], list[Number]]] = [(["random", ""], self._chance())]
-        rows += [([about["folder"], about["config_id"] or ""], self._row(numbers)) for about, numbers in self.models]
+        rows += [([header["folder"], header["config_id"] or ""], self._row(numbers)) for header, numbers in self.models]
         for who, row in rows:
             lines.append([*who, *(_cell(value) for number in row for value in (number.value, number.stderr))])
         text = io.StringIO()
@@ -72,12 +67,12 @@ class Results:
 
     def to_json(self) -> str:
         models = [
-            about
+            header
             | {
-                "results": {task: {m: asdict(number) for m, number in found.items()} for task, found in numbers.items()},
+                "results": {task: {m: asdict(number) for m, number in metrics.items()} for task, metrics in numbers.items()},
                 "average": asdict(self._row(numbers)[-1]),
             }
-            for about, numbers in self.models
+            for header, numbers in self.models
         ]
         described = asdict(self) | {"models": models, "average_random": self._chance()[-1].value}
         versions = {"lm_eval": described.pop("lm_eval"), "smupar": __version__}

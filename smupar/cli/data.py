@@ -1,0 +1,47 @@
+"""``smupar data``: text on disk, as tokens."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Annotated
+
+import tyro
+
+from smupar.cli.flags import Call, Typed, parser_of
+from smupar.lm.config.commands import PrepareConfig
+
+
+def prepare(config: Annotated[Typed, PrepareConfig]) -> None:
+    """Turn text, JSONL, Parquet or a Hugging Face dataset into token shards that `smupar train --data` reads."""
+    from smupar.lm.data.prepare import prepare as make
+
+    asked = PrepareConfig(**config)
+    index = make(asked)
+    print(
+        f"{index.num_tokens:,} tokens of {index.num_documents:,} documents ({index.tokenizer.name}, vocabulary "
+        f"{index.tokenizer.vocab_size:,}) in {len(index.shards)} shard{'s' if len(index.shards) > 1 else ''}: "
+        f"smupar train --data {shlex.quote(asked.out)}"
+    )
+
+
+def verify(folder: tyro.conf.Positional[str]) -> None:
+    """Compare every shard with its checksum, and say what is in the folder.
+
+    Args:
+        folder: Folder made by `smupar data prepare`.
+    """
+    from smupar.lm.data.shards import verify as compare
+
+    index = compare(folder)
+    print(f"{folder}: {index.num_tokens:,} tokens, {index.num_documents:,} documents, {index.tokenizer.name}: intact")
+
+
+DataStep = tyro.conf.OmitSubcommandPrefixes[
+    Annotated[Call, tyro.conf.subcommand("prepare", constructor_factory=lambda: parser_of(prepare, {}))]
+    | Annotated[Call, tyro.conf.subcommand("verify", constructor_factory=lambda: parser_of(verify, {}))]
+]
+
+
+def data(step: DataStep) -> None:
+    """Text on disk, as tokens: `smupar data prepare` and `smupar data verify`."""
+    # For the help alone: main.parse finds both steps before it looks at this.
