@@ -700,7 +700,7 @@ def test_weights_that_were_tied_and_are_not_any_more_are_to_be_tied_again():
 
 
 def test_guard_looks_at_each_group_a_few_times_only(monkeypatch):
-    from smupar.optim import groups as optim
+    from smupar.optim import guard as optim
 
     weights = [nn.Parameter(torch.zeros(1)) for _ in range(300)]
     groups = [{"params": [weight], "lr": 1e-3, "lr_factor": 1.0, "name": str(number)} for number, weight in enumerate(weights)]
