@@ -1,6 +1,6 @@
 """All flags of the command line, with what they take and their defaults, as ``--help`` shows them: tests/fixtures/flags.json.
 
-A change of flags is meant: write the file again with ``python tests/test_flags.py`` and read its diff.
+A change of flags is meant: write the file again with ``python tests/cli/test_flags.py`` and read its diff.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import pytest
 
 from smupar.cli.main import main
 
-FILE = Path(__file__).parent / "fixtures" / "flags.json"
+FILE = Path(__file__).parents[1] / "fixtures" / "flags.json"
 COMMANDS = [
     "",
     "rules",

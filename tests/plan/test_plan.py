@@ -691,7 +691,7 @@ def test_json_round_trip_keeps_the_kinds_of_notes():
 
 
 def test_plan_of_the_first_version_loads():
-    plan = smupar.Plan.from_json((Path(__file__).parent / "fixtures" / "older" / "plan.json").read_text())
+    plan = smupar.Plan.from_json((Path(__file__).parents[1] / "fixtures" / "older" / "plan.json").read_text())
     assert len(plan) == 8
     assert plan["attention.qkv.weight"].density == Fraction(1, 4)
     assert int(plan.draw_mask("attention.qkv.weight").sum()) == 768

@@ -828,7 +828,7 @@ def test_same_seed_gives_the_same_model_in_another_process():
         digest.update(value.numpy().tobytes())
     other = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", DIGEST, "123"],
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         check=True,
