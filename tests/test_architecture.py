@@ -39,6 +39,22 @@ def test_functions_can_be_read_in_one_go(path):
     assert hard == {}
 
 
+def test_every_class_name_is_used_once():
+    names = [node.name for path in SOURCES for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
+    twice = {name for name in names if names.count(name) > 1}
+    assert twice == {"SmuparCallback"}  # one for each trainer, by the name that its users know
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_words_need_no_second_reading(path):
+    tree = ast.parse(path.read_text())
+    stored = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    assert "one" not in stored  # a variable is called by its noun
+    docstrings = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
+    texts = [node.value for node in docstrings if isinstance(node.value, str)]
+    assert not [text for text in texts if text.startswith("Of ") or re.search(r"\banew\b|\bbehind (it|its|them|each)\b", text)]
+
+
 def test_page_has_the_layers_that_imports_are_checked_against():
     blocks = re.findall(r"```text\n(.*?)```", (ROOT / "docs" / "architecture.md").read_text(), re.DOTALL)
     shown = [[re.split(r"\s{2,}", line)[0].split(" : ") for line in block.splitlines()] for block in blocks]
