@@ -69,6 +69,18 @@ def _pages_of(nav: object) -> list[str]:
     return [page for part in parts for page in _pages_of(part)]
 
 
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_page_names_files_and_classes_that_exist(page):
+    """In backticks: paths of this repository, and words in capitals that look like a class."""
+    code = "\n".join(path.read_text() for path in sorted((ROOT / "smupar").rglob("*.py")))
+    quoted = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE))
+    paths = [word for word in quoted if re.fullmatch(r"(smupar|tests|docs|examples)/[\w/.-]+", word) and "NAME" not in word]
+    assert [word for word in paths if not (ROOT / word).exists()] == []
+    classes = [word for word in quoted if re.fullmatch(r"([A-Z][a-z]+){2,}", word)]
+    of_others = {"AveragedModel", "MuAdam"}  # torch's and mup's
+    assert [word for word in classes if word not in of_others and not re.search(rf"\b{word}\b", code)] == []
+
+
 def test_every_page_is_in_the_menu_of_the_site_once():
     pages = [page.relative_to(ROOT / "docs").as_posix() for page in PAGES[1:]]
     assert sorted(_pages_of(MKDOCS["nav"])) == sorted([*pages, "results/README.md"])

@@ -251,7 +251,7 @@ class Sparsifier(Mover):
 
 
 class _Moving(Sparsifier):
-    """RigL and SET: as many weights as at the start, others."""
+    """RigL and SET: the number of kept weights stays, which ones changes."""
 
     grow: ClassVar[str]
 
@@ -275,9 +275,9 @@ class _Moving(Sparsifier):
                         or "constant"
         """
         goal = Goal(plan, DropAndGrow(Times(every, stop, start), self.grow, drop_fraction, decay))
-        super().__init__(model, optimizer, goal, restart_bias_correction=restart_bias_correction, steps=steps)
         if start == 0 and every > stop:
             raise ValueError(f"masks would never move: no multiple of every={every} lies between {start} and stop={stop}")
+        super().__init__(model, optimizer, goal, restart_bias_correction=restart_bias_correction, steps=steps)
 
 
 class RigL(_Moving):

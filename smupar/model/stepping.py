@@ -2,7 +2,7 @@
 
 torch calls two global hooks of ours round the step of every optimizer, the first before an optimizer's own hooks and the second
 after them. Each optimizer has a ``Seam``, an attribute that copies and pickles drop as they drop hooks, with the phases that
-apply to it; ``print(seam_of(optimizer))`` shows what will run. An optimizer without phases pays for one attribute look-up.
+apply to it; ``print(seam_of(optimizer))`` shows what will run. An optimizer without phases pays for the two calls.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from smupar.model.sharding import local
 
 _PREPARE = ("refuse_replaced", "fit_state", "check_ratios", "set_rates")
-# Where the step gets a closure, this waits for it and follows each of its calls: their forward passes belong to this step.
+# With a closure, it runs after each call of the closure, since those forward passes belong to this step.
 _LOOK = ("look",)
 # What is measured has been corrected and masked, at the learning rates of the step.
 _FOLLOW_UP = ("correct", "mask", "measure")
-# These run even if one of the others raises: schedulers must not find the rates of a step.
+# These run even if a phase before them raises: schedulers must not find the rates of a step. If the step itself raises, torch
+# calls no hook after it, and the rates are restored with the next step.
 _ALWAYS = ("restore_rates", "count")
 BEFORE, AFTER = _PREPARE + _LOOK, _FOLLOW_UP + _ALWAYS
 _SEAM = "_smupar_seam"

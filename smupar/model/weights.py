@@ -138,7 +138,7 @@ class MaskedWeight:
     @property
     def dense_gradient(self) -> DenseGradient:
         """Where the gradient without a mask is kept, on request. The hook that masks the gradient fills it, and for compressed
-        weights the layer's backward pass (``execute/sparse/products``); where the hook is lost, nobody does."""
+        weights the layer's backward pass (``model/compressed.Product``); where the hook is lost, nobody does."""
         return gradient_mask(self.parameter) or DenseGradient()
 
     def dense_grad(self, models: Sequence[int] = ONLY) -> Tensor:
