@@ -99,7 +99,7 @@ class Sparsifier(Mover):
                 )
 
     def _refuse_trained(self, last: Mapping[str, Fraction]) -> None:
-        """Weights of a checkpoint have the init of the last density already."""
+        """Refuses weights that are not fresh from their init: those of a checkpoint have been scaled already."""
         for name, weight in self.weights().items():
             planned, values = self.plan[name].init_std, weight.full()
             if init_factor(self.plan, self.plan[name], last[name]) == 1 or not planned or values.is_meta:
@@ -186,7 +186,7 @@ class Sparsifier(Mover):
             weight.dense_gradient.request(self.needs_gradient(self.num_steps + 1))
 
     def _ready_weights(self) -> dict[str, MaskedWeight]:
-        """The weights whose masks can move now; says so where something else than the given optimizers wrote to one."""
+        """The weights whose masks can move now. Warns if one is not 0 off its mask: another optimizer wrote to it."""
         hidden = self.weights()
         if self.move.needs_gradient:
             hidden = self._with_gradient(hidden)
@@ -245,7 +245,9 @@ class Sparsifier(Mover):
             self.restart.born = {n: born.to(hidden[n].parameter.device, copy=True) for n, born in state["born"].items()}
         if self.rates is not None:
             self.rates.corrections.update(state["corrections"])
-        if isinstance(self.move, Rounds) and "weights" in state:  # else those that the model had when this was made
+        if (
+            isinstance(self.move, Rounds) and "weights" in state
+        ):  # without them the weights stay that were remembered when this was made
             self.first = {name: weight.clone() for name, weight in state["weights"].items()}
         self._request_gradients()
 

@@ -146,8 +146,8 @@ def on_every_step(name: str, phase: Phase, applies: Callable[[Optimizer], bool] 
 
 @cache
 def _install() -> None:
-    """The only hooks that belong to no model and no optimizer. A compiled step runs them as they are: traced, the masks of
-    parameters would not be seen."""
+    """The only hooks that belong to no model and no optimizer. torch.compile must not trace
+    them: it would not see the masks of parameters."""
     register_optimizer_step_pre_hook(torch.compiler.disable(_before))
     register_optimizer_step_post_hook(torch.compiler.disable(_after))
 
@@ -193,7 +193,7 @@ def step_was_noop(optimizer: Optimizer) -> bool:
     if overflow is not None and bool(overflow):
         return True
     rates = [group["lr"] for group in optimizer.param_groups]
-    # Reading a GPU tensor at each step would stall it; torch's own step has its rates on the CPU.
+    # Reading a GPU tensor at each step would stall it; torch.distributed.checkpoint makes its empty step on the CPU.
     if any((isinstance(lr, Tensor) and lr.device.type != "cpu") or float(lr) != 0 for lr in rates):
         return False
     grads = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])

@@ -116,7 +116,7 @@ ROLE_TABLE = (
         "hidden",
     ),
     Case(
-        "reads a fixed size and writes what scales, with only tables and such layers before it",
+        "reads a fixed size and writes what scales, after lookup tables and layers of the same kind only",
         lambda t, n: t.writes_scaling and t.name in n.inputs,
         "embedding",
         "it reads the data",

@@ -39,7 +39,7 @@ class Verdict:
 
     @property
     def farthest(self) -> Curve:
-        """The sparsest target, of the widest."""
+        """The widest of the sparsest targets."""
         return max(self.targets, key=lambda curve: (curve.sparsity, curve.width))
 
 
@@ -78,7 +78,7 @@ def measured_proposals(config: TransferConfig, study: Study) -> list[RunConfig]:
 
 
 def followed_trace(config: TransferConfig, study: Study) -> str | None:
-    """The trace of the proxy at its best value, if any run follows it. As a study grows it may become another."""
+    """The trace of the proxy at its best value, if any run follows it. More values may change which is best."""
     if MEASURED not in config.rules:
         return None
     setup = _Setup(MEASURED, config.run.base_width, 0.0, is_proxy=True)
@@ -187,7 +187,7 @@ def _rule_fields(run: RunConfig, setup: _Setup, trace: str | None) -> dict[str, 
 
 
 def _dense_fields(run: RunConfig, setup: _Setup) -> dict[str, object]:
-    """A dense model has no masks to move: its run is the one that studies of masks that stay also have."""
+    """A dense model has no masks to move, so its run has the fields, and the id, of a run whose masks stay."""
     if setup.sparsity > 0:
         return {}
     return {"dynamic": "none", "mask_every": RunConfig.mask_every, "steps": run.round_steps}

@@ -1,8 +1,8 @@
 """Slopes of log2(size) against log2(width or density), and whether they are small enough.
 
 A rule that works keeps sizes flat. Slopes are fitted for each seed and step; their mean over seeds comes with a 95 % confidence
-interval. Its spread is pooled over places of one kind; as places of one run depend on each other, they count as three at most.
-Judged are step 1, and the mean of all later steps: a single later step of a run is chaotic, most of all in its gradients.
+interval. The spread is pooled over places of one kind. Places of one run are not independent, so at most three count. Step 1
+and the mean of all later steps decide: a single later step of a run is chaotic, most of all in its gradients.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Progress:
         return bool(self.losses) and not math.isfinite(self.losses[-1])
 
     def add(self, loss: float, num_kept: int) -> None:
-        """Takes the loss of a further step, and keeps so many in all."""
+        """Adds the loss of a further step and keeps the last ``num_kept``."""
         if not self.diverged:
             self.losses.append(loss)
             del self.losses[:-num_kept]
@@ -81,8 +81,8 @@ class Cadence:
     log_every: int
     valid_every: int
     save_every: int = 0  # every few minutes; in any case at the end
-    # Steps between looks at the losses, for which the host waits for the GPU. 0: at each row, and after each step where steps
-    # take long, since ranks have to agree, and torchrun kills those that do not end soon.
+    # Steps between looks at the losses, for which the host waits for the GPU. 0: at each row, and while steps are slow after
+    # each step, because ranks must agree to stop before torchrun kills them.
     look_every: int = 0
 
     def validates(self, done: int) -> bool:
