@@ -75,9 +75,13 @@ def only_finding(model, plan, optimizer=None, **options):
 # Untouched models
 
 
+SEEDS = [range(3), pytest.param(range(3, 20), marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("seeds", SEEDS, ids=["few", "many"])
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_untouched_models_pass_for_twenty_seeds(pattern):
-    for seed in range(20):
+def test_untouched_models_pass_for_twenty_seeds(pattern, seeds):
+    for seed in seeds:
         model, plan = mlp(PATTERNS[pattern], pattern=pattern, seed=seed)
         assert smupar.audit(model, plan, adamw(model, plan), lr=0.01) == []
 
@@ -91,18 +95,20 @@ def test_untouched_models_pass_for_every_rule_and_density(rule, density):
         assert smupar.audit(model, plan, optimizer, lr=0.01) == []
 
 
+@pytest.mark.parametrize("seeds", SEEDS, ids=["few", "many"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("width", [48, 64, 80])
-def test_untouched_models_pass_in_other_precisions(dtype, width):
+def test_untouched_models_pass_in_other_precisions(dtype, width, seeds):
     # Alphas and 16 / 48 are no numbers of bfloat16: what the layer rounds is not the factor.
-    for seed in range(20):
+    for seed in seeds:
         model, plan = mlp(1 / 4, dtype, width, seed=seed, alpha_output=1.095)
         assert model.head.smupar_factor.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         assert smupar.audit(model, plan, adamw(model, plan)) == []
 
 
-def test_model_rounded_to_bfloat16_passes_after_attach():
-    for seed in range(20):
+@pytest.mark.parametrize("seeds", SEEDS, ids=["few", "many"])
+def test_model_rounded_to_bfloat16_passes_after_attach(seeds):
+    for seed in seeds:
         model, plan = mlp(seed=seed)
         model.bfloat16()
         smupar.attach(model, plan)
