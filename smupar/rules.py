@@ -30,6 +30,10 @@ class Power:
         """The value for one tensor's multipliers, in the type they come in (exact on fractions)."""
         return m_in**self.m_in * m_out**self.m_out * m_rho**self.m_rho
 
+    @property
+    def inverse(self) -> Power:
+        return Power(-self.m_in, -self.m_out, -self.m_rho)
+
     def times(self, symbol: str) -> str:
         """``symbol`` times this power, as a reader would write it: ``eta m_out / (m_in m_rho)``."""
         powers = [("m_in", self.m_in), ("m_out", self.m_out), ("m_rho", self.m_rho)]
@@ -67,6 +71,11 @@ class Rule:
     attention_exponent: float
     # role -> factor on Adam's epsilon when it is asked to follow the width of the gradients
     eps: dict[str, Power] = field(default_factory=dict)
+
+    def decay(self, family: str, role: str) -> Power:
+        """The factor on lambda, the weight decay: learning rate times decay stays what was tuned, for every role. The paper has
+        no such row. With one decay for all, hidden weights would shrink too slowly in wide models, too fast in sparse ones."""
+        return self.lr[family][role].inverse
 
     def attention_scale(self, head_dim: int) -> float:
         return float(head_dim**self.attention_exponent)
@@ -134,7 +143,7 @@ SMUPAR_LR_ONLY = replace(MUP, name="smupar-lr-only", title="muP + SmuPar LR only
 
 RULES = {rule.name: rule for rule in (SP, MUP, SMUPAR, SMUPAR_INIT_ONLY, SMUPAR_LR_ONLY)}
 
-# Roles whose tensors weight decay shrinks, by what a run can choose.
+# Roles whose tensors weight decay shrinks, by what a run can choose. All is the rule; the others are there to compare.
 DECAYED = {"all": ROLES, "matrices": ("embedding", "hidden", "unembedding"), "hidden": ("hidden",)}
 
 
@@ -153,6 +162,9 @@ def table() -> list[list[str]]:
     def lr(family: str, role: str) -> Callable[[Rule], str]:
         return lambda rule: rule.lr[family][role].times("eta")
 
+    def decay(family: str, role: str) -> Callable[[Rule], str]:
+        return lambda rule: rule.decay(family, role).times("lambda")
+
     def forward(role: str, alpha: str, product: str) -> Callable[[Rule], str]:
         return lambda rule: rule.forward[role].times(f"{alpha} {product}" if rule.has_alphas else product)
 
@@ -160,21 +172,27 @@ def table() -> list[list[str]]:
         return "q.k / d_head" if rule.attention_exponent == -1 else "q.k / sqrt(d_head)"
 
     sgd_vector = "muP; not printed in the paper"
+    tuned = "ours: LR times decay stays as tuned"
     lines: list[tuple[str, Callable[[Rule], str], str]] = [
         ("embedding init variance", init("embedding"), "Table 1"),
         ("embedding LR (Adam family)", lr("adam", "embedding"), "Table 1"),
         ("embedding LR (SGD family)", lr("sgd", "embedding"), sgd_vector),
+        ("embedding decay (Adam family)", decay("adam", "embedding"), tuned),
         ("embedding forward", forward("embedding", "alpha_in", "x W"), "Table 1"),
         ("hidden init variance", init("hidden"), "Table 1"),
         ("hidden LR (Adam family)", lr("adam", "hidden"), "Table 1"),
         ("hidden LR (SGD family)", lr("sgd", "hidden"), "App. D, and muP where m_out differs from m_in"),
         ("hidden LR (Muon)", lr("muon", "hidden"), "ours: Muon sizes its own update"),
+        ("hidden decay (Adam family)", decay("adam", "hidden"), tuned),
+        ("hidden decay (SGD family)", decay("sgd", "hidden"), tuned),
         ("unembedding init variance", init("unembedding"), "as the tied one"),
         ("unembedding LR (Adam family)", lr("adam", "unembedding"), "as the tied one"),
         ("unembedding LR (SGD family)", lr("sgd", "unembedding"), sgd_vector),
+        ("unembedding decay (Adam family)", decay("adam", "unembedding"), tuned),
         ("unembedding forward", forward("unembedding", "alpha_out", "x W^T"), "Table 1"),
         ("norms, biases LR (Adam family)", lr("adam", "vector"), "matches muP"),
         ("norms, biases LR (SGD family)", lr("sgd", "vector"), sgd_vector),
+        ("norms, biases decay (Adam family)", decay("adam", "vector"), tuned),
         ("tensors that do not scale, LR", lr("adam", "fixed"), "muP"),
         ("attention logits", attention, "Table 1"),
     ]
@@ -191,8 +209,9 @@ def markdown() -> str:
         "",
         "Generated from `smupar/rules.py` by `smupar rules --markdown`; a test keeps both equal.",
         "",
-        "`s` is the base init std, `eta` the base learning rate, `m_in` and `m_out` the width multipliers of a tensor's",
-        "own fan-in and fan-out (the paper's `m_d` where both are equal), `m_rho` its density divided by the base density.",
+        "`s` is the base init std, `eta` the base learning rate, `lambda` the base weight decay, `m_in` and `m_out` the width",
+        "multipliers of a tensor's own fan-in and fan-out (the paper's `m_d` where both are equal), `m_rho` its density over",
+        "the base density.",
         "Init variances are those of the kept weights. For an embedding or a vector `m_out` is the multiplier of its one",
         "scaling dimension, for the unembedding `m_in` is. Norms, biases and tensors that do not scale keep the model's",
         "own init.",

@@ -14,7 +14,10 @@ import smupar
 FIXTURES = Path(__file__).parent / "fixtures"
 OLDER = FIXTURES / "older"
 TINY = "--width 16 --base-width 8 --depth 1 --head-dim 8 --seq-len 16 --batch-size 2 --valid-batches 1 --device cpu --data text"
-TRANSFER = TINY.removeprefix("--width 16 ") + " --rules sp smupar --sparsities 0 0.5 --widths 16 --steps 10 --out transfer"
+TRANSFER = (
+    TINY.removeprefix("--width 16 ")
+    + " --rules sp smupar --sparsities 0 0.5 --widths 16 --steps 10 --weight-decay 0 --out transfer"
+)
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +56,8 @@ def older(tmp_path, monkeypatch):
 
 RUNS = {
     "rigl": "--sparsity 0.5 --steps 30 --dynamic rigl --mask-every 4 --follow trace.json --weight-decay 0.1",
-    "csr": "--sparsity 0.5 --steps 30 --dynamic set --mask-every 4 --storage csr",
-    "gmp": "--sparsity 0.5 --steps 30 --dynamic gmp --mask-every 4 --optimizer muon --lr 0.01",
+    "csr": "--sparsity 0.5 --steps 30 --dynamic set --mask-every 4 --storage csr --weight-decay 0",
+    "gmp": "--sparsity 0.5 --steps 30 --dynamic gmp --mask-every 4 --optimizer muon --lr 0.01 --weight-decay 0",
 }
 
 
@@ -71,7 +74,7 @@ def test_older_checkpoint_goes_on_as_it_would_have(older, capsys, name):
 
 
 def test_older_sweep_is_complete_and_can_grow(older, capsys):
-    sweep = f"{TINY} --sparsity 0.5 --steps 20 --out sweep"
+    sweep = f"{TINY} --sparsity 0.5 --steps 20 --weight-decay 0 --out sweep"
     golden.main(["sweep", "lr=0.01,0.02", "rule=sp,smupar", *sweep.split()])
     assert "4 runs, 4 of them done" in capsys.readouterr().out
     golden.main(["sweep", "lr=0.01,0.02,0.04", "rule=sp,smupar", *sweep.split()])

@@ -54,6 +54,15 @@ def test_rules_are_the_five_of_the_paper():
 
 
 @pytest.mark.parametrize("name", EVERY)
+def test_learning_rate_times_decay_is_the_same_for_every_role(name):
+    rule = rules.get_rule(name)
+    for family, powers in rule.lr.items():
+        for role, power in powers.items():
+            assert power.of(*MULTIPLIERS) * rule.decay(family, role).of(*MULTIPLIERS) == 1
+    assert rule.decay("adam", "hidden").of(*MULTIPLIERS) == 1 / HIDDEN_LR_ADAM[name]
+
+
+@pytest.mark.parametrize("name", EVERY)
 def test_init_variance_matches_table_1(name):
     init_var = rules.get_rule(name).init_var
     assert init_var["embedding"].of(*MULTIPLIERS) == 1

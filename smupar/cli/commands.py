@@ -226,6 +226,8 @@ def reproduce(
     scale: Literal["cpu", "small", "paper"] = "cpu",
     data: str | None = None,
     data_dir: str | None = None,
+    weight_decay: float = 0.1,
+    clip: float = 1.0,
     out: str = "runs/reproduce",
     publish: str | None = None,
     list: bool = False,  # noqa: A002 (the flag)
@@ -239,6 +241,8 @@ def reproduce(
         scale: cpu: minutes on two cores; small: minutes on one GPU; paper: as printed.
         data: Folder made by `smupar data prepare`; at scale cpu default Python's own source.
         data_dir: tab02: folder with local copies of the tasks as JSONL; default the harness's own, online.
+        weight_decay: Of all runs; 0 for the figures without decay.
+        clip: Largest norm of the gradient; 0: none, as in the figures without decay.
         out: Folder of the runs, which figures share, and of the results. Started again, only what is missing is run.
         publish: Folder for a page of results, its rows and its picture, as in docs/results.
         list: Print what there is.
@@ -254,7 +258,8 @@ def reproduce(
     offline = [name for name in paper.FIGURES if name != "tab02" or data_dir is not None]
     names = offline if figures == ("all",) else figures
     trained = [name for name in names if paper.figure(name).runs]
-    wanted = paper.make_scale(scale, data, reads=bool(trained) and not dry_run)
+    reads = bool(trained) and not dry_run
+    wanted = paper.make_scale(scale, data, reads=reads, weight_decay=weight_decay, clip=clip or None)
     if dry_run:
         print("\n".join(paper.dry_run(name, wanted) for name in names))
         return

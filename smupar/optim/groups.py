@@ -6,6 +6,7 @@ The factor is inside each group's ``lr``, so any training loop uses it without k
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -74,6 +75,7 @@ def param_groups(
         if eps == "width" or eps_value is not None:
             group["eps"] = (1e-8 if eps_value is None else eps_value) * eps_factor
         groups.append({**group, "name": _group_name(rows, group, weight_decay)})
+    _warn_of_forgetting(groups, optimizer)
     if decay == "independent" and any(row.eps_factor != 1 for key, rows in members.items() if key[1] for row in rows):
         _warn_of_decay_in_gradient(optimizer)
     return _distinct(groups) + users
@@ -118,6 +120,28 @@ def _trained(model: nn.Module, plan: Plan, users: list[dict[str, Any]]) -> dict[
     if unplanned:
         raise ValueError(f"the plan does not know {', '.join(unplanned[:4])}: give them a group of their own with extra=[...]")
     return parameters
+
+
+# Above this, LR times decay makes a weight forget what it learned within 20 steps.
+_FORGETS = 0.05
+
+
+def _warn_of_forgetting(groups: list[dict[str, Any]], optimizer: object) -> None:
+    for group in groups:
+        shrinks = float(group["lr"]) * group["weight_decay"]
+        if shrinks > _FORGETS and decouples_decay(optimizer):
+            warnings.warn(
+                f"weight decay shrinks {group['name']!r} by {shrinks:.2g} of its size at each step (learning rate "
+                f"{float(group['lr']):.3g}, which includes the factor {group['lr_factor']:.3g}, times decay "
+                f"{group['weight_decay']:.3g}): it forgets within {math.ceil(1 / shrinks)} steps. "
+                + (
+                    "Pass decay='independent', which takes the factor out of the decay, or a lower weight_decay"
+                    if group["decay"] == "coupled" and group["lr_factor"] > 1
+                    else "Lower lr or weight_decay"
+                ),
+                PlanWarning,
+                stacklevel=3,
+            )
 
 
 def _warn_of_decay_in_gradient(optimizer: object) -> None:

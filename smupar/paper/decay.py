@@ -12,16 +12,15 @@ from typing import NamedTuple
 
 from smupar.lm.config.run import RunConfig
 from smupar.paper.figure import Claim, Figure, Rows, all_of
-from smupar.paper.settings import Scale
+from smupar.paper.settings import WEIGHT_DECAY, Scale
 from smupar.rules import DECAYED
 from smupar.study.curves import Line, Panel, Point
 from smupar.study.space import with_fields
 
 DECAYS = (0.0, 0.03, 0.1, 0.2, 0.4)
-USUAL = 0.1  # in the paper's code
 _NEAR = 0.005  # what a decay may cost, beside the best one, to be called as good
 _LR = 2.0**-6
-_SETTINGS = {"lr": _LR, "clip": 1.0, "schedule": "linear-to-zero", "valid_batches": 20, "weight_decay": USUAL}
+_SETTINGS = {"lr": _LR, "schedule": "linear-to-zero", "valid_batches": 20}
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ def draw(rows: Rows) -> list[Panel]:
             for density, own in scans.items()
         )
         heading = f"width {width}, {steps} steps"
-        panels.append(Panel(heading, "weight decay", "loss above that of the best decay, %", lines, USUAL, log_x=False))
+        panels.append(Panel(heading, "weight decay", "loss above that of the best decay, %", lines, WEIGHT_DECAY, log_x=False))
     return panels
 
 
@@ -143,11 +142,11 @@ def claim(rows: Rows) -> Claim:
     losses = _losses(rows)
     inside, outside = _scans(losses)
     tuned = _best(next(iter(inside.values())))
-    without = {setting.density: own[0.0] / own[USUAL] - 1 for setting, own in inside.items()}
+    without = {setting.density: own[0.0] / own[WEIGHT_DECAY] - 1 for setting, own in inside.items()}
     costs = {setting.density: _cost(own, tuned) for setting, own in inside.items()}
     elsewhere = max((_cost(own, tuned) for own in outside.values()), default=0.0)
     return all_of(
-        Claim(min(without.values()) > 0, f"without decay the loss is higher than with {USUAL:g}: {_shares(without)}"),
+        Claim(min(without.values()) > 0, f"without decay the loss is higher than with {WEIGHT_DECAY:g}: {_shares(without)}"),
         Claim(
             max(costs.values()) <= _NEAR,
             f"the dense model's best decay, {tuned:g}, costs at most {_NEAR:.1%} at any density: {_shares(costs)}",
@@ -165,19 +164,21 @@ def _rates(losses: dict[_Setting, Losses], inside: dict[_Setting, Losses]) -> Cl
     """Whether the learning rate stays the best among its neighbours, with the usual decay."""
     costs = {}
     for setting, own in inside.items():
-        around = [losses[setting._replace(lr=lr)][USUAL] for lr in (_LR / 2, 2 * _LR) if setting._replace(lr=lr) in losses]
+        around = [
+            losses[setting._replace(lr=lr)][WEIGHT_DECAY] for lr in (_LR / 2, 2 * _LR) if setting._replace(lr=lr) in losses
+        ]
         if around:
-            costs[setting.density] = own[USUAL] / min(own[USUAL], *around) - 1
+            costs[setting.density] = own[WEIGHT_DECAY] / min(own[WEIGHT_DECAY], *around) - 1
     return Claim(
         max(costs.values()) <= _NEAR,
-        f"with decay {USUAL:g}, half or twice the learning rate gains at most {_NEAR:.1%}: {_shares(costs)}",
+        f"with decay {WEIGHT_DECAY:g}, half or twice the learning rate gains at most {_NEAR:.1%}: {_shares(costs)}",
     )
 
 
 def _against(losses: dict[_Setting, Losses], inside: dict[_Setting, Losses], **other: str) -> Claim:
     """Another way of decay, at the usual amount, against independent decay of all parameters."""
     pairs = {setting: losses.get(setting._replace(**other)) for setting in inside}  # type: ignore[arg-type]
-    behind = {setting: own[USUAL] / inside[setting][USUAL] - 1 for setting, own in pairs.items() if own}
+    behind = {setting: own[WEIGHT_DECAY] / inside[setting][WEIGHT_DECAY] - 1 for setting, own in pairs.items() if own}
     name = {"coupled": "coupled decay", "matrices": "decay of matrices alone", "hidden": "decay of hidden weights alone"}
     shares = _shares({setting.density: share for setting, share in behind.items()})
     sparse = [share for setting, share in behind.items() if setting.sparsity]

@@ -6,9 +6,10 @@ from dataclasses import replace
 from functools import partial
 
 from smupar.lm.config.run import RunConfig
-from smupar.paper.fig03 import draw, losses
-from smupar.paper.figure import RULES, Claim, Figure, Rows, runs_of, title
+from smupar.paper.figure import RULES, Claim, Figure, Rows, over_sparsity, runs_of, title
 from smupar.paper.settings import Scale, iso_width
+from smupar.study.comparison import as_rule
+from smupar.study.curves import Panel
 
 # SP has another learning rate for the wider half of the models: 6e-4 up to 1088 of 768 .. 2176, then 2e-4.
 _WIDER, _SP_LR_WIDER = 1088 / 768, 2e-4
@@ -24,6 +25,22 @@ def runs(scale: Scale) -> list[RunConfig]:
 
     runs = runs_of(scale, "iso-pretraining", width=width)
     return [replace(run, lr=_SP_LR_WIDER) if has_lower_lr(run) else run for run in runs]
+
+
+def losses(rows: Rows) -> dict[str, dict[float, float]]:
+    """Validation loss of every rule and sparsity."""
+    by_rule: dict[str, dict[float, float]] = {rule: {} for rule in RULES}
+    for row in rows:
+        sparsity, loss = row.config.sparsity, row.summary.valid_loss
+        assert sparsity is not None
+        for rule in RULES:
+            if row.config.rule in (rule, as_rule(rule, sparsity)):
+                by_rule[rule][sparsity] = float("inf") if loss is None else loss
+    return by_rule
+
+
+def draw(rows: Rows) -> list[Panel]:
+    return [over_sparsity({title(rule): values for rule, values in losses(rows).items()}, "", "validation loss")]
 
 
 def claim(rows: Rows) -> Claim:

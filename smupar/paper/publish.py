@@ -1,7 +1,7 @@
 """Pages of results: what was run, what the paper shows, what came out, and where they differ.
 
-A page is made from the runs. Its last section alone is written by hand, and kept. Its rows hold every run's whole
-configuration, so that a number can be traced to the hash of its run and to the commit that made it.
+NAME.json holds the facts, with every run's whole configuration, so that a number can be traced to the hash of its run and the
+commit that made it. The page NAME.md is made from them; its last section alone is written by hand, and kept.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from smupar.lm.config.run import RunConfig
-from smupar.lm.run.folder import versions
+from smupar.lm.run.folder import Summary, versions
 from smupar.output.files import write_atomic
+from smupar.paper.figure import Claim, Figure
 from smupar.paper.reproduce import FIGURES, FINDINGS, MADE_ON, Reproduced, figure
-from smupar.paper.settings import Scale
+from smupar.paper.settings import CLIP, Scale
+from smupar.study.curves import draw_png
 from smupar.study.store import Result
 
 BY_HAND = "## Where they differ"
@@ -32,11 +34,51 @@ def publish(done: Reproduced, scale: Scale, into: str | Path) -> Path:
     write_atomic(folder / f"{done.name}.json", _compact(facts))
     for picture in sorted(done.folder.glob("*.png")):
         shutil.copyfile(picture, folder / _picture_name(done.name, picture))
-    table = done.folder / "table.txt"
-    page = folder / f"{done.name}.md"
-    write_atomic(page, _page(done, scale, facts, table.read_text() if table.exists() else None, _by_hand(page)))
+    page = _write_page(folder / f"{done.name}.json")
     write_atomic(folder / "README.md", index(folder))
     return page
+
+
+def rewrite(folder: str | Path) -> None:
+    """Makes claims, pictures and pages of a folder again from the rows in it, as after a change of what is asked of them."""
+    for path in sorted(Path(folder).glob("*.json")):
+        fig, facts = figure(path.stem), json.loads(path.read_text())
+        if fig.draw:
+            rows = results(facts)
+            draw_png(fig.draw(rows), path.with_suffix(".png"), fig.title, columns=fig.columns)
+            write_atomic(path, _compact({**facts, **_claimed(fig.claim(rows))}))
+        _write_page(path)
+
+
+def results(facts: dict[str, Any]) -> list[Result]:
+    """The runs of a published file; of a summary, what the file holds."""
+    return [_result(facts, row) for row in facts["rows"]]
+
+
+def _result(facts: dict[str, Any], row: dict[str, Any]) -> Result:
+    values = {**facts["common"], **{name: row[name] for name in facts["varies"]}}
+    values["model"] = {name.removeprefix("model."): values.pop(name) for name in list(values) if name.startswith("model.")}
+    config = RunConfig.from_json(json.dumps(values))
+    summary = Summary(
+        id=row["id"],
+        status=row["status"],
+        folder="",
+        steps=config.steps,
+        num_tokens=config.num_tokens,
+        num_parameters=0,
+        sparsity=config.sparsity or 0.0,
+        train_loss=row["train_loss"],
+        valid_loss=row["valid_loss"],
+        best_valid_loss=None,
+        best_step=None,
+        seconds=row["gpu_seconds"],
+        tokens_per_second=0.0,
+        device="",
+        num_ranks=1,
+        num_threads=1,
+        versions={"commit": row["commit"]},
+    )
+    return Result(config, summary)
 
 
 def refuse_other_scale(into: str | Path, names: Iterable[str], scale: Scale) -> None:
@@ -55,7 +97,8 @@ def index(folder: Path) -> str:
     lines = [
         "# Results",
         "",
-        f"What has been run at scale {scales}. A claim that does not hold stays here as it is.",
+        f"What has been run at scale {scales}. A claim that does not hold stays here as it is. Runs have weight decay and",
+        "clipped gradients where the table does not say otherwise.",
         "How to run them, and what the scales are: [reproduce](../reproduce.md).",
         "",
         "| | what | finding | holds here | runs | GPU minutes |",
@@ -76,7 +119,7 @@ def index(folder: Path) -> str:
 
 
 def _holds(facts: dict[str, Any]) -> str:
-    return "yes" if facts["holds"] else "**no**"
+    return ("yes" if facts["holds"] else "**no**") + _without(facts)
 
 
 def _facts(done: Reproduced, scale: Scale) -> dict[str, Any]:
@@ -92,17 +135,27 @@ def _facts(done: Reproduced, scale: Scale) -> dict[str, Any]:
     return {
         "figure": done.name,
         "scale": scale.name,
-        "holds": done.claim.holds,
-        "claims": [{"holds": part.holds, "text": part.text} for part in done.claim.parts or (done.claim,)],
+        **_claimed(done.claim),
         "minutes": (sum(row.summary.seconds for row in done.rows) + made_on.get("seconds", 0)) / 60,
         "commits": sorted({versions.get("commit", "unknown") for _, versions in origins}),
         "devices": sorted({f"{device}, torch {versions['torch']}" for device, versions in origins}),
         "files": done.files,
         "common": {name: configs[0][name] for name in names if name not in varies},
         "varies": varies,
+        **_table(done),
         **_slopes(done),
         "rows": rows,
     }
+
+
+def _claimed(claim: Claim) -> dict[str, Any]:
+    return {"holds": claim.holds, "claims": [{"holds": part.holds, "text": part.text} for part in claim.parts or (claim,)]}
+
+
+def _table(done: Reproduced) -> dict[str, Any]:
+    """The table that was measured; one that needs no run is made with the page."""
+    path = done.folder / "table.txt"
+    return {"table": path.read_text()} if path.exists() and not figure(done.name).text else {}
 
 
 def _slopes(done: Reproduced) -> dict[str, Any]:
@@ -151,40 +204,45 @@ def _picture_name(name: str, picture: Path) -> str:
     return f"{name}.png" if picture.stem in ("picture", "check") else f"{name}-{picture.name}"
 
 
+def _write_page(path: Path) -> Path:
+    """The page of a file of facts, beside it."""
+    facts, page = json.loads(path.read_text()), path.with_suffix(".md")
+    pictures = sorted(picture.name for picture in path.parent.glob(f"{path.stem}*.png"))
+    write_atomic(page, page_of(facts, pictures, _by_hand(page)))
+    return page
+
+
 def _by_hand(page: Path) -> str:
     if not page.exists():
         return _NOTHING_YET
     return page.read_text().partition(BY_HAND)[2].strip() or _NOTHING_YET
 
 
-def _page(done: Reproduced, scale: Scale, facts: dict[str, Any], table: str | None, by_hand: str) -> str:
-    fig = figure(done.name)
+def page_of(facts: dict[str, Any], pictures: Sequence[str], by_hand: str) -> str:
+    name, fig = facts["figure"], figure(facts["figure"])
     finding = f" It belongs to Finding {fig.finding}: {FINDINGS[fig.finding]}." if fig.finding else ""
-    pictures = [_picture_name(done.name, picture) for picture in sorted(done.folder.glob("*.png"))]
-    data = f" --data {scale.data}" if done.rows else ""
-    tasks = " --data-dir TASKS" if fig.prepare else ""
     lines = [
-        f"# {_heading(done.name)}: {fig.title}",
+        f"# {_heading(name)}: {fig.title}",
         "",
-        f"**{'Holds' if done.claim.holds else 'Does not hold'} at scale {scale.name}.**",
+        f"**{'Holds' if facts['holds'] else 'Does not hold'} at scale {facts['scale']}{_without(facts)}.**",
         "",
         *(line for picture in pictures for line in (f"![{fig.title}]({picture})", "")),
-        *(["```text", table.rstrip(), "```", ""] if table else []),
+        *(["```text", table.rstrip(), "```", ""] if (table := fig.text() if fig.text else facts.get("table")) else []),
         "## What the paper shows",
         "",
         f"{fig.shows}{finding}",
         "",
         "## What was run",
         "",
-        *(_what_was_run(done.rows, facts) if done.rows else _what_was_measured(done, scale)),
+        *(_what_was_run(facts) if facts["rows"] else [_what_was_measured(fig, facts)]),
         "",
         "```sh",
-        f"smupar reproduce {done.name} --scale {scale.name}{data}{tasks} --publish docs/results",
+        _command(fig, facts),
         "```",
         "",
         "## What came out",
         "",
-        *(f"- {'yes' if part.holds else '**no**'}: {part.text}" for part in done.claim.parts or (done.claim,)),
+        *(f"- {'yes' if part['holds'] else '**no**'}: {part['text']}" for part in facts["claims"]),
         "",
         BY_HAND,
         "",
@@ -193,18 +251,40 @@ def _page(done: Reproduced, scale: Scale, facts: dict[str, Any], table: str | No
     return "\n".join(lines) + "\n"
 
 
+def _without(facts: dict[str, Any]) -> str:
+    """Says so where no run has weight decay, or a clipped gradient."""
+    missing = [
+        what
+        for name, what in (("weight_decay", "weight decay"), ("clip", "clipping"))
+        if facts["common"].get(name, 1) in (0, None)
+    ]
+    return f", without {' and '.join(missing)}" if missing else ""
+
+
+def _command(fig: Figure, facts: dict[str, Any]) -> str:
+    common = facts["common"]
+    flags = [f"--scale {facts['scale']}"]
+    if facts["rows"]:
+        flags.append(f"--data {common['data']}")
+    if common.get("weight_decay") == 0:
+        flags.append("--weight-decay 0")
+    if facts["rows"] and common.get("clip", CLIP) is None:
+        flags.append("--clip 0")
+    if fig.prepare:
+        flags.append("--data-dir TASKS")
+    return f"smupar reproduce {facts['figure']} {' '.join(flags)} --publish docs/results"
+
+
 def _heading(name: str) -> str:
     words = {"fig": "Figure", "tab": "Table"}
     return f"{words[name[:3]]} {int(name[3:])}" if name[:3] in words else name.capitalize()
 
 
-def _what_was_measured(done: Reproduced, scale: Scale) -> list[str]:
-    what = figure(done.name).what
-    if not what:
-        return [f"Nothing is trained for it. Made by commit {versions().get('commit', 'unknown')}."]
-    made_on = _made_on(done)
-    where = f"{made_on['device']}, torch {made_on['torch']}, {made_on.get('seconds', 0) / 60:.1f} minutes in all"
-    return [f"{what(scale)} {where}. Made by commit {made_on.get('commit', 'unknown')}."]
+def _what_was_measured(fig: Figure, facts: dict[str, Any]) -> str:
+    made_by = f"Made by commit {', '.join(facts['commits']) or versions().get('commit', 'unknown')}."
+    if not fig.what:
+        return "Nothing is trained for it."
+    return f"{fig.what(Scale(facts['scale']))} {facts['devices'][0]}, {facts['minutes']:.1f} minutes in all. {made_by}"
 
 
 def _made_on(done: Reproduced) -> dict[str, Any]:
@@ -213,26 +293,34 @@ def _made_on(done: Reproduced) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def _what_was_run(rows: Sequence[Result], facts: dict[str, Any]) -> list[str]:
-    configs = [row.config for row in rows]
+def _what_was_run(facts: dict[str, Any]) -> list[str]:
+    configs = [row.config for row in results(facts)]
     first = configs[0]
-    diverged = sum(row.summary.status == "diverged" for row in rows)
-    tokens = f"{_some(configs, 'steps')} steps of {first.batch_size} x {first.seq_len} tokens"
+    diverged = sum(row["status"] == "diverged" for row in facts["rows"])
     ended_early = f", {diverged} of which diverged" if diverged else ""
+    batches = " and ".join(sorted({f"{config.batch_size} x {config.seq_len}" for config in configs}))
     return [
-        f"{len(rows)} runs{ended_early}: GPTs of {_some(configs, 'model.depth')} layers, "
+        f"{len(configs)} runs{ended_early}: GPTs of {_some(configs, 'model.depth')} layers, "
         f"width {_some(configs, 'model.width')} (base {first.base_width}), heads of {first.model.head_dim}, vocabulary "
-        f"{first.model.vocab_size}, {tokens} of `{first.data}`, {first.dtype}; density {_densities(configs)}; seeds "
-        f"{_some(configs, 'seed')}.",
+        f"{first.model.vocab_size}, {_some(configs, 'steps')} steps of {batches} tokens of `{first.data}`, {first.dtype}; "
+        f"density {_densities(configs)}; seeds {_some(configs, 'seed')}; {_optimizer(configs)}.",
         f"{'; '.join(facts['devices'])}. {facts['minutes']:.1f} minutes of training on it, compilation not counted; runs that "
         f"several figures share are counted in each. Made by commit {', '.join(facts['commits'])}. Every run with its "
         f"configuration and hash: [{facts['figure']}.json]({facts['figure']}.json).",
     ]
 
 
+def _optimizer(configs: Sequence[RunConfig]) -> str:
+    kinds = sorted({config.decay for config in configs if config.weight_decay})
+    decay = f"weight decay {_some(configs, 'weight_decay')} ({' and '.join(kinds)})" if kinds else "no weight decay"
+    clips = sorted({config.clip for config in configs if config.clip is not None})
+    clipping = f"clipping at {', '.join(f'{clip:g}' for clip in clips)}" if clips else "no clipping"
+    return f"{_some(configs, 'optimizer')}, betas {configs[0].betas}, {decay}, {clipping}"
+
+
 def _some(configs: Sequence[RunConfig], name: str) -> str:
     values = sorted({_fields(config)[name] for config in configs})
-    return ", ".join(map(str, values))
+    return ", ".join(f"{value:.4g}" if isinstance(value, float) else str(value) for value in values)
 
 
 def _densities(configs: Sequence[RunConfig]) -> str:

@@ -80,24 +80,25 @@ def listed() -> str:
     return "\n".join([*lines, *(f"Finding {number}: {text}." for number, text in FINDINGS.items())])
 
 
-def make_scale(name: ScaleName, data: str | None, *, reads: bool = True) -> Scale:
+def make_scale(name: ScaleName, data: str | None, *, reads: bool = True, **decay: float | None) -> Scale:
     """``data``: a folder of `smupar data prepare`; at scale cpu the source of Python's standard library by default. Without
-    ``reads``, no text is needed: nothing is trained."""
+    ``reads``, no text is needed: nothing is trained. ``decay``: ``weight_decay`` and ``clip`` of all runs."""
+    scale = Scale(name, **decay)  # type: ignore[arg-type]
     if data is None:
         if name == "cpu":
-            return Scale("cpu")
+            return scale
         if not reads:
-            return Scale(name, "DATA", _GPT2_VOCAB)
+            return replace(scale, data="DATA", vocab_size=_GPT2_VOCAB)
         raise ValueError(f"scale {name} needs text: make some with `smupar data prepare` and pass --data FOLDER")
     if data == STANDARD_LIBRARY:
-        return Scale(name)
-    return Scale(name, name_of_text(data), padded_vocab(read_index(data).tokenizer.vocab_size))
+        return scale
+    return replace(scale, data=name_of_text(data), vocab_size=padded_vocab(read_index(data).tokenizer.vocab_size))
 
 
 def reproduce(name: str, scale: Scale, how: EngineConfig, *, out: str, data_dir: str | None = None) -> Reproduced:
     """Runs what is missing of a figure, draws it and decides its claim. Writes picture.png, rows.csv, rows.json and claim.json
     into ``out``/scale/name; runs are in ``out``/scale/study. ``data_dir``: local copies of the tasks of Table 2."""
-    fig, root = figure(name), Path(out) / scale.name
+    fig, root = figure(name), Path(out) / scale.folder
     place = Place(scale, root / name, root / "study" / "runs", how.device, data_dir)
     rows, files = _trained(name, fig, fig.runs(scale), place, how) if fig.runs else ([], {})
     place.folder.mkdir(parents=True, exist_ok=True)

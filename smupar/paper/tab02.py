@@ -9,8 +9,7 @@ from smupar.integrations.eval_table import Results
 from smupar.integrations.lm_eval import evaluate, load_tasks
 from smupar.lm.config.commands import EvalConfig, ScoringConfig, TasksConfig
 from smupar.lm.config.run import RunConfig
-from smupar.paper import fig03
-from smupar.paper.figure import Claim, Figure, Place, Rows, title
+from smupar.paper.figure import Claim, Figure, Place, Rows, runs_of, title
 
 # Without the user's own copy of RACE, which may not be handed on.
 _LOCAL_TASKS = ("arc_easy", "lambada_openai", "piqa", "boolq")
@@ -55,7 +54,7 @@ def claim(results: Results) -> Claim:
 FIGURE = Figure(
     title="Downstream accuracy",
     shows="SmuPar is best or within 0.01 of the best at almost every sparsity and task; at 99.2 % SP is close to chance.",
-    runs=fig03.runs,
+    runs=lambda scale: runs_of(scale, "pretraining"),
     keeps_weights=True,
     prepare=prepare,
     measure=measure,

@@ -206,6 +206,7 @@ def _cells(row: PlanRow) -> tuple[str, ...]:
         "kept" if row.init_std is None else _shown(row.init_std),
         _shown(row.lr_factors["adam"]),
         _shown(row.lr_factors["sgd"]),
+        _shown(row.decay_factor("adam")),
         _forward_cell(row),
     )
 
@@ -222,6 +223,7 @@ def _table(plan: Plan) -> str:
         "init std",
         "LR Adam",
         "LR SGD",
+        "decay Adam",
         "forward",
     ]
     # Blocks with equal numbers share a line: layer numbers become a star, followed by the number of parameters.

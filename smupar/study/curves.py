@@ -67,18 +67,18 @@ def y_range(panels: Sequence[Panel]) -> tuple[float, float]:
 
 def draw_png(panels: Sequence[Panel], path: Path, title: str = "", *, columns: int | None = None) -> None:
     """Draws all panels in one row, or in rows of ``columns``."""
-    low, high = y_range(panels)
     columns = min(columns or len(panels), len(panels))
     num_rows = -(-len(panels) // columns)
     figure = new_figure(figsize=(3.6 * columns + 0.6, 3.9 * num_rows), layout="constrained")
     from matplotlib import colormaps
 
-    grid = figure.subplots(num_rows, columns, sharey=True, squeeze=False)
+    grid = figure.subplots(num_rows, columns, sharey=len({panel.y_label for panel in panels}) == 1, squeeze=False)
     axes = grid.flat[: len(panels)]
     for unused in grid.flat[len(panels) :]:
         unused.set_visible(False)
     shared = [line.label for line in panels[-1].lines]  # one legend for all panels that have the same lines
-    for panel, axis in zip(panels, axes, strict=True):
+    for number, (panel, axis) in enumerate(zip(panels, axes, strict=True)):
+        low, high = y_range([other for other in panels if other.y_label == panel.y_label])
         for line in panel.lines:
             colour = colormaps["viridis"](0.9 * line.colour)
             points = sorted(line.points, key=lambda point: point.x)
@@ -100,8 +100,8 @@ def draw_png(panels: Sequence[Panel], path: Path, title: str = "", *, columns: i
         axis.grid(True, alpha=0.25)
         if panel is panels[-1] or [line.label for line in panel.lines] != shared:
             axis.legend(fontsize=8, loc="best")
-    for row in grid:
-        row[0].set_ylabel(panels[0].y_label)
+        if number % columns == 0 or panel.y_label != panels[number - 1].y_label:
+            axis.set_ylabel(panel.y_label)
     if title:
         figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=150)
@@ -113,8 +113,8 @@ _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 380, 300, 52, 40, 26
 
 
 def draw_svg(panels: Sequence[Panel]) -> str:
-    low, high = y_range(panels)
-    return "".join(_svg(panel, low, high) for panel in panels)
+    ranges = {panel.y_label: y_range([other for other in panels if other.y_label == panel.y_label]) for panel in panels}
+    return "".join(_svg(panel, *ranges[panel.y_label]) for panel in panels)
 
 
 def _svg(panel: Panel, low: float, high: float) -> str:

@@ -212,7 +212,8 @@ def masks_in(folder):
 def test_trace_of_a_run_is_that_of_the_library(finished, text):
     config, folder = finished("record")
     model, plan = smupar.lm.model.gpt.build(config)
-    optimizer = torch.optim.AdamW(smupar.param_groups(model, plan, lr=config.lr, eps_value=config.eps), betas=config.betas)
+    groups = smupar.param_groups(model, plan, lr=config.lr, eps_value=config.eps, weight_decay=config.weight_decay)
+    optimizer = torch.optim.AdamW(groups, betas=config.betas)
     opened = data.open_text(config)
     with smupar.record_updates(model, plan, optimizer) as trace:
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_share(step, config))

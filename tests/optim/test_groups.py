@@ -191,6 +191,26 @@ def test_coupled_decay_is_the_same_everywhere():
     assert by_name(model, groups, "lr")["fc2.weight"] == pytest.approx(0.005)
 
 
+@pytest.mark.parametrize(
+    ("decay", "lr", "words"),
+    [
+        (
+            "coupled",
+            0.2,
+            r"shrinks 'hidden, LR x 4.*' by 0\.08 .*the factor 4, times.*within 13 steps.*Pass decay='independent'",
+        ),
+        ("independent", 0.8, r"by 0\.08 of its size.*within 13 steps\. Lower lr or weight_decay"),
+    ],
+)
+def test_decay_that_forgets_within_20_steps_is_named(decay, lr, words):
+    model, plan = mlp(1 / 32)  # 8 times as wide: a factor of 4 on the learning rate
+    with pytest.warns(smupar.PlanWarning, match=words):
+        smupar.param_groups(model, plan, lr=lr, weight_decay=0.1, decay=decay)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        smupar.param_groups(model, plan, lr=lr / 2, weight_decay=0.1, decay=decay)
+
+
 def test_independent_decay_shrinks_every_weight_alike_in_a_step_without_gradient():
     model, plan = mlp(1 / 4, torch.float64)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

@@ -109,7 +109,8 @@ def test_sp_has_its_printed_init_and_rates():
 
 def test_sp_is_tuned_at_scale_small_where_it_is_compared_without_a_sweep():
     small = Scale("small", "data/text", 8192)
-    assert small.run("pretraining", rule="sp").lr == 2**-8  # width 512
+    assert CPU.run("pretraining", rule="sp").lr == 2**-8  # width 128
+    assert small.run("pretraining", rule="sp").lr == 2e-4  # as printed; Figure 3 sweeps it too
     assert {run.model.width * run.lr for run in fig10.runs(small) if run.rule == "sp"} == {2.0}
     assert small.run("pretraining", rule="mup").lr == 1.62e-2
 
@@ -256,6 +257,41 @@ def test_figure_3_wants_gaps_that_grow():
     assert not fig03.claim([finished(run, 4 + gap[run.rule] * (1 - run.sparsity)) for run in fig03.runs(CPU)]).holds
 
 
+def figure_3_rows(ours=0.0, sp=0.2, seeds=0.001):
+    """Rows of all runs at scale small: rules apart by a share that grows with sparsity, and what seeds add."""
+    gap = {"sp": sp, "mup": 0.1, "smupar": ours}
+    first = fig03.runs(Scale("small", "data/text", 8192))
+    tuned = [replace(run, lr=2**-10, weight_decay=decay) for run in first if run.lr == 2e-4 for decay in (0.1, 1.0)]
+    return [finished(run, 4 * (1 + gap[run.rule] * run.sparsity) + seeds * run.seed) for run in [*first, *tuned]]
+
+
+def test_figure_3_asks_whether_the_lead_is_more_than_the_spread_of_seeds():
+    assert fig03.claim(figure_3_rows()).holds
+    noisy = fig03.claim(figure_3_rows(seeds=0.5))
+    assert not any(part.holds for part in noisy.parts[:4])
+    assert "muP ends above SmuPar at every density" in noisy.parts[0].text
+    assert not fig03.claim(figure_3_rows(sp=-0.1)).holds
+
+
+def test_figure_3_has_a_line_for_each_chance_of_sp():
+    loss, gaps, *others = fig03.draw(figure_3_rows())
+    names = {line.label: [point.x for point in line.points] for line in loss.lines}
+    assert set(names) == {
+        *("SP, 2e-4", "SP, tuned", "SP, tuned, LR x decay as the others", "muP", "SmuPar", "SmuPar, coupled decay"),
+    }
+    assert names["SmuPar"] == [2048, 256, 64, 16]
+    assert {line.label: line.points[0].y for line in gaps.lines}["paper: SP"] == 11.9
+    assert [panel.title for panel in others] == ["width 512, 8 layers", "width 2048, 4 layers"]
+
+
+def test_runs_of_every_figure_have_the_decay_and_clipping_that_were_asked_for():
+    for scale, numbers in ((Scale("cpu"), {(0.1, 1.0)}), (Scale("cpu", weight_decay=0.0, clip=None), {(0.0, None)})):
+        for name in FIGURES:
+            if name != "decay" and (runs := figure(name).runs):
+                assert {(run.weight_decay, run.clip) for run in runs(scale)} == numbers
+    assert [Scale("cpu").folder, Scale("cpu", weight_decay=0.0, clip=None).folder] == ["cpu", "cpu-decay-0-no-clip"]
+
+
 def test_figure_12_moves_masks_as_the_paper_and_as_often_in_short_runs():
     assert {run.mask_every for run in fig12.runs(PAPER) if run.dynamic != "none"} == {100}
     assert {run.steps / run.mask_every for run in fig12.runs(CPU) if run.dynamic != "none"} == {20}
@@ -371,32 +407,39 @@ def test_docs_list_rules_and_reductions_as_they_are():
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 
-def config_of(facts, row):
-    """The configuration of a row of a published file."""
-    values = {**facts["common"], **{name: value for name, value in row.items() if name in facts["varies"]}}
-    values["model"] = {name.removeprefix("model."): values.pop(name) for name in list(values) if name.startswith("model.")}
-    return RunConfig.from_json(json.dumps(values))
+PUBLISHED = pytest.mark.parametrize("path", sorted(RESULTS.rglob("*.json")), ids=lambda path: f"{path.parent.name}/{path.stem}")
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+@PUBLISHED
 def test_published_numbers_can_be_followed_to_their_runs(path):
     facts = json.loads(path.read_text())
-    assert all(config_of(facts, row).id == row["id"] for row in facts["rows"])
+    assert [result.config.id for result in publish.results(facts)] == [row["id"] for row in facts["rows"]]
     assert all(re.fullmatch("[0-9a-f]{7,40}", row["commit"]) for row in facts["rows"])  # not unknown, not dirty
-    page = path.with_suffix(".md").read_text()
-    assert all(claim["text"] in page for claim in facts["claims"])
-    assert all((RESULTS / name).exists() for name in re.findall(r"!\[[^]]*\]\(([^)]*)\)", page))
 
 
-@pytest.mark.parametrize("name", [name for name in FIGURES if figure(name).draw])
-def test_published_claims_are_those_of_the_published_rows(name):
-    facts = json.loads((RESULTS / f"{name}.json").read_text())
-    rows = [
-        finished(config_of(facts, row), math.inf if row["train_loss"] is None else row["train_loss"], row["valid_loss"])
-        for row in facts["rows"]
-    ]
-    claim = figure(name).claim(rows)
-    assert [(one.holds, one.text) for one in claim.parts or (claim,)] == [(c["holds"], c["text"]) for c in facts["claims"]]
+@PUBLISHED
+def test_published_page_is_what_its_facts_say(path):
+    page, facts = path.with_suffix(".md").read_text(), json.loads(path.read_text())
+    pictures = re.findall(r"!\[[^]]*\]\(([^)]*)\)", page)
+    assert all((path.parent / name).exists() for name in pictures)
+    assert page == publish.page_of(facts, pictures, page.partition(publish.BY_HAND)[2].strip())
+
+
+@PUBLISHED
+def test_page_of_runs_without_decay_says_so_in_its_first_line(path):
+    decays = {result.config.weight_decay for result in publish.results(json.loads(path.read_text()))}
+    first = path.with_suffix(".md").read_text().splitlines()[2]
+    assert ("without weight decay" in first) == (decays == {0.0})
+
+
+@PUBLISHED
+def test_published_claims_are_those_of_the_published_rows(path):
+    facts, fig = json.loads(path.read_text()), figure(path.stem)
+    if fig.draw:
+        claim = fig.claim(publish.results(facts))
+        assert [(part.holds, part.text) for part in claim.parts or (claim,)] == [
+            (c["holds"], c["text"]) for c in facts["claims"]
+        ]
 
 
 def test_list_of_results_is_that_of_the_pages():
@@ -436,7 +479,7 @@ def test_publishing_again_keeps_what_was_written_by_hand(tmp_path):
         publish.refuse_other_scale(tmp_path / "pages", ["fig05", "fig06"], PAPER)
     publish.refuse_other_scale(tmp_path / "pages", ["fig05", "fig06"], CPU)
     facts = json.loads((tmp_path / "pages" / "fig06.json").read_text())
-    assert [config_of(facts, row).id for row in facts["rows"]] == [row.config.id for row in rows]
+    assert [result.config.id for result in publish.results(facts)] == [row.config.id for row in rows]
 
 
 def test_table_2_evaluates_the_runs_that_a_study_kept(tmp_path, capsys):

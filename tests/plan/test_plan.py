@@ -761,7 +761,20 @@ def test_diff_of_depths_names_the_extra_parameters():
     assert deep.diff(shallow) == [f"{name}: only in the first" for name in extra]
 
 
-COLUMNS = ["parameter", "role", "shape", "density", "m_in", "m_out", "m_rho", "init std", "LR Adam", "LR SGD", "forward"]
+COLUMNS = [
+    "parameter",
+    "role",
+    "shape",
+    "density",
+    "m_in",
+    "m_out",
+    "m_rho",
+    "init std",
+    "LR Adam",
+    "LR SGD",
+    "decay Adam",
+    "forward",
+]
 
 
 def printed_cells(plan):
@@ -782,14 +795,14 @@ def printed_cells(plan):
 def test_print_has_every_number_of_a_row():
     table = printed_cells(plan_mlp(1088, 256, density=1 / 16, init_std=SIGMA, alpha_input=2.0))
     assert table == [
-        ["embed.weight", "embedding", "1088x7", "1", "1", "4.25", "1", "0.086656", "1", "4.25", "2"],
-        ["embed.bias", "vector", "1088", "1", "1", "4.25", "1", "kept", "1", "4.25", ""],
-        ["fc1.weight", "hidden", "1088x1088", "0.0625", "4.25", "4.25", "0.0625", "0.168137", "3.76471", "16", ""],
-        ["fc1.bias", "vector", "1088", "1", "1", "4.25", "1", "kept", "1", "4.25", ""],
-        ["fc2.weight", "hidden", "1088x1088", "0.0625", "4.25", "4.25", "0.0625", "0.168137", "3.76471", "16", ""],
-        ["fc2.bias", "vector", "1088", "1", "1", "4.25", "1", "kept", "1", "4.25", ""],
-        ["head.weight", "unembedding", "5x1088", "1", "4.25", "1", "1", "0.086656", "1", "4.25", "0.235294"],
-        ["head.bias", "fixed", "5", "1", "1", "1", "1", "kept", "1", "1", ""],
+        ["embed.weight", "embedding", "1088x7", "1", "1", "4.25", "1", "0.086656", "1", "4.25", "1", "2"],
+        ["embed.bias", "vector", "1088", "1", "1", "4.25", "1", "kept", "1", "4.25", "1", ""],
+        ["fc1.weight", "hidden", "1088x1088", "0.0625", "4.25", "4.25", "0.0625", "0.168137", "3.76471", "16", "0.265625", ""],
+        ["fc1.bias", "vector", "1088", "1", "1", "4.25", "1", "kept", "1", "4.25", "1", ""],
+        ["fc2.weight", "hidden", "1088x1088", "0.0625", "4.25", "4.25", "0.0625", "0.168137", "3.76471", "16", "0.265625", ""],
+        ["fc2.bias", "vector", "1088", "1", "1", "4.25", "1", "kept", "1", "4.25", "1", ""],
+        ["head.weight", "unembedding", "5x1088", "1", "4.25", "1", "1", "0.086656", "1", "4.25", "1", "0.235294"],
+        ["head.bias", "fixed", "5", "1", "1", "1", "1", "kept", "1", "1", "1", ""],
     ]
 
 

@@ -159,7 +159,8 @@ class RunConfig:
     eps: float = 1e-8
     eps_scaling: Literal["constant", "width"] = "constant"
     """width: epsilon shrinks with the width, like the gradients."""
-    weight_decay: float = 0.0
+    weight_decay: float = 0.1
+    """How fast weights shrink: by the learning rate times this, at each step."""
     decay: Literal["independent", "coupled"] = "independent"
     """independent: LR times decay stays what was tuned; coupled: as in the paper's reference code."""
     decayed: Literal["all", "matrices", "hidden"] = "all"
