@@ -93,9 +93,9 @@ def _line_of(run: RunConfig, usual_decay: float, sp_rates: set[float]) -> str | 
             return "SP, tuned, faster embedding"
         if run.weight_decay != usual_decay:
             return "SP, tuned, LR x decay as the others"
-        if len(sp_rates) == 1:
-            return "SP"
-        return None if run.lr not in sp_rates else "SP, 2e-4" if run.lr == _PRINTED_SP_LR else "SP, tuned"
+        if run.lr not in sp_rates:
+            return None
+        return "SP, 2e-4" if run.lr == _PRINTED_SP_LR else "SP, tuned"
     name = "measured updates" if run.follow else title(run.rule)
     return f"{name}, coupled decay" if run.decay == "coupled" else name
 
