@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from smupar.model.parameterize import FACTOR, has_factor_hook, masks_move, unwrapped
+from smupar.model.seam import optimizers
 from smupar.model.sharding import is_sharded, whole
-from smupar.model.stepping import optimizers
 from smupar.model.weights import MaskedWeight, weight_of
 from smupar.optim.guard import guard, num_steps, ratio_problem, wrong_groups
 from smupar.plan.layers import is_plain_lookup, kind_of, padding_row

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from smupar.model.compressed import MaskChange
-from smupar.model.stepping import Step, seam_of
+from smupar.model.seam import Step, seam_of
 from smupar.model.weights import MaskedWeight, Weight, weights
 from smupar.plan.optimizers import facts_of, name_of
 from smupar.plan.plan import Plan

@@ -19,8 +19,8 @@ from smupar.dynamic.movers import Mover
 from smupar.dynamic.moves import DropAndGrow, Goal, Rounds, Times, density_factor, init_factor
 from smupar.dynamic.restart import Restart
 from smupar.model.parameterize import add_masks, attach, check_parameterized, let_masks_move, unwrapped
+from smupar.model.seam import Step, optimizers, seam_of
 from smupar.model.sharding import local, num_ranks
-from smupar.model.stepping import Step, optimizers, seam_of
 from smupar.model.weights import MaskedWeight, weight_of, weights
 from smupar.optim.layer_rates import group_of_weight, layer_rates
 from smupar.plan.optimizers import facts_of

@@ -9,7 +9,7 @@ What is added to a model, all of it keyed by name and put back by ``attach`` fro
 - a non-persistent buffer ``smupar_factor`` and a hook on every module whose output Table 1 multiplies;
 - an attribute of the root module that says which parameters are masked, and hooks round ``load_state_dict``.
 
-Optimizers whose updates mix entries also have their weights masked after each step (``stepping``).
+Optimizers whose updates mix entries also have their weights masked after each step (``seam``).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from smupar.model.csr import MASK, expand_state, is_compressed
 from smupar.model.gradients import gradient_mask
 from smupar.model.init import initialise, padding_rows, plan_resets
 from smupar.model.relayout import watch_optimizers
+from smupar.model.seam import Step, on_every_step, optimizers, seam_of
 from smupar.model.sharding import is_sharded, zero_off_mask
-from smupar.model.stepping import Step, on_every_step, optimizers, seam_of
 from smupar.model.weights import weight_of, weights
 from smupar.plan.layers import kind_of
 from smupar.plan.make import MaskSetting, Settings, cautions, planned, warn

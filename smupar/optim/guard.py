@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smupar.model.stepping import Step, optimizers, seam_of
+from smupar.model.seam import Step, optimizers, seam_of
 
 # Ratios of learning rates may differ this much by rounding.
 _SAME = 1e-4

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from smupar.model.parameterize import unwrapped
-from smupar.model.stepping import Step, optimizers, seam_of
+from smupar.model.seam import Step, optimizers, seam_of
 from smupar.plan.plan import Plan
 
 _WEIGHT = "hidden_weight"

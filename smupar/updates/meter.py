@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from smupar.model.compressed import SparseLinear
 from smupar.model.parameterize import check_not_compiled, check_parameterized, no_broadcast, unwrapped
+from smupar.model.seam import Step, optimizers, seam_of
 from smupar.model.sharding import num_ranks
-from smupar.model.stepping import Step, optimizers, seam_of
 from smupar.optim.layer_rates import LayerRates, group_of_weight, layer_rates
 from smupar.plan.layers import IMAGES, kind_of
 from smupar.plan.optimizers import decouples_decay, name_of

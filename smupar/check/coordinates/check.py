@@ -23,7 +23,7 @@ from smupar.check.audit import Finding, differences, unsettled
 from smupar.check.coordinates.measure import JUDGED, Cell, SizeRecorder
 from smupar.check.coordinates.report import Report
 from smupar.model.parameterize import parameterize
-from smupar.model.stepping import optimizers
+from smupar.model.seam import optimizers
 from smupar.optim.groups import param_groups
 from smupar.optim.guard import LRRatioWarning, ratio_problem, wrong_groups
 from smupar.plan.layers import has_running_statistics, kind_of
