@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from smupar.check.audit import Finding
 from smupar.check.coordinates.measure import GRAD_X, Cell
-from smupar.check.coordinates.verdict import FAIL, LATER, Slope, decides
+from smupar.check.coordinates.verdict import FAIL, Slope, decides
 from smupar.plan.plan import Plan
 from smupar.plan.settings import layer_glob
 from smupar.rules import get_rule
@@ -146,10 +146,10 @@ def _cause(rule: str, axis: str, failing: list[Slope], has_readout: bool) -> str
 
 
 def _evidence(failing: list[Slope]) -> str:
-    first = min(failing, key=lambda slope: (slope.step == LATER, -abs(slope.slope)))
+    first = min(failing, key=lambda slope: (slope.is_mean, -abs(slope.slope)))
     grows = first.slope > 0 if first.axis == "width" else first.slope < 0
     towards = ("grows" if grows else "shrinks") + (" with width" if first.axis == "width" else " with sparsity")
-    since = "after step 1" if first.step == LATER else "from step 1"
+    since = "after step 1" if first.is_mean else "from step 1"
     others = {slope.quantity for slope in failing} - {first.quantity}
     return (
         f"{first.quantity} of {first.place or 'the logits'} {towards} {since} (slope {first.slope:+.2f}"

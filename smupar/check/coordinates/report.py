@@ -15,7 +15,7 @@ from typing import Any
 from smupar.check.audit import Finding
 from smupar.check.coordinates.diagnosis import Diagnosis, diagnose, folded
 from smupar.check.coordinates.measure import JUDGED, Cell, Reading
-from smupar.check.coordinates.verdict import FAIL, LATER, PASS, UNCLEAR, Slope, decides, overall, slopes, thresholds
+from smupar.check.coordinates.verdict import FAIL, PASS, UNCLEAR, Slope, decides, overall, slopes, thresholds
 from smupar.plan.plan import Plan
 from smupar.rules import get_rule
 
@@ -92,7 +92,7 @@ class Report:
                 "ok": self.ok,
                 "verdicts": self.verdicts,
                 "diagnoses": [asdict(diagnosis) for diagnosis in self.diagnoses],
-                "slopes": [_finite(asdict(slope)) for slope in self.slopes],
+                "slopes": [_slope_fields(slope) for slope in self.slopes],
                 "readings": [_finite(asdict(reading)) for reading in self.readings],
             },
             allow_nan=False,
@@ -120,6 +120,12 @@ class Report:
 def _finite(fields: dict[str, Any]) -> dict[str, Any]:
     """JSON knows neither nan nor infinity."""
     return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in fields.items()}
+
+
+def _slope_fields(slope: Slope) -> dict[str, Any]:
+    """In JSON the mean over later steps has the step 0."""
+    fields = _finite(asdict(slope))
+    return {**fields, "step": 0} if fields.pop("is_mean") else fields
 
 
 def _unclear(unclear: list[Slope], seeds: int) -> str:
@@ -157,8 +163,7 @@ def _told(slope: Slope) -> str:
     spread = f" +- {slope.ci:.2f}" if slope.ci == slope.ci else ""
     other = "density" if slope.axis == "width" else "width"
     what = f"{slope.quantity} of {slope.place or 'logits'} over {slope.axis} at {other} {slope.at:g}"
-    when = "later steps" if slope.step == LATER else f"step {slope.step}"
-    return f"{slope.slope:+.2f}{spread} ({what}, {when})"
+    return f"{slope.slope:+.2f}{spread} ({what}, {slope.when})"
 
 
 _STYLE = """
@@ -172,26 +177,18 @@ th { position: sticky; top: 0; background: #fff; }
 
 
 def _page(report: Report, picture: str) -> str:
-    steps = {slope.step for slope in report.slopes}
-    shown = [step for step in dict.fromkeys((1, 2, max(steps), LATER)) if step in steps]
-    rows: dict[tuple[str, ...], dict[int, Slope]] = {}
+    last = max(slope.step for slope in report.slopes)
+    shown = list(dict.fromkeys(slope.when for slope in report.slopes if slope.is_mean or slope.step in (1, 2, last)))
+    rows: dict[tuple[str, ...], dict[str, Slope]] = {}
     for slope in report.slopes:
         if slope.quantity in JUDGED:
             key = (get_rule(slope.rule).title, slope.axis, f"{slope.at:g}", slope.place or "logits", slope.quantity)
-            rows.setdefault(key, {})[slope.step] = slope
+            rows.setdefault(key, {})[slope.when] = slope
     body = []
     for parts, by_step in rows.items():
         labels = "".join(f"<td>{html.escape(part)}</td>" for part in parts)
-        body.append(f"<tr>{labels}{''.join(_cell(by_step.get(step)) for step in shown)}</tr>")
-    heads = [
-        "rule",
-        "axis",
-        "at",
-        "place",
-        "quantity",
-        *("later steps, mean" if step == LATER else f"step {step}" for step in shown),
-    ]
-    head = "".join(f"<th>{name}</th>" for name in heads)
+        body.append(f"<tr>{labels}{''.join(_cell(by_step.get(when)) for when in shown)}</tr>")
+    head = "".join(f"<th>{name}</th>" for name in ("rule", "axis", "at", "place", "quantity", *shown))
     verdict = "passes" if report.ok else "does not pass"
     return (
         "<!doctype html><html lang='en'><meta charset='utf-8'><title>Coordinate check</title>"
