@@ -65,8 +65,8 @@ class StackedUpdates:
         share = self.stack.upload(torch.tensor(lr_share, dtype=torch.float32))
         effects = []
         for name, probe in self.probes.items():
-            lr, decay, _ = self.stack.tensors["constants"][name]
-            rate = self.stack.tensors["rates"][name]
+            lr, decay, _ = self.stack.tensors.constants[name]
+            rate = self.stack.tensors.rates[name]
             used = lr * share * rate
             decayed = used * decay * self.stack.decay_change(name) if self.decouples else torch.zeros_like(used)
             with exact():
