@@ -19,8 +19,6 @@ from smupar.plan.plan import Plan
 
 
 class _DropsAndGrows(Sparsifier):
-    """The number of kept weights stays, which ones changes."""
-
     grow: ClassVar[str]
 
     def __init__(
@@ -43,9 +41,9 @@ class _DropsAndGrows(Sparsifier):
                         or "constant"
         """
         goal = Goal(plan, DropAndGrow(Times(every, stop, start), self.grow, drop_fraction, decay))
+        super().__init__(model, optimizer, goal, restart_bias_correction=restart_bias_correction, steps=steps)
         if start == 0 and every > stop:
             raise ValueError(f"masks would never move: no multiple of every={every} lies between {start} and stop={stop}")
-        super().__init__(model, optimizer, goal, restart_bias_correction=restart_bias_correction, steps=steps)
 
 
 class RigL(_DropsAndGrows):

@@ -82,8 +82,7 @@ def random_scores(num: int, keys: Tensor) -> Tensor:
 
 
 def key_of(seed: int, step: int, name: str) -> int:
-    digest = hashlib.sha256(f"{seed}/grow/{step}/{name}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
+    return int.from_bytes(hashlib.sha256(f"{seed}/grow/{step}/{name}".encode()).digest()[:8], "little") >> 1
 
 
 # How many
@@ -261,14 +260,12 @@ def pruning_goal(
 
 def density_factor(plan: Plan, row: PlanRow, density: Fraction, family: str) -> float:
     """What a density other than the planned one makes of the plan's learning rate, by Table 1."""
-    power = get_rule(plan.rule).lr[family][row.role]
-    return float(power.of(1, 1, density / row.density))
+    return float(get_rule(plan.rule).lr[family][row.role].of(1, 1, density / row.density))
 
 
 def init_factor(plan: Plan, row: PlanRow, density: Fraction) -> float:
     """What a density other than the planned one makes of the plan's init std, by Table 1."""
-    power = get_rule(plan.rule).init_var[row.role]
-    return math.sqrt(power.of(1, 1, density / row.density))
+    return math.sqrt(get_rule(plan.rule).init_var[row.role].of(1, 1, density / row.density))
 
 
 def num_kept(name: str, shape: tuple[int, ...], density: Fraction) -> int:

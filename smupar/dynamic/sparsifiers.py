@@ -59,7 +59,6 @@ class _AnySparsifier(ABC):
         """Sets the learning rate of a weight to that of a density."""
 
     def needs_gradient(self, step: int) -> bool:
-        """Whether masks grow by the dense gradient of a step."""
         return any(policy.needs_gradient and policy.due(step) for policy in self.policies)
 
     @torch.no_grad()
@@ -222,7 +221,6 @@ class Sparsifier(_AnySparsifier):
         return {name: weight_of(self.model, name, self.optimizers) for name, _ in self.model.named_parameters()}
 
     def _statistics(self) -> dict[str, Tensor]:
-        """Running statistics of norms over batches."""
         norms = ((p, m) for p, m in self.model.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase))
         return {
             f"{path}.{name}".lstrip("."): buffer for path, norm in norms for name, buffer in norm.named_buffers(recurse=False)
@@ -325,8 +323,7 @@ class Sparsifier(_AnySparsifier):
                 "optimizer.step(), and smupar.attach(model, plan) after a copy, a conversion or sharding"
             )
         if not self._idle_before.issuperset(idle):
-            names = ", ".join(idle[:4])
-            warnings.warn(f"no gradient in this step, so their masks stay: {names}", PlanWarning, stacklevel=5)
+            warnings.warn(f"no gradient in this step, so their masks stay: {', '.join(idle[:4])}", PlanWarning, stacklevel=5)
             self._idle_before.update(idle)
         for name in (name for name, state in seen.items() if state == _NOT_FINITE):
             warnings.warn(f"the gradient of {name!r} is not finite, so its mask stays", PlanWarning, stacklevel=5)

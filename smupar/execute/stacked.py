@@ -1,7 +1,6 @@
 """Many models of equal shapes trained as one batched model, each with its own rule, density, learning rate, seed and schedule.
 
-Parameters, masks and factors get a leading dimension of models, and one batched step replaces many small ones: the loss and
-its gradient by ``batched_loss``, the updates by ``batched_optimizers``.
+Parameters, masks and factors get a leading dimension of models, and one batched step (``batched``) replaces many small ones.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from smupar.execute.batched_loss import BatchedLoss, LossFn
-from smupar.execute.batched_optimizers import CHANGES
+from smupar.execute.batched import CHANGES, BatchedLoss, LossFn
 from smupar.execute.cuda_graphs import Graphed, Upload, compile_static
 from smupar.model.csr import MASK
 from smupar.model.parameterize import add_missing_factors
@@ -177,7 +175,6 @@ class Stack:
     # Learning rates that change, as ``LayerRates`` has them for one model
 
     def correct(self, name: str, model: int, factor: float) -> None:
-        """Multiplies the plan's learning rate of a weight by a correction."""
         self.tensors.corrections[name][model] = factor
         self._set_rate(name)
 
@@ -188,7 +185,6 @@ class Stack:
         self._set_rate(name)
 
     def forget_measured(self) -> None:
-        """Goes back to corrections."""
         for name, measured in self.tensors.measured.items():
             measured.fill_(math.nan)
             self._set_rate(name)

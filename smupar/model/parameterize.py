@@ -122,7 +122,6 @@ def _warn_of_other_zeros(model: nn.Module, drawn: Mapping[str, Tensor]) -> None:
 
 
 def check_plan(model: nn.Module, plan: Plan) -> None:
-    """Refuses a plan of another model."""
     names = {name: weight_of(model, name).shape for name, _ in model.named_parameters()}
     unknown = [row.name for row in plan if names.get(row.name) != row.shape]
     if unknown:
@@ -191,7 +190,6 @@ def no_broadcast(model: nn.Module, buffers: Iterable[str]) -> None:
 
 
 def has_factor_hook(module: nn.Module) -> bool:
-    """Whether the hook that applies the forward factor is in place."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     return _scale_input in hooks or _scale_output in hooks
 

@@ -61,7 +61,7 @@ def layer_rates(model: nn.Module, plan: Plan, optimizer: Any) -> LayerRates:
     names, rates = hidden(), None
     without = []
     for each in optimizers(optimizer):
-        if (own := rates_of(each)) is None:
+        if (own := seam_of(each).owner(LayerRates)) is None:
             _refuse_groups(each, names)
             without.append(each)
         else:
@@ -74,11 +74,6 @@ def layer_rates(model: nn.Module, plan: Plan, optimizer: Any) -> LayerRates:
         # Groups may have been saved without names.
         each.register_load_state_dict_post_hook(lambda loaded: _name(loaded, hidden()))
     return rates
-
-
-def rates_of(optimizer: torch.optim.Optimizer) -> LayerRates | None:
-    """The rates that an optimizer has already, if any."""
-    return next((owner for owner in seam_of(optimizer).owners("set_rates") if isinstance(owner, LayerRates)), None)
 
 
 def group_of_weight(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:

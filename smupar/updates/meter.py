@@ -83,7 +83,6 @@ class _Meter:
 
     @torch.no_grad()
     def _look(self, step: Step) -> None:
-        """Layer outputs on the inputs of this step, before the update."""
         if due(self.place):
             with exact():
                 for name, group in group_of_weight(step.optimizer).items():

@@ -81,7 +81,6 @@ class StackedUpdates:
         self.effects.append(torch.stack(effects, dim=1))
 
     def traces(self) -> list[Trace]:
-        """The trace of every model."""
         every = torch.stack(self.effects).cpu().tolist()  # (steps, models, layers)
         shapes = {name: probe.weight.shape for name, probe in self.probes.items()}
         at = [step for step in range(self.num_steps) if due(step % self.period)][: len(every)]

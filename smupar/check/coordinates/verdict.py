@@ -39,9 +39,9 @@ class Slope:
     role: str
     quantity: str
     step: int  # of the mean over later steps: the last
-    slope: float
-    ci: float  # half-width; nan with one seed
-    num_seeds: int
+    slope: float = math.nan  # until it is fitted
+    ci: float = math.nan  # half-width; nan with one seed
+    num_seeds: int = 0
     verdict: str = ""
     is_mean: bool = False  # over all steps after the first
 
@@ -62,53 +62,40 @@ def slopes(readings: Iterable[Reading]) -> list[Slope]:
     return [slope for axis in axes for slope in _judged(_fitted(readings, axis))]
 
 
-@dataclass(frozen=True)
-class SizeSeries:
-    """Sizes of one quantity in one place at one step, over the values of an axis."""
-
-    rule: str
-    at: float  # the value of the other axis
-    place: str
-    kind: str
-    role: str
-    quantity: str
-    step: int
-    is_mean: bool = False  # of the slopes of all steps after the first, the last of which is ``step``
-
-
 def _fitted(readings: list[Reading], axis: str) -> list[tuple[Slope, list[float]]]:
-    """Each series' mean slope, with the slopes of its seeds."""
+    """Each mean slope, with the slopes of its seeds."""
     by_seed = _slopes_by_seed(readings, axis)
     last = max(reading.step for reading in readings)
-    later: dict[SizeSeries, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for series, slope_of in by_seed.items():
+    later: dict[Slope, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for unfitted, slope_of in by_seed.items():
         for seed, slope in slope_of.items():
-            if series.step > 1:
-                later[replace(series, step=last, is_mean=True)][seed].append(slope)
-    means = {series: {seed: fmean(steps) for seed, steps in of_seed.items()} for series, of_seed in later.items()}
+            if unfitted.step > 1:
+                later[replace(unfitted, step=last, is_mean=True)][seed].append(slope)
+    means = {unfitted: {seed: fmean(steps) for seed, steps in of_seed.items()} for unfitted, of_seed in later.items()}
     return [
-        (Slope(axis=axis, **vars(series), slope=fmean(seed_slopes), ci=math.nan, num_seeds=len(seed_slopes)), seed_slopes)
-        for series, slope_of in {**by_seed, **means}.items()
+        (replace(unfitted, slope=fmean(seed_slopes), num_seeds=len(seed_slopes)), seed_slopes)
+        for unfitted, slope_of in {**by_seed, **means}.items()
         if (seed_slopes := list(slope_of.values()))
     ]
 
 
-def _slopes_by_seed(readings: list[Reading], axis: str) -> dict[SizeSeries, dict[int, float]]:
+def _slopes_by_seed(readings: list[Reading], axis: str) -> dict[Slope, dict[int, float]]:
+    """The slope of each seed, by a ``Slope`` that is not fitted yet."""
     other = "density" if axis == "width" else "width"
-    points: dict[SizeSeries, dict[int, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    points: dict[Slope, dict[int, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for reading in readings:
         if reading.rms > 0 and math.isfinite(reading.rms):  # a zero-initialised readout: nothing to see before its first step
             where = reading.place, reading.kind, reading.role, reading.quantity, reading.step
-            series = SizeSeries(reading.rule, getattr(reading, other), *where)
-            points[series][reading.seed].append((math.log2(getattr(reading, axis)), math.log2(reading.rms)))
+            unfitted = Slope(reading.rule, axis, getattr(reading, other), *where)
+            points[unfitted][reading.seed].append((math.log2(getattr(reading, axis)), math.log2(reading.rms)))
     return {
-        series: {seed: _fit(pairs) for seed, pairs in of_seed.items() if len({x for x, _ in pairs}) > 1}
-        for series, of_seed in points.items()
+        unfitted: {
+            seed: linear_regression(*zip(*pairs, strict=True)).slope
+            for seed, pairs in of_seed.items()
+            if len({x for x, _ in pairs}) > 1
+        }
+        for unfitted, of_seed in points.items()
     }
-
-
-def _fit(points: list[tuple[float, float]]) -> float:
-    return linear_regression([x for x, _ in points], [y for _, y in points]).slope
 
 
 def _judged(fitted: list[tuple[Slope, list[float]]]) -> list[Slope]:
