@@ -25,6 +25,7 @@ from smupar.model.seam import Step, optimizers, seam_of
 from smupar.model.sharding import local, num_ranks
 from smupar.model.weights import MaskedWeight, Weight, weight_of, weights
 from smupar.optim.layer_rates import group_of_weight, layer_rates
+from smupar.plan.layers import has_running_statistics
 from smupar.plan.optimizers import facts_of, family_of
 from smupar.plan.plan import PlanWarning
 
@@ -221,7 +222,7 @@ class Sparsifier(_AnySparsifier):
         return {name: weight_of(self.model, name, self.optimizers) for name, _ in self.model.named_parameters()}
 
     def _statistics(self) -> dict[str, Tensor]:
-        norms = ((p, m) for p, m in self.model.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase))
+        norms = ((path, module) for path, module in self.model.named_modules() if has_running_statistics(module))
         return {
             f"{path}.{name}".lstrip("."): buffer for path, norm in norms for name, buffer in norm.named_buffers(recurse=False)
         }

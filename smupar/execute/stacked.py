@@ -21,6 +21,7 @@ from smupar.model.parameterize import add_missing_factors
 from smupar.model.weights import StackedWeight, weight_of
 from smupar.optim.groups import groups_by_optimizer
 from smupar.optim.layer_rates import measured_or_corrected
+from smupar.plan.layers import draws_random_numbers, has_running_statistics
 from smupar.plan.optimizers import facts_for_role, family_of, names_with
 from smupar.plan.plan import Plan
 
@@ -304,9 +305,9 @@ def _unstackable(model: nn.Module) -> str | None:
         if not parameter.requires_grad:
             return f"{name!r} is frozen, and a stack trains every weight"
     for path, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._NormBase) and module.training and module.track_running_stats:
+        if has_running_statistics(module) and module.training and module.track_running_stats:
             return f"{path!r} keeps running statistics, which a stack would lose"
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
+        if draws_random_numbers(module):
             return f"{path!r} draws random numbers in the forward pass, which a stack cannot"
     return None
 

@@ -248,14 +248,9 @@ def _by_parameter(masks: Mapping[str, Tensor], plan: Plan) -> dict[str, Tensor]:
 
 
 def _masks(plan: Plan, given: Mapping[str, Tensor], wanted: set[str] | None = None) -> dict[str, Tensor]:
-    masks = {}
-    for row in plan:
-        if row.masked and (wanted is None or row.name in wanted):
-            given_mask = given.get(row.name)
-            mask = plan.draw_mask(row.name) if given_mask is None else given_mask.to("cpu", torch.bool, copy=True)
-            assert mask is not None
-            masks[row.name] = mask
-    return masks
+    names = [row.name for row in plan if row.masked and (wanted is None or row.name in wanted)]
+    masks = {n: given[n].to("cpu", torch.bool, copy=True) if n in given else plan.draw_mask(n) for n in names}
+    return {name: mask for name, mask in masks.items() if mask is not None}
 
 
 # Hooks

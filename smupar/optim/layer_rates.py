@@ -58,17 +58,12 @@ def layer_rates(model: nn.Module, plan: Plan, optimizer: Any) -> LayerRates:
     def hidden() -> dict[int, str]:
         return {id(p): n for n, p in unwrapped(model).named_parameters() if n in plan and plan[n].role == "hidden"}
 
-    names, rates = hidden(), None
-    without = []
-    for each in optimizers(optimizer):
-        if (own := seam_of(each).owner(LayerRates)) is None:
-            _refuse_groups(each, names)
-            without.append(each)
-        else:
-            _refuse_other_model(each, names)
-            rates = rates or own
-    rates = rates or LayerRates(list(names.values()))
-    for each in without:
+    names = hidden()
+    present = {each: seam_of(each).owner(LayerRates) for each in optimizers(optimizer)}
+    for each, own in present.items():
+        (_refuse_groups if own is None else _refuse_other_model)(each, names)
+    rates = next(filter(None, present.values()), None) or LayerRates(list(names.values()))
+    for each in (each for each, own in present.items() if own is None):
         _split(each, names)
         seam_of(each).add(rates, set_rates=rates.set_rates, restore_rates=rates.restore_rates)
         # Groups may have been saved without names.

@@ -11,9 +11,8 @@ from torch import Tensor
 from smupar.execute.stacked import Stack
 from smupar.plan.optimizers import decouples_decay, family_of
 from smupar.plan.plan import Plan
-from smupar.updates.law import averages_after, held
 from smupar.updates.probe import Probe, exact, some_rows
-from smupar.updates.trace import Guide, Trace, due
+from smupar.updates.trace import Guide, Trace, averages_after, due, held
 
 
 class StackedUpdates:

@@ -1,4 +1,4 @@
-"""Traces: what updates do to each hidden layer, over a run."""
+"""Traces: what updates do to each hidden layer, over a run, and the law by which learning rates follow one."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from smupar.output.pictures import new_figure
 from smupar.plan.settings import layer_glob
 
 FORMAT = "smupar-trace/1"
+CLAMP = 1e4
+_OLD = 0.8  # share of the average that stays at a measured step
 _EVERY, _FIRST = 5, 20  # the first steps are all measured, then every fifth
 
 
@@ -141,6 +146,30 @@ def same_moment(step: int, num_steps: int, other_num_steps: int) -> float:
     """
     step = min(step, num_steps)  # after its end a run stays at the end
     return step / (1 + step * (1 / other_num_steps - 1 / num_steps))
+
+
+def averages_after(averages: tuple[Tensor, Tensor], wanted: Tensor, gain: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """The law by which learning rates follow a trace, for the layers of one model or one layer of many models.
+
+    What an update should do, by the trace, and its gain, what it does per unit of learning rate, are both averaged over time.
+    The factor on the base learning rate is the ratio of the averages, ``held`` between 1 / CLAMP and CLAMP. A step whose
+    measurement cannot be used (nothing moved, not finite, or the trace has no number there) changes nothing.
+
+    Returns the averages of (wanted, gain) after a step, not a number before the first, and their ratio, not a number where this
+    step cannot be used.
+    """
+    usable = wanted.isfinite() & gain.isfinite() & (gain > 0)
+
+    def average(old: Tensor, new: Tensor) -> Tensor:
+        return torch.where(usable, torch.where(old.isnan(), new, _OLD * old + (1 - _OLD) * new), old)
+
+    wanted, gain = average(averages[0], wanted), average(averages[1], gain)
+    return (wanted, gain), torch.where(usable, wanted.to(gain.dtype) / gain, math.nan)
+
+
+def held(ratio: Tensor) -> Tensor:
+    """The factor on the base learning rate."""
+    return ratio.clamp(1 / CLAMP, CLAMP)
 
 
 def _by_kind(names: Iterable[str]) -> dict[str, list[str]]:
