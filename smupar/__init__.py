@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from smupar.check.coordinates.check import coord_check
     from smupar.check.coordinates.report import Report
     from smupar.dynamic.at_init import fan_in_init, magnitude_masks, snip_masks
-    from smupar.dynamic.pruning import GMP, IMP
-    from smupar.dynamic.sparsifiers import SET, RigL
+    from smupar.dynamic.methods import GMP, IMP, SET, RigL
     from smupar.execute.sparse.convert import StorageReport, dense_state_dict, sparsify_storage
     from smupar.execute.sparse.cpu import SparseWarning
     from smupar.execute.stacked import train_stacked
@@ -44,10 +43,10 @@ _WHERE = {
     "guard": "optim.guard",
     "LRRatioWarning": "optim.guard",
     "train_stacked": "execute.stacked",
-    "RigL": "dynamic.sparsifiers",
-    "SET": "dynamic.sparsifiers",
-    "GMP": "dynamic.pruning",
-    "IMP": "dynamic.pruning",
+    "RigL": "dynamic.methods",
+    "SET": "dynamic.methods",
+    "GMP": "dynamic.methods",
+    "IMP": "dynamic.methods",
     "magnitude_masks": "dynamic.at_init",
     "snip_masks": "dynamic.at_init",
     "fan_in_init": "dynamic.at_init",

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import smupar
-from smupar.model.stepping import AFTER, BEFORE, seam_of
+from smupar.model.seam import AFTER, BEFORE, seam_of
 
 ROOT = Path(__file__).parent.parent
 LONGEST, MOST_BRANCHES = 60, 20

@@ -11,6 +11,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from smupar.model.parameterize import FACTOR, has_factor_hook, masks_move, unwrapped
+from smupar.model.seam import optimizers
 from smupar.model.sharding import is_sharded, whole
-from smupar.model.stepping import optimizers
 from smupar.model.weights import MaskedWeight, weight_of
 from smupar.optim.guard import guard, num_steps, ratio_problem, wrong_groups
 from smupar.plan.layers import is_plain_lookup, kind_of, padding_row
@@ -96,7 +97,7 @@ def differences(
     for row in rows:
         for path, factor in row.forward:
             findings += _forward_factor(model.get_submodule(path), path, factor, row, parameters[row.name].dtype)
-    return findings + _optimizers(model, plan, parameters, all_optimizers, lr)
+    return [*findings, *_optimizers(model, plan, parameters, all_optimizers, lr)]
 
 
 def _other_parameters(
@@ -135,7 +136,7 @@ def _weights(model: nn.Module, kept: MaskedWeight, row: PlanRow, *, check_std: b
         yield Finding(f"{row.name!r} has no mask: call smupar.attach(model, plan)", "mask missing", row.name)
         return
     if kept.is_masked:  # by the plan, or added for masks that move
-        yield from _masked(model, kept, weight, row)
+        yield from _mask(model, kept, weight, row)
     if not bool(torch.isfinite(weight).all()):
         yield Finding(
             f"{row.name!r} holds values that are not finite: initialise it (after to_empty: parameterize(reset=True))",
@@ -149,30 +150,11 @@ def _weights(model: nn.Module, kept: MaskedWeight, row: PlanRow, *, check_std: b
         yield from _std(weight[kept.full_mask()] if row.masked else weight.flatten(), row, row.init_std)
 
 
-def _masked(model: nn.Module, kept: MaskedWeight, weight: Tensor, row: PlanRow) -> Iterator[Finding]:
-    mask = kept.full_mask()
-    yield from _mask(weight, mask, row, check_density=not masks_move(model))
-    if kept.parameter.requires_grad and not kept.masks_gradient:
-        yield Finding(
-            f"{row.name!r}: its gradient is not masked, the hook is lost; call smupar.attach(model, plan)",
-            "off-mask weights",
-            row.name,
-        )
-    path, is_parametrized, _ = row.name.partition(".parametrizations.")
-    if is_parametrized:
-        used = whole(getattr(model.get_submodule(path), row.name.split(".")[-2]).detach())
-        if used.shape == mask.shape and used.masked_fill(mask, 0).count_nonzero():
-            yield Finding(
-                f"{row.name!r} is masked, but what its parametrization makes of it is not: remove that, or keep it dense",
-                "off-mask weights",
-                row.name,
-            )
-
-
-def _mask(weight: Tensor, mask: Tensor, row: PlanRow, *, check_density: bool) -> Iterator[Finding]:
-    density, expected = int(torch.count_nonzero(mask)) / mask.numel(), float(row.density)
+def _mask(model: nn.Module, kept: MaskedWeight, weight: Tensor, row: PlanRow) -> Iterator[Finding]:
+    mask, expected = kept.full_mask(), float(row.density)
+    density = int(torch.count_nonzero(mask)) / mask.numel()
     slack = 0.0 if row.num_kept is not None else _SIGMAS * math.sqrt(expected * (1 - expected) / mask.numel())
-    if check_density and abs(density - expected) > slack + 1e-12:
+    if not masks_move(model) and abs(density - expected) > slack + 1e-12:
         yield Finding(
             f"{row.name!r}: its mask keeps {density:.6g} of the weights, the plan says {expected:.6g}; "
             "parameterize with that density, or draw the masks again",
@@ -188,6 +170,21 @@ def _mask(weight: Tensor, mask: Tensor, row: PlanRow, *, check_density: bool) ->
             "off-mask weights",
             row.name,
         )
+    if kept.parameter.requires_grad and not kept.masks_gradient:
+        yield Finding(
+            f"{row.name!r}: its gradient is not masked, the hook is lost; call smupar.attach(model, plan)",
+            "off-mask weights",
+            row.name,
+        )
+    path, is_parametrized, _ = row.name.partition(".parametrizations.")
+    if is_parametrized:
+        used = whole(getattr(model.get_submodule(path), row.name.split(".")[-2]).detach())
+        if used.shape == mask.shape and used.masked_fill(mask, 0).count_nonzero():
+            yield Finding(
+                f"{row.name!r} is masked, but what its parametrization makes of it is not: remove that, or keep it dense",
+                "off-mask weights",
+                row.name,
+            )
 
 
 def _std(kept: Tensor, row: PlanRow, planned: float) -> Iterator[Finding]:
@@ -219,23 +216,18 @@ def _std(kept: Tensor, row: PlanRow, planned: float) -> Iterator[Finding]:
 
 
 def _forward_factor(module: nn.Module, path: str, factor: float, row: PlanRow, dtype: torch.dtype) -> Iterator[Finding]:
-    remedy = "call smupar.attach(model, plan)"
+    layer, remedy = f"{path!r} ({row.name!r})", "call smupar.attach(model, plan)"
     cause = "input factor" if row.role == "embedding" and path == row.forward[0][0] else "output factor"
     if not has_factor_hook(module) or not hasattr(module, FACTOR):
-        yield Finding(f"{path!r} ({row.name!r}) does not apply its forward factor {factor:.6g}: {remedy}", cause, path)
+        yield Finding(f"{layer} does not apply its forward factor {factor:.6g}: {remedy}", cause, path)
         return
     applied, tolerance = float(getattr(module, FACTOR)), 1e-6
     if math.isclose(applied, factor, rel_tol=tolerance):  # else it was rounded by .bfloat16(), or changed
         measured = _measured_factor(module)
         applied, tolerance = factor if measured is None else measured, max(1e-3, torch.finfo(dtype).eps)
-    if math.isclose(applied, factor, rel_tol=tolerance):
-        return
-    yield Finding(
-        f"{path!r} ({row.name!r}) multiplies its output by {applied:.8g}, the plan says {factor:.8g}: {remedy}",
-        cause,
-        path,
-        applied / factor,
-    )
+    if not math.isclose(applied, factor, rel_tol=tolerance):
+        text = f"{layer} multiplies its output by {applied:.8g}, the plan says {factor:.8g}: {remedy}"
+        yield Finding(text, cause, path, applied / factor)
 
 
 @torch.no_grad()
@@ -261,24 +253,17 @@ def _probe_lookup(module: nn.Module, weight: Tensor) -> float | None:
     return float(row @ module(index).double().flatten() / (row @ row)) if row.any() else None
 
 
-class _Probed(Exception):  # noqa: N818  # carries the input out of a forward pass that cannot go on with a probe
-    pass
-
-
-def _probe_input(module: nn.Module, weight: Tensor) -> float | None:
+def _probe_input(module: nn.Module, weight: Tensor) -> float:
     """What the hooks before the forward pass make of an input of 1."""
+    seen: list[Tensor] = []
 
     def stop(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-        raise _Probed(args[0])
+        seen.append(args[0])
+        raise StopIteration  # the layer itself cannot go on with a probe
 
-    handle = module.register_forward_pre_hook(stop)
-    try:
+    with module.register_forward_pre_hook(stop), suppress(StopIteration):
         module(torch.ones(1, dtype=weight.dtype, device=weight.device))
-    except _Probed as probed:
-        return float(probed.args[0].double())
-    finally:
-        handle.remove()
-    return None
+    return float(seen[0].double())
 
 
 # The optimizer
@@ -286,19 +271,12 @@ def _probe_input(module: nn.Module, weight: Tensor) -> float | None:
 
 @dataclass(frozen=True)
 class _Held:
-    """An optimizer, with the rows of the plan for its parameters."""
-
-    model: nn.Module
     optimizer: torch.optim.Optimizer
     family: str
-    names: list[str]  # all parameters of the model that it holds
-    planned: list[tuple[PlanRow, dict[str, Any]]]  # those of the plan, with their groups
+    facts: OptimizerFacts  # about optimizers of the family: the user may have named that for an optimizer of their own
+    planned: list[tuple[PlanRow, dict[str, Any]]]  # with the groups of the parameters
+    is_masked: bool  # some of its parameters
     lr: float | None
-
-    @property
-    def facts(self) -> OptimizerFacts:
-        """What is known about optimizers of its family: the user may have named that for an optimizer of their own."""
-        return next(row for row in OPTIMIZERS.values() if row.family == self.family)
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -311,32 +289,33 @@ def _optimizers(
     parameters: dict[str, nn.Parameter],
     all_: list[torch.optim.Optimizer],
     lr: float | None,
-) -> list[Finding]:
-    if not all_:
-        return []
+) -> Iterator[Finding]:
     names = {id(parameter): name for name, parameter in parameters.items()}
-    findings: list[Finding] = []
     owners: Counter[str] = Counter()
     for optimizer in all_:
         owned = [(names[id(p)], group) for group in optimizer.param_groups for p in group["params"] if id(p) in names]
         owners.update(name for name, _ in owned)
-        family = _family(optimizer)
-        if isinstance(family, Finding):
-            findings.append(family)
+        try:
+            family = _family(optimizer)
+        except ValueError as error:
+            yield Finding(str(error), "optimizer")
             continue
+        facts = next(row for row in OPTIMIZERS.values() if row.family == family)
         planned = [(plan[name], group) for name, group in owned if name in plan]
-        held = _Held(model, optimizer, family, [name for name, _ in owned], planned, lr)
-        findings += (finding for check in _CHECKS for finding in check(held))
-    return [*findings, *_ownership(parameters, owners)]
+        masked = any(weight_of(model, name).is_masked for name, _ in owned)
+        for check in _CHECKS:
+            yield from check(_Held(optimizer, family, facts, planned, masked, lr))
+    if all_:
+        yield from _ownership(parameters, owners)
 
 
-def _family(optimizer: torch.optim.Optimizer) -> str | Finding:
+def _family(optimizer: torch.optim.Optimizer) -> str:
     try:
         return family_of(optimizer)
-    except ValueError as error:
+    except ValueError:
         labels = {str(group["family"]) for group in optimizer.param_groups if "family" in group}
         if len(labels) != 1 or not labels <= set(FAMILIES.values()) or facts_of(optimizer).no_rule:
-            return Finding(str(error), "optimizer")
+            raise
         return labels.pop()  # an optimizer of the user's own, whose family they named in param_groups
 
 
@@ -360,8 +339,7 @@ def _ownership(parameters: dict[str, nn.Parameter], owners: Counter[str]) -> Ite
 
 def _learning_rates(held: _Held) -> Iterator[Finding]:
     """What the first check that finds something says: the findings of later ones would follow from it."""
-    checks = (_other_family, _not_hidden, _ratios, _rates)
-    yield from next(filter(None, (list(check(held)) for check in checks)), [])
+    yield from next(filter(None, (list(check(held)) for check in (_other_family, _not_hidden, _ratios, _rates))), [])
 
 
 def _other_family(held: _Held) -> Iterator[Finding]:
@@ -377,9 +355,11 @@ def _other_family(held: _Held) -> Iterator[Finding]:
 
 def _not_hidden(held: _Held) -> Iterator[Finding]:
     if held.facts.hidden_only and any(row.role != "hidden" for row, _ in held.planned):
-        name = held.facts.name
-        remedy = f"use param_groups(..., optimizer={name.lower()!r}, only='hidden')"
-        yield Finding(f"{name} was given parameters that are not hidden weights: {remedy}", "optimizer")
+        yield Finding(
+            f"{held.facts.name} was given parameters that are not hidden weights: use param_groups(..., "
+            f"optimizer={held.facts.name.lower()!r}, only='hidden')",
+            "optimizer",
+        )
 
 
 def _ratios(held: _Held) -> Iterator[Finding]:
@@ -435,8 +415,7 @@ def _unused_decay(held: _Held) -> Iterator[Finding]:
 
 
 def _no_epsilon(held: _Held) -> Iterator[Finding]:
-    masked = any(weight_of(held.model, name).is_masked for name in held.names)
-    if masked and any(group.get("eps") == 0 for group in held.groups):
+    if held.is_masked and any(group.get("eps") == 0 for group in held.groups):
         yield Finding(
             "an epsilon of 0 divides 0 by 0 where weights are off the mask, and they become no numbers: leave it at 1e-8",
             "optimizer",
@@ -445,8 +424,11 @@ def _no_epsilon(held: _Held) -> Iterator[Finding]:
 
 def _other_size(held: _Held) -> Iterator[Finding]:
     if held.facts.hidden_only and any(group.get("adjust_lr_fn") == "match_rms_adamw" for group in held.groups):
-        text = "with adjust_lr_fn='match_rms_adamw' sizes its update in another way than the rule: use the default"
-        yield Finding(f"{held.facts.name} {text}", "LR")
+        yield Finding(
+            f"{held.facts.name} with adjust_lr_fn='match_rms_adamw' sizes its update in another way than the rule: use the "
+            "default",
+            "LR",
+        )
 
 
 # What is looked at in an optimizer, each a function from it to findings.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smupar.dynamic.moves import POOLS, num_kept, ranked
+from smupar.dynamic.policies import POOLS, num_kept, ranked
 from smupar.model.parameterize import unwrapped
 from smupar.model.sharding import whole
 from smupar.model.weights import MaskedWeight, weights

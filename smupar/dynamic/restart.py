@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from smupar.model.compressed import MaskChange
-from smupar.model.stepping import Step, seam_of
+from smupar.model.seam import Step, seam_of
 from smupar.model.weights import MaskedWeight, Weight, weights
 from smupar.plan.optimizers import facts_of, name_of
 from smupar.plan.plan import Plan
@@ -29,8 +29,9 @@ class Restart:
             facts = facts_of(optimizer)
             groups = [group for group in optimizer.param_groups if any(id(p) in hidden for p in group["params"])]
             if groups and (not facts.restartable or any(group.get("amsgrad") for group in groups)):
-                kind = name_of(optimizer)
-                raise ValueError(f"restart_bias_correction is for Adam and AdamW without amsgrad, not {kind}: leave it out")
+                raise ValueError(
+                    f"restart_bias_correction is for Adam and AdamW without amsgrad, not {name_of(optimizer)}: leave it out"
+                )
             # The model owns the phase, so that this takes the place of an earlier sparsifier's: both would correct too much.
             seam_of(optimizer).add(model, correct=self._correct)
 

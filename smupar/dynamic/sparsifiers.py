@@ -1,4 +1,5 @@
-"""Moving the masks of a model: weights and optimizer state go along.
+"""Carrying a policy out, on one model (``Sparsifier``) or on a stack (``StackedSparsifier``): the policy decides, the weight
+does (``Weight.set_mask``), and learning rates and optimizers go along.
 
 ``sparsifier.step()`` is called after ``optimizer.step()`` and counts those steps: after the n-th one masks move if n is due.
 """
@@ -7,24 +8,26 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from smupar.dynamic.movers import Mover
-from smupar.dynamic.moves import DropAndGrow, Goal, Rounds, Times, density_factor, init_factor
+from smupar.dynamic.policies import Goal, Policy, Rounds, density_factor, init_factor
 from smupar.dynamic.restart import Restart
+from smupar.execute.stacked import Stack
 from smupar.model.parameterize import add_masks, attach, check_parameterized, let_masks_move, unwrapped
+from smupar.model.seam import Step, optimizers, seam_of
 from smupar.model.sharding import local, num_ranks
-from smupar.model.stepping import Step, optimizers, seam_of
-from smupar.model.weights import MaskedWeight, weight_of, weights
+from smupar.model.weights import MaskedWeight, Weight, weight_of, weights
 from smupar.optim.layer_rates import group_of_weight, layer_rates
-from smupar.plan.optimizers import facts_of
-from smupar.plan.plan import Plan, PlanWarning
+from smupar.plan.layers import has_running_statistics
+from smupar.plan.optimizers import facts_of, family_of
+from smupar.plan.plan import PlanWarning
 
 # Calls of step() before it says that it saw none of the optimizer's.
 _MANY_IDLE = 1000
@@ -32,8 +35,104 @@ _MOVABLE = ("random", "bernoulli", "given", None)
 _ABSENT, _FINITE, _NOT_FINITE = 0, 1, 2  # what a rank saw of a weight's dense gradient; of several ranks the largest counts
 
 
-class Sparsifier(Mover):
-    """Moves the masks of one model towards a goal; counts steps. Its subclasses make goals for the methods of the literature.
+class _AnySparsifier(ABC):
+    """What the two sparsifiers have in common: the masks of each model move by its own goal and at its own steps."""
+
+    restart: Restart | None = None
+
+    def __init__(self, goals: Sequence[Goal]) -> None:
+        self.policies: dict[Policy, dict[int, Goal]] = {}  # with the models that have it, by their number
+        for model, goal in enumerate(goals):
+            if goal.policy is not None:
+                self.policies.setdefault(goal.policy, {})[model] = goal
+        self.first: dict[str, Tensor] = {}  # what a rewinding model goes back to, by name
+
+    @abstractmethod
+    def weights(self) -> Mapping[str, Weight]:
+        """The hidden weights whose masks move."""
+
+    @abstractmethod
+    def every_weight(self) -> Mapping[str, Weight]:
+        """All parameters."""
+
+    @abstractmethod
+    def _correct(self, name: str, model: int, density: Fraction) -> None:
+        """Sets the learning rate of a weight to that of a density."""
+
+    def needs_gradient(self, step: int) -> bool:
+        return any(policy.needs_gradient and policy.due(step) for policy in self.policies)
+
+    @torch.no_grad()
+    def start_fixed(self) -> None:
+        """Gives models with a fixed correction the learning rates and the init of their last density."""
+        for model, goal in ((model, goal) for goals in self.policies.values() for model, goal in goals.items()):
+            if goal.correction == "fixed":
+                for name, weight in self.weights().items():
+                    self._correct(name, model, goal.last[name])
+                    weight.scale(init_factor(goal.plan, goal.plan[name], goal.last[name]), model)
+
+    @torch.no_grad()
+    def update(self, step: int, weights: Mapping[str, Weight]) -> None:
+        """Moves the masks of these weights in every model that is due."""
+        for policy, goals in self.policies.items():
+            if not policy.due(step):
+                continue
+            for name, mask in policy.next_masks(weights, goals, step):
+                change = weights[name].set_mask(mask, list(goals))
+                if self.restart is not None:
+                    self.restart.note(weights[name], change)
+                for row, (model, goal) in enumerate(goals.items()):
+                    if goal.correction == "moment":
+                        self._correct(name, model, Fraction(int(mask[row].sum()), mask.shape[1]))
+            if isinstance(policy, Rounds):
+                self.rewind(list(goals))
+
+    def remember(self) -> None:
+        """Keeps what ``rewind`` goes back to."""
+        self.first = {name: weight.snapshot() for name, weight in self.every_weight().items()}
+
+    def rewind(self, models: list[int]) -> None:
+        """Makes weights and optimizers of these models what they were."""
+        for name, weight in self.every_weight().items():
+            weight.restore(self.first[name], models)
+
+
+class StackedSparsifier(_AnySparsifier):
+    """Moves the masks of a stack. ``before`` a step and ``after`` it, both with its number from 1 on, do what
+    ``Sparsifier.step`` does for one model."""
+
+    def __init__(self, stack: Stack, goals: Sequence[Goal]) -> None:
+        super().__init__(goals)
+        self.stack, self.family, self.plans = stack, family_of(stack.kind), [goal.plan for goal in goals]
+        self.start_fixed()
+        if any(isinstance(policy, Rounds) for policy in self.policies):
+            self.remember()
+
+    def weights(self) -> Mapping[str, Weight]:
+        return {name: self.stack.weights[name] for name in self.stack.hidden}
+
+    def every_weight(self) -> Mapping[str, Weight]:
+        return self.stack.weights
+
+    def before(self, step: int, batch: Sequence[Tensor]) -> None:
+        if self.needs_gradient(step):
+            self.stack.keep_gradients(batch)
+
+    def after(self, step: int) -> None:
+        self.update(step, self.weights())
+        self.stack.drop_gradients()
+
+    def rewind(self, models: list[int]) -> None:
+        super().rewind(models)
+        self.stack.tensors.number[models] = 0
+
+    def _correct(self, name: str, model: int, density: Fraction) -> None:
+        plan = self.plans[model]
+        self.stack.correct(name, model, density_factor(plan, plan[name], density, self.family))
+
+
+class Sparsifier(_AnySparsifier):
+    """Moves the masks of one model towards a goal; counts steps. Its subclasses (``methods``) make goals.
 
     A grown weight starts at 0 with optimizer state 0; a dropped one is 0 and has no state left. ``restart_bias_correction``
     gives grown weights Adam's bias correction from their own first step: else their first updates are too large. ``steps`` is
@@ -50,9 +149,9 @@ class Sparsifier(Mover):
         steps: int | None = None,
     ) -> None:
         super().__init__([goal])
-        assert goal.move is not None
+        assert goal.policy is not None
         self.model, self.plan, self.optimizers = unwrapped(model), goal.plan, optimizers(optimizer)
-        self.move, self.num_steps = goal.move, 0
+        self.policy, self.num_steps = goal.policy, 0
         self._stepped, self._num_idle = False, 0
         self._idle_before: set[str] = set()
         self._refuse(steps)
@@ -71,7 +170,7 @@ class Sparsifier(Mover):
         if goal.correction == "fixed":
             self._refuse_trained(goal.last)
         self.start_fixed()
-        if isinstance(self.move, Rounds) and self.move.rewind == 0:
+        if isinstance(self.policy, Rounds) and self.policy.rewind == 0:
             self.remember()
         self._request_gradients()
 
@@ -79,9 +178,9 @@ class Sparsifier(Mover):
 
     def _refuse(self, steps: int | None) -> None:
         check_parameterized(self.model, "before masks move")
-        if steps is not None and self.move.stop > steps:
+        if steps is not None and self.policy.stop > steps:
             raise ValueError(
-                f"masks would move until step {self.move.stop}, but the run ends at {steps}: choose an earlier stop"
+                f"masks would move until step {self.policy.stop}, but the run ends at {steps}: choose an earlier stop"
             )
         structured = sorted({str(row.pattern) for row in self.plan if row.role == "hidden" and row.pattern not in _MOVABLE})
         if structured:
@@ -122,9 +221,8 @@ class Sparsifier(Mover):
     def every_weight(self) -> dict[str, MaskedWeight]:
         return {name: weight_of(self.model, name, self.optimizers) for name, _ in self.model.named_parameters()}
 
-    def statistics(self) -> dict[str, Tensor]:
-        """Running statistics of norms over batches."""
-        norms = ((p, m) for p, m in self.model.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase))
+    def _statistics(self) -> dict[str, Tensor]:
+        norms = ((path, module) for path, module in self.model.named_modules() if has_running_statistics(module))
         return {
             f"{path}.{name}".lstrip("."): buffer for path, norm in norms for name, buffer in norm.named_buffers(recurse=False)
         }
@@ -140,7 +238,15 @@ class Sparsifier(Mover):
             if family is not None and self.rates is not None:
                 self.rates.corrections[name] = density_factor(self.plan, self.plan[name], density, family)
 
-    def _start_optimizers(self, models: list[int]) -> None:
+    def remember(self) -> None:
+        super().remember()
+        self.first |= {name: statistic.clone() for name, statistic in self._statistics().items()}
+
+    def rewind(self, models: list[int]) -> None:
+        super().rewind(models)
+        for name, statistic in self._statistics().items():
+            if name in self.first:  # checkpoints had none of them at first
+                statistic.copy_(self.first[name])
         for optimizer in self.optimizers:
             optimizer.state.clear()
 
@@ -162,12 +268,12 @@ class Sparsifier(Mover):
             return False
         self._stepped = False
         self.num_steps += 1
-        due = self.move.due(self.num_steps)
+        due = self.policy.due(self.num_steps)
         if due:
             self.update(self.num_steps, self._ready_weights())
-        if isinstance(self.move, Rounds) and self.num_steps == self.move.rewind:
+        if isinstance(self.policy, Rounds) and self.num_steps == self.policy.rewind:
             self.remember()
-        if due or self.move.due(self.num_steps + 1):
+        if due or self.policy.due(self.num_steps + 1):
             self._request_gradients()
         return due
 
@@ -188,7 +294,7 @@ class Sparsifier(Mover):
     def _ready_weights(self) -> dict[str, MaskedWeight]:
         """The weights whose masks can move now. Warns if one is not 0 off its mask: another optimizer wrote to it."""
         hidden = self.weights()
-        if self.move.needs_gradient:
+        if self.policy.needs_gradient:
             hidden = self._with_gradient(hidden)
         for name, weight in hidden.items():
             mask = weight.mask if weight.stores_zeros else None
@@ -210,22 +316,19 @@ class Sparsifier(Mover):
             device = local(next(iter(hidden.values())).parameter).device
             dist.all_reduce(shared := torch.tensor(states, device=device), dist.ReduceOp.MAX)
             states = shared.tolist()
-        by_state: dict[int, list[str]] = {_ABSENT: [], _FINITE: [], _NOT_FINITE: []}
-        for name, state in zip(hidden, states, strict=True):
-            by_state[state].append(name)
-        idle = by_state[_ABSENT]
+        seen = dict(zip(hidden, states, strict=True))
+        idle = [name for name, state in seen.items() if state == _ABSENT]
         if len(idle) == len(hidden):
             raise ValueError(
                 f"{idle[0]!r} got no gradient that RigL could look at: call sparsifier.step() after every "
                 "optimizer.step(), and smupar.attach(model, plan) after a copy, a conversion or sharding"
             )
         if not self._idle_before.issuperset(idle):
-            names = ", ".join(idle[:4])
-            warnings.warn(f"no gradient in this step, so their masks stay: {names}", PlanWarning, stacklevel=5)
+            warnings.warn(f"no gradient in this step, so their masks stay: {', '.join(idle[:4])}", PlanWarning, stacklevel=5)
             self._idle_before.update(idle)
-        for name in by_state[_NOT_FINITE]:
+        for name in (name for name, state in seen.items() if state == _NOT_FINITE):
             warnings.warn(f"the gradient of {name!r} is not finite, so its mask stays", PlanWarning, stacklevel=5)
-        return {name: hidden[name] for name in by_state[_FINITE]}
+        return {name: weight for name, weight in hidden.items() if seen[name] == _FINITE}
 
     # Checkpoints
 
@@ -234,7 +337,7 @@ class Sparsifier(Mover):
         state: dict[str, Any] = {"num_steps": self.num_steps, "born": dict(self.restart.born) if self.restart else {}}
         if self.rates is not None:
             state["corrections"] = dict(self.rates.corrections)
-        if isinstance(self.move, Rounds):
+        if isinstance(self.policy, Rounds):
             state["weights"] = self.first
         return state
 
@@ -245,50 +348,6 @@ class Sparsifier(Mover):
             self.restart.born = {n: born.to(hidden[n].parameter.device, copy=True) for n, born in state["born"].items()}
         if self.rates is not None:
             self.rates.corrections.update(state["corrections"])
-        if (
-            isinstance(self.move, Rounds) and "weights" in state
-        ):  # without them the weights stay that were remembered when this was made
+        if "weights" in state:  # else those stay that were remembered when this was made
             self.first = {name: weight.clone() for name, weight in state["weights"].items()}
         self._request_gradients()
-
-
-class _Moving(Sparsifier):
-    """RigL and SET: the number of kept weights stays, which ones changes."""
-
-    grow: ClassVar[str]
-
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: Plan,
-        optimizer: Any,
-        *,
-        stop: int,
-        drop_fraction: float = 0.3,
-        every: int = 100,
-        start: int = 0,
-        decay: str = "cosine",
-        restart_bias_correction: bool = False,
-        steps: int | None = None,
-    ) -> None:
-        """
-        stop            last step at which masks may move; 3/4 of the run is a good choice
-        drop_fraction   share of a layer's active weights that is dropped, at first; ``decay`` takes it to 0: "cosine", "linear"
-                        or "constant"
-        """
-        goal = Goal(plan, DropAndGrow(Times(every, stop, start), self.grow, drop_fraction, decay))
-        super().__init__(model, optimizer, goal, restart_bias_correction=restart_bias_correction, steps=steps)
-        if start == 0 and every > stop:
-            raise ValueError(f"masks would never move: no multiple of every={every} lies between {start} and stop={stop}")
-
-
-class RigL(_Moving):
-    """Evci et al.: grows where the gradient of the dense network is largest."""
-
-    grow = "gradient"
-
-
-class SET(_Moving):
-    """Mocanu et al.: grows at random."""
-
-    grow = "random"

@@ -1,13 +1,10 @@
 """Many models of equal shapes trained as one batched model, each with its own rule, density, learning rate, seed and schedule.
 
-``torch.func`` does the stacking: parameters, masks and factors get a leading dimension of models, and one batched step
-replaces many small ones. torch's optimizers know no vector of learning rates, so the updates are written out here; they are
-those of torch.optim, number for number.
+Parameters, masks and factors get a leading dimension of models, and one batched step (``batched``) replaces many small ones.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,16 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
+from smupar.execute.batched import CHANGES, BatchedLoss, LossFn
 from smupar.execute.cuda_graphs import Graphed, Upload, compile_static
 from smupar.model.csr import MASK
 from smupar.model.parameterize import add_missing_factors
 from smupar.model.weights import StackedWeight, weight_of
 from smupar.optim.groups import groups_by_optimizer
-from smupar.plan.optimizers import MUON_COEFFICIENTS, MUON_EPS, MUON_STEPS, facts_for_role, family_of, names_with
-from smupar.plan.parameters import parent_path
+from smupar.optim.layer_rates import measured_or_corrected
+from smupar.plan.layers import draws_random_numbers, has_running_statistics
+from smupar.plan.optimizers import facts_for_role, family_of, names_with
 from smupar.plan.plan import Plan
-
-LossFn = Callable[[nn.Module, Any], Tensor]
 
 # Models whose activations are held at once where a gradient is computed outside of the compiled step.
 _CHUNK = 4
@@ -47,6 +44,24 @@ class Hyperparameters:
     decay: str = "independent"
     decayed: str = "all"
     clip: float | None = None
+
+
+@dataclass(frozen=True)
+class StackTensors:
+    """All that a step reads and writes, with a leading dimension of models; dictionaries are by parameter name."""
+
+    params: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    masks: dict[str, Tensor]
+    state: dict[str, list[Tensor]]  # of the optimizer
+    constants: dict[str, tuple[Tensor, ...]]  # learning rate, decay and epsilon of the plan
+    rates: dict[str, Tensor]  # further factors on the learning rates of hidden weights, made of the next two
+    corrections: dict[str, Tensor]
+    measured: dict[str, Tensor]  # not a number where nothing was measured
+    independent: Tensor  # whether decay does not follow the learning rate
+    alive: Tensor
+    number: Tensor  # of the step
+    clip: Tensor | None  # the largest norm of the gradient, if there is one for any of the models
 
 
 class Stack:
@@ -78,16 +93,12 @@ class Stack:
         self.hidden = {row.name for row in plans[0] if row.role == "hidden"}
         # A compiled or captured step knows where its tensors are: another set of models is copied into them.
         self.tensors = self._gathered(models, plans, hyperparameters)
-        params, masks, states = (self.tensors[what] for what in ("params", "masks", "state"))
-        self.weights = {name: StackedWeight(name, param, masks.get(name), states[name]) for name, param in params.items()}
+        t = self.tensors
+        self.weights = {name: StackedWeight(name, param, t.masks.get(name), t.state[name]) for name, param in t.params.items()}
         self.models, self.num_steps = list(models), 0
-        self.device = self.tensors["alive"].device
+        self.device = t.alive.device
         self.upload = Upload(self.device)
-        template = _Loss(copy.deepcopy(self.models[0]).to("meta"), loss_fn)
-        autocast = (self.device.type, dtype) if dtype is not None else None
-        self._losses = _Losses(
-            template, _aliases(self.models[0]), autocast, own_batches=own_batches, single=len(self.models) == 1
-        )
+        self._loss = BatchedLoss(models[0], loss_fn, len(models), dtype, own_batches=own_batches)
         step = compile_static(self._step) if compile else self._step
         self._call: Callable[..., Tensor] = Graphed(step) if compile and self.device.type == "cuda" else step
 
@@ -97,7 +108,7 @@ class Stack:
     def refill(self, models: Sequence[nn.Module], plans: Sequence[Plan], hyperparameters: Sequence[Hyperparameters]) -> None:
         """Starts with other models of the same shapes, as many; nothing is compiled again."""
         fresh = self._gathered(models, plans, hyperparameters)
-        _pytree.tree_map(lambda mine, other: mine.copy_(other), self.tensors, fresh)
+        _pytree.tree_map(lambda mine, other: mine if mine is other else mine.copy_(other), vars(self.tensors), vars(fresh))
         self.models, self.num_steps = list(models), 0
 
     def step(self, batch: Sequence[Tensor], lr_share: float | Sequence[float] = 1.0) -> Tensor:
@@ -110,12 +121,12 @@ class Stack:
     def evaluate(self, batch: Sequence[Tensor]) -> Tensor:
         """Losses of all models, which stay as they are."""
         # Seldom, so not worth compiling; a few at a time, because a captured step keeps most of the memory to itself.
-        return self._losses.values(self.tensors["params"], self.tensors["buffers"], *batch, chunk_size=_CHUNK)
+        return self._loss.values(self.tensors.params, self.tensors.buffers, tuple(batch), _CHUNK)
 
     @torch.no_grad()
     def keep_gradients(self, batch: Sequence[Tensor]) -> None:
         """Gives hidden weights their gradients without masks."""
-        grads, _ = self._losses.gradients(self.tensors["params"], self.tensors["buffers"], *batch, chunk_size=_CHUNK)
+        grads, _ = self._loss.gradients(self.tensors.params, self.tensors.buffers, tuple(batch), _CHUNK)
         for name in self.hidden:
             self.weights[name].gradient = grads[name]
 
@@ -126,69 +137,67 @@ class Stack:
     @torch.no_grad()
     def inputs(self, batch: Sequence[Tensor], take: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """What ``take`` makes of the inputs of each hidden weight's layer."""
-        return self._losses.inputs(self.tensors["params"], self.tensors["buffers"], *batch, names=self.hidden, take=take)
+        return self._loss.inputs(self.tensors.params, self.tensors.buffers, tuple(batch), self.hidden, take)
 
     @torch.no_grad()
     def write_back(self) -> None:
         """Copies the trained weights into the models, and masks that moved."""
         for index, model in enumerate(self.models):
             for name, parameter in model.named_parameters():
-                parameter.copy_(self.tensors["params"][name][index])
+                parameter.copy_(self.tensors.params[name][index])
                 mask = weight_of(model, name).mask
                 if mask is not None:
-                    mask.copy_(self.tensors["masks"][name][index])
+                    mask.copy_(self.tensors.masks[name][index])
 
     # One step, as a function of tensors
 
     @torch.no_grad()
     def _step(self, share: Tensor, *batch: Tensor) -> Tensor:
         t = self.tensors
-        number = t["number"].add_(1)
-        grads, losses = self._losses.gradients(t["params"], t["buffers"], *batch)
-        for name, mask in t["masks"].items():
+        number = t.number.add_(1)
+        grads, losses = self._loss.gradients(t.params, t.buffers, batch)
+        for name, mask in t.masks.items():
             grads[name] = grads[name].masked_fill(~mask, 0)
-        if "clip" in t:
+        if t.clip is not None:
             norm = torch.stack([grad.square().flatten(1).sum(1) for grad in grads.values()]).sum(0).sqrt()
-            factor = (t["clip"] / (norm + 1e-6)).clamp(max=1.0)
+            factor = (t.clip / (norm + 1e-6)).clamp(max=1.0)
             grads = {name: grad * _wide(factor, grad) for name, grad in grads.items()}
-        t["alive"].logical_and_(losses.isfinite())
-        for name, param in t["params"].items():
-            lr, decay, eps = (_wide(values, param) for values in t["constants"][name])
-            lr = lr * _wide(share * t["rates"][name] if name in t["rates"] else share, param)
-            decay = decay * _wide(self.decay_change(name), param) if name in t["rates"] else decay
+        t.alive.logical_and_(losses.isfinite())
+        for name, param in t.params.items():
+            lr, decay, eps = (_wide(values, param) for values in t.constants[name])
+            lr = lr * _wide(share * t.rates[name] if name in t.rates else share, param)
+            decay = decay * _wide(self.decay_change(name), param) if name in t.rates else decay
             new = self._updated(name, param, grads[name], lr, decay, eps, _wide(number, param))
-            if name in t["masks"] and self.facts[name].mixes_entries:
-                new = new.masked_fill(~t["masks"][name], 0)
-            param.copy_(torch.where(_wide(t["alive"], param), new, param))
+            if name in t.masks and self.facts[name].mixes_entries:
+                new = new.masked_fill(~t.masks[name], 0)
+            param.copy_(torch.where(_wide(t.alive, param), new, param))
         return losses
 
     # Learning rates that change, as ``LayerRates`` has them for one model
 
     def correct(self, name: str, model: int, factor: float) -> None:
-        """Multiplies the plan's learning rate of a weight by a correction."""
-        self.tensors["corrections"][name][model] = factor
+        self.tensors.corrections[name][model] = factor
         self._set_rate(name)
 
     def measure(self, name: str, factors: Tensor) -> None:
         """Replaces the corrections of a weight by what was measured; nothing changes where a factor is not a number."""
-        measured = self.tensors["measured"][name]
+        measured = self.tensors.measured[name]
         measured.copy_(torch.where(factors.isnan(), measured, factors))
         self._set_rate(name)
 
     def forget_measured(self) -> None:
-        """Goes back to corrections."""
-        for name, measured in self.tensors["measured"].items():
+        for name, measured in self.tensors.measured.items():
             measured.fill_(math.nan)
             self._set_rate(name)
 
     def _set_rate(self, name: str) -> None:
-        measured, correction = self.tensors["measured"][name], self.tensors["corrections"][name]
-        self.tensors["rates"][name].copy_(torch.where(measured.isnan(), correction, measured))
+        t = self.tensors
+        t.rates[name].copy_(measured_or_corrected(t.measured[name], t.corrections[name]))
 
     def decay_change(self, name: str) -> Tensor:
         """What further factors on the learning rate leave of a weight decay that is independent of it."""
-        rates = self.tensors["rates"][name]
-        return torch.where(self.tensors["independent"], 1 / rates, torch.ones_like(rates))
+        rates = self.tensors.rates[name]
+        return torch.where(self.tensors.independent, 1 / rates, torch.ones_like(rates))
 
     def _updated(
         self, name: str, param: Tensor, grad: Tensor, lr: Tensor, decay: Tensor, eps: Tensor, number: Tensor
@@ -198,41 +207,38 @@ class Stack:
             param = param * (1 - lr * decay)
         else:
             grad = grad + decay * param
-        return param - _CHANGES[facts.name](self.tensors["state"][name], grad, lr, eps, number, self.betas, self.momentum)
+        return param - CHANGES[facts.name](self.tensors.state[name], grad, lr, eps, number, self.betas, self.momentum)
 
     # Gathering
 
     @torch.no_grad()
     def _gathered(
         self, models: Sequence[nn.Module], plans: Sequence[Plan], hyperparameters: Sequence[Hyperparameters]
-    ) -> dict[str, Any]:
-        """All that a step reads and writes, with a leading dimension of models."""
+    ) -> StackTensors:
         _refuse(models, plans, hyperparameters, self.kind)
         add_missing_factors(models, plans)
         masked = sorted(self.hidden | {row.name for plan in plans for row in plan if row.masked})
         mask_buffers = {f"{name}{MASK}" for name in masked}
         params = _stacked([dict(model.named_parameters()) for model in models])
         device = next(iter(params.values())).device
-        tensors: dict[str, Any] = {
-            "params": params,
-            "buffers": _stacked([{name: b for name, b in m.named_buffers() if name not in mask_buffers} for m in models]),
-            "masks": {name: torch.stack([weight_of(model, name).full_mask() for model in models]) for name in masked},
-            "constants": _constants(models, plans, hyperparameters, self.kind),
-            "state": {
+        clips = [math.inf if h.clip is None else h.clip for h in hyperparameters]
+        return StackTensors(
+            params=params,
+            buffers=_stacked([{name: b for name, b in m.named_buffers() if name not in mask_buffers} for m in models]),
+            masks={name: torch.stack([weight_of(model, name).full_mask() for model in models]) for name in masked},
+            state={
                 name: [torch.zeros_like(param) for _ in range(self.facts[name].num_states_with(self.momentum))]
                 for name, param in params.items()
             },
-            # Further factors on the learning rates of hidden weights: what ``_set_rate`` makes of the two that follow it.
-            "rates": {name: torch.ones(len(models), device=device) for name in self.hidden},
-            "corrections": {name: torch.ones(len(models), device=device) for name in self.hidden},
-            "measured": {name: torch.full((len(models),), math.nan, device=device) for name in self.hidden},
-            "independent": torch.tensor([h.decay == "independent" for h in hyperparameters], device=device),
-            "alive": torch.ones(len(models), dtype=torch.bool, device=device),
-            "number": torch.zeros(len(models), device=device),
-        }
-        if any(h.clip is not None for h in hyperparameters):
-            tensors["clip"] = torch.tensor([math.inf if h.clip is None else h.clip for h in hyperparameters], device=device)
-        return tensors
+            constants=_constants(models, plans, hyperparameters, self.kind),
+            rates={name: torch.ones(len(models), device=device) for name in self.hidden},
+            corrections={name: torch.ones(len(models), device=device) for name in self.hidden},
+            measured={name: torch.full((len(models),), math.nan, device=device) for name in self.hidden},
+            independent=torch.tensor([h.decay == "independent" for h in hyperparameters], device=device),
+            alive=torch.ones(len(models), dtype=torch.bool, device=device),
+            number=torch.zeros(len(models), device=device),
+            clip=torch.tensor(clips, device=device) if min(clips) < math.inf else None,
+        )
 
 
 def train_stacked(
@@ -299,9 +305,9 @@ def _unstackable(model: nn.Module) -> str | None:
         if not parameter.requires_grad:
             return f"{name!r} is frozen, and a stack trains every weight"
     for path, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._NormBase) and module.training and module.track_running_stats:
+        if has_running_statistics(module) and module.training and module.track_running_stats:
             return f"{path!r} keeps running statistics, which a stack would lose"
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
+        if draws_random_numbers(module):
             return f"{path!r} draws random numbers in the forward pass, which a stack cannot"
     return None
 
@@ -309,13 +315,6 @@ def _unstackable(model: nn.Module) -> str | None:
 def _stacked(tensors: list[dict[str, Any]]) -> dict[str, Tensor]:
     """Tensors by name of each model, made into one tensor for each name."""
     return {name: torch.stack([model[name].detach() for model in tensors]) for name in tensors[0]}
-
-
-def _aliases(model: nn.Module) -> dict[str, str]:
-    """Further names of tied parameters: a copy on the meta device has lost the tie."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    every = model.named_parameters(remove_duplicate=False)
-    return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
 
 
 def _constants(
@@ -345,142 +344,6 @@ def _constants(
     return {n: torch.tensor(values, dtype=torch.float64).float().to(device).unbind(1) for n, values in rows.items()}
 
 
-class _Loss(nn.Module):
-    """A module whose parameters can be swapped for one call, and whose output is the loss."""
-
-    def __init__(self, model: nn.Module, loss_fn: LossFn) -> None:
-        super().__init__()
-        self.model, self.loss_fn = model, loss_fn
-
-    def forward(self, batch: tuple[Tensor, ...]) -> Tensor:
-        return self.loss_fn(self.model, batch)
-
-
-class _Losses:
-    """The loss and its gradient as functions of stacked tensors. A single model is not batched at all, which is faster."""
-
-    def __init__(
-        self,
-        template: _Loss,
-        aliases: dict[str, str],
-        autocast: tuple[str, torch.dtype] | None,
-        *,
-        own_batches: bool,
-        single: bool,
-    ) -> None:
-        self.template, self.aliases, self.autocast = template, aliases, autocast
-        self.own_batches, self.single = own_batches, single
-
-    def _one(self, params: dict[str, Tensor], buffers: dict[str, Tensor], batch: tuple[Tensor, ...]) -> Tensor:
-        tensors = {f"model.{name}": value for name, value in {**params, **buffers}.items()}
-        tensors |= {f"model.{alias}": params[name] for alias, name in self.aliases.items()}
-        if self.autocast is None:
-            return torch.func.functional_call(self.template, tensors, (batch,))
-        device, dtype = self.autocast
-        with torch.autocast(device, dtype):
-            return torch.func.functional_call(self.template, tensors, (batch,))
-
-    def gradients(
-        self, params: dict[str, Tensor], buffers: dict[str, Tensor], *batch: Tensor, chunk_size: int | None = None
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        return self._apply(torch.func.grad_and_value(self._one), params, buffers, batch, chunk_size)
-
-    def inputs(
-        self,
-        params: dict[str, Tensor],
-        buffers: dict[str, Tensor],
-        *batch: Tensor,
-        names: Iterable[str],
-        take: Callable[[Tensor], Tensor],
-    ) -> dict[str, Tensor]:
-        seen: dict[str, Tensor] = {}
-
-        def hook(name: str) -> Callable[[nn.Module, Any], None]:
-            return lambda module, args: seen.__setitem__(name, take(args[0]))
-
-        def run(params: dict[str, Tensor], buffers: dict[str, Tensor], batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
-            self._one(params, buffers, batch)
-            return dict(seen)
-
-        layers = {name: self.template.model.get_submodule(parent_path(name)) for name in names}
-        hooks = [layer.register_forward_pre_hook(hook(name)) for name, layer in layers.items()]
-        try:
-            return self._apply(run, params, buffers, batch)
-        finally:
-            for handle in hooks:
-                handle.remove()
-
-    def values(
-        self, params: dict[str, Tensor], buffers: dict[str, Tensor], *batch: Tensor, chunk_size: int | None = None
-    ) -> Tensor:
-        return self._apply(self._one, params, buffers, batch, chunk_size)
-
-    def _apply(
-        self,
-        fn: Callable[..., Any],
-        params: dict[str, Tensor],
-        buffers: dict[str, Tensor],
-        batch: Any,
-        chunk_size: int | None = None,
-    ) -> Any:
-        if not self.single:
-            in_dims = (0, 0, 0 if self.own_batches else None)
-            return torch.func.vmap(fn, in_dims=in_dims, chunk_size=chunk_size)(params, buffers, batch)
-        first: Callable[[Any], Any] = lambda tree: _pytree.tree_map(lambda t: t[0], tree)  # noqa: E731
-        result = fn(first(params), first(buffers), first(batch) if self.own_batches else batch)
-        return _pytree.tree_map(lambda t: t[None], result)
-
-
 def _wide(values: Tensor, like: Tensor) -> Tensor:
     """A number for each model, to be multiplied with a stacked tensor."""
     return values.view(-1, *[1] * (like.ndim - 1))
-
-
-# What an optimizer takes from a weight, and does to its own state: (state, gradient, LR, epsilon, step, betas, momentum)
-
-State = list[Tensor]
-Betas = tuple[float, float]
-
-
-def _adam(state: State, grad: Tensor, lr: Tensor, eps: Tensor, number: Tensor, betas: Betas, momentum: float) -> Tensor:
-    (mean, square), (beta1, beta2) = state, betas
-    mean.lerp_(grad, 1 - beta1)
-    square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    correction1, correction2 = 1 - beta1**number, 1 - beta2**number
-    return lr / correction1 * mean / (square.sqrt() / correction2.sqrt() + eps)
-
-
-def _sgd(state: State, grad: Tensor, lr: Tensor, eps: Tensor, number: Tensor, betas: Betas, momentum: float) -> Tensor:
-    for mean in state:  # none without momentum
-        grad = mean.mul_(momentum).add_(grad)
-    return lr * grad
-
-
-def _lion(state: State, grad: Tensor, lr: Tensor, eps: Tensor, number: Tensor, betas: Betas, momentum: float) -> Tensor:
-    (mean,), (beta1, beta2) = state, betas
-    update = (beta1 * mean + (1 - beta1) * grad).sign()
-    mean.mul_(beta2).add_(grad, alpha=1 - beta2)
-    return lr * update
-
-
-def _muon(state: State, grad: Tensor, lr: Tensor, eps: Tensor, number: Tensor, betas: Betas, momentum: float) -> Tensor:
-    (mean,) = state
-    mean.lerp_(grad, 1 - momentum)
-    update = _orthogonalised(grad.lerp(mean, momentum))
-    return math.sqrt(max(1.0, grad.shape[-2] / grad.shape[-1])) * lr * update
-
-
-_CHANGES = {"AdamW": _adam, "Adam": _adam, "SGD": _sgd, "Lion": _lion, "Muon": _muon}
-
-
-def _orthogonalised(update: Tensor) -> Tensor:
-    """The quintic Newton-Schulz iteration of torch.optim.Muon, on a stack of matrices."""
-    a, b, c = MUON_COEFFICIENTS
-    x = update.bfloat16()
-    wide = x.shape[-2] <= x.shape[-1]
-    x = x if wide else x.mT
-    x = x / x.flatten(1).norm(dim=1).clamp(min=MUON_EPS).view(-1, 1, 1)
-    for _ in range(MUON_STEPS):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x if wide else x.mT).to(update.dtype)

@@ -4,6 +4,6 @@ parameterize   ``parameterize``, ``attach``: masks, init, forward factors, hooks
 weights        a weight however it is kept: dense and masked, compressed, stacked
 gradients      masked gradients, and dense ones where somebody asks
 compressed     a layer that keeps only its non-zeros; csr: their one codec; relayout: optimizers when they change layout
-stepping       the one seam round ``optimizer.step()``
+seam           the one seam round ``optimizer.step()``
 init, sharding values from (seed, name); whole tensors and shards
 """

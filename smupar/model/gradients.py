@@ -19,7 +19,6 @@ class DenseGradient:
     value: Tensor | None = None
 
     def request(self, wanted: bool) -> None:
-        """Asks for the gradient of the next step, or no longer."""
         self.wanted, self.value = wanted, None
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from smupar.model.sharding import like, zero_off_mask
-from smupar.plan.layers import kind_of
+from smupar.plan.layers import kind_of, padding_row
 from smupar.plan.patterns import generator
 from smupar.plan.plan import Plan, PlanRow
 
@@ -76,8 +76,8 @@ def _init_of(module: nn.Module, model: nn.Module) -> Callable[[], Any] | None:
 
 def padding_rows(model: nn.Module) -> dict[int, int]:
     """id of a lookup's weight -> its padding row, which stays 0 as torch makes it: it would never be trained."""
-    tables = ((module, kind_of(module), getattr(module, "padding_idx", None)) for module in model.modules())
-    return {id(getattr(module, kind.weights)): row for module, kind, row in tables if kind.is_lookup and row is not None}
+    rows = ((module, padding_row(module)) for module in model.modules())
+    return {id(getattr(module, kind_of(module).weights)): row for module, row in rows if row is not None}
 
 
 def initialise(parameter: nn.Parameter, row: PlanRow, mask: Tensor | None, seed: int, *, padding: int | None = None) -> None:

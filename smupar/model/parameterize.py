@@ -9,7 +9,7 @@ What is added to a model, all of it keyed by name and put back by ``attach`` fro
 - a non-persistent buffer ``smupar_factor`` and a hook on every module whose output Table 1 multiplies;
 - an attribute of the root module that says which parameters are masked, and hooks round ``load_state_dict``.
 
-Optimizers whose updates mix entries also have their weights masked after each step (``stepping``).
+Optimizers whose updates mix entries also have their weights masked after each step (``seam``).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from smupar.model.csr import MASK, expand_state, is_compressed
 from smupar.model.gradients import gradient_mask
 from smupar.model.init import initialise, padding_rows, plan_resets
 from smupar.model.relayout import watch_optimizers
+from smupar.model.seam import Step, on_every_step, optimizers, seam_of
 from smupar.model.sharding import is_sharded, zero_off_mask
-from smupar.model.stepping import Step, on_every_step, optimizers, seam_of
 from smupar.model.weights import weight_of, weights
 from smupar.plan.layers import kind_of
 from smupar.plan.make import MaskSetting, Settings, cautions, planned, warn
@@ -122,7 +122,6 @@ def _warn_of_other_zeros(model: nn.Module, drawn: Mapping[str, Tensor]) -> None:
 
 
 def check_plan(model: nn.Module, plan: Plan) -> None:
-    """Refuses a plan of another model."""
     names = {name: weight_of(model, name).shape for name, _ in model.named_parameters()}
     unknown = [row.name for row in plan if names.get(row.name) != row.shape]
     if unknown:
@@ -191,7 +190,6 @@ def no_broadcast(model: nn.Module, buffers: Iterable[str]) -> None:
 
 
 def has_factor_hook(module: nn.Module) -> bool:
-    """Whether the hook that applies the forward factor is in place."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     return _scale_input in hooks or _scale_output in hooks
 
@@ -250,14 +248,9 @@ def _by_parameter(masks: Mapping[str, Tensor], plan: Plan) -> dict[str, Tensor]:
 
 
 def _masks(plan: Plan, given: Mapping[str, Tensor], wanted: set[str] | None = None) -> dict[str, Tensor]:
-    masks = {}
-    for row in plan:
-        if row.masked and (wanted is None or row.name in wanted):
-            given_mask = given.get(row.name)
-            mask = plan.draw_mask(row.name) if given_mask is None else given_mask.to("cpu", torch.bool, copy=True)
-            assert mask is not None
-            masks[row.name] = mask
-    return masks
+    names = [row.name for row in plan if row.masked and (wanted is None or row.name in wanted)]
+    masks = {n: given[n].to("cpu", torch.bool, copy=True) if n in given else plan.draw_mask(n) for n in names}
+    return {name: mask for name, mask in masks.items() if mask is not None}
 
 
 # Hooks

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from smupar.model.stepping import Step, on_every_step
+from smupar.model.seam import Step, on_every_step
 from smupar.model.weights import weight_of
 
 _REPLACED = "_smupar_replaced"

@@ -77,7 +77,6 @@ class MaskedWeight:
         return local(self.parameter).new_ones(self.shape, dtype=torch.bool) if mask is None else whole(mask)
 
     def laid_out(self, matrix: Tensor) -> Tensor:
-        """A whole matrix laid out like the parameter."""
         return like(matrix, self.parameter)
 
     # The mask
@@ -162,7 +161,6 @@ class MaskedWeight:
     # Values from elsewhere
 
     def scale(self, factor: float, model: int = 0) -> None:
-        """Multiplies the values of a model."""
         self.parameter.mul_(factor)
 
     def snapshot(self) -> Tensor:
@@ -234,8 +232,9 @@ class CompressedWeight(MaskedWeight):
 
     def _write_mask(self, new: Tensor) -> MaskChange:
         if num_ranks() > 1 and int(new.sum()) != len(self.parameter):
-            text = f"{self.name!r} keeps only its non-zeros, whose number cannot change on several ranks: keep it dense"
-            raise ValueError(text)
+            raise ValueError(
+                f"{self.name!r} keeps only its non-zeros, whose number cannot change on several ranks: keep it dense"
+            )
         return self.module.set_mask(new)
 
     def multiply(self, x: Tensor, *, in_dim: int = 1) -> Tensor:

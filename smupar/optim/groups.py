@@ -66,8 +66,7 @@ def param_groups(
         if only in (None, "hidden" if row.role == "hidden" else "rest"):
             _refuse_shape(facts_of(optimizer), name, trained[name])
             wd = 0.0 if name in undecayed else weight_decay * (row.decay_factor(family) if decay == "independent" else 1)
-            numbers = (row.lr_factor(family), wd, row.eps_factor if eps == "width" else 1.0)
-            members.setdefault(numbers, []).append(row)
+            members.setdefault((row.lr_factor(family), wd, row.eps_factor if eps == "width" else 1.0), []).append(row)
     groups = []
     for (factor, wd, eps_factor), rows in members.items():
         group = {"name": "", "params": [trained[row.name] for row in rows], "lr": lr * factor, "weight_decay": wd}
@@ -106,7 +105,6 @@ def _users_groups(extra: Iterable[Mapping[str, Any]] | None) -> list[dict[str, A
 
 
 def _trained(model: nn.Module, plan: Plan, users: list[dict[str, Any]]) -> dict[str, nn.Parameter]:
-    """Every parameter that needs a group of the plan, by name."""
     taken = {id(parameter) for group in users for parameter in group["params"]}
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) not in taken}
     unplanned = [name for name in parameters if name not in plan]
@@ -182,8 +180,10 @@ def groups_by_optimizer(
 
     if not has_adamw_beside(optimizer, rest_lr):
         return [(optimizer, groups(optimizer, lr))]
-    rest = groups("adamw", lr if rest_lr is None else rest_lr, "rest")
-    return [(optimizer, groups(optimizer, lr, "hidden")), ("adamw", rest)]
+    return [
+        (optimizer, groups(optimizer, lr, "hidden")),
+        ("adamw", groups("adamw", lr if rest_lr is None else rest_lr, "rest")),
+    ]
 
 
 def _undecayed(no_decay: NoDecay | None, parameters: Mapping[str, nn.Parameter]) -> set[str]:
@@ -199,8 +199,7 @@ def _undecayed(no_decay: NoDecay | None, parameters: Mapping[str, nn.Parameter])
 
 def _group_name(rows: list[PlanRow], group: Mapping[str, Any], weight_decay: float) -> str:
     """Who is in the group and what is special about it: ``hidden, LR x 4, width 4, density 0.0625``."""
-    roles = "+".join(dict.fromkeys(row.role for row in rows))
-    parts = [roles]
+    parts = ["+".join(dict.fromkeys(row.role for row in rows))]
     if group["lr_factor"] != 1:
         parts.append(f"LR x {group['lr_factor']:.6g}")
     widths = {row.width_in if row.role in ("hidden", "unembedding") else row.width_out for row in rows}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smupar.model.stepping import Step, optimizers, seam_of
+from smupar.model.seam import Step, optimizers, seam_of
 
 # Ratios of learning rates may differ this much by rounding.
 _SAME = 1e-4
@@ -26,14 +26,14 @@ def guard(optimizer: Any) -> None:
     ``audit`` calls it; it costs a comparison of a few numbers at each step. Groups not made by ``param_groups`` are ignored.
     """
     for each in optimizers(optimizer):
-        if _guard_of(each) is None:
+        if seam_of(each).owner(_Guard) is None:
             watch = _Guard()
             seam_of(each).add(watch, check_ratios=watch.check, count=watch.count)
 
 
 def num_steps(optimizer: torch.optim.Optimizer) -> int:
     """Steps since the guard came; at least 1 if the optimizer has state."""
-    watch = _guard_of(optimizer)
+    watch = seam_of(optimizer).owner(_Guard)
     return max(0 if watch is None else watch.num_steps, int(bool(optimizer.state)))
 
 
@@ -51,11 +51,6 @@ class _Guard:
 
     def count(self, step: Step) -> None:
         self.num_steps += 1
-
-
-def _guard_of(optimizer: torch.optim.Optimizer) -> _Guard | None:
-    """The guard of an optimizer, if it has one."""
-    return next((owner for owner in seam_of(optimizer).owners("check_ratios") if isinstance(owner, _Guard)), None)
 
 
 def _same(a: float, b: float) -> bool:

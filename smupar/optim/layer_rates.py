@@ -7,13 +7,14 @@ groups of ``param_groups`` are split, which must happen before a scheduler is ma
 
 from __future__ import annotations
 
+from math import nan
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from smupar.model.parameterize import unwrapped
-from smupar.model.stepping import Step, optimizers, seam_of
+from smupar.model.seam import Step, optimizers, seam_of
 from smupar.plan.plan import Plan
 
 _WEIGHT = "hidden_weight"
@@ -27,26 +28,28 @@ class LayerRates:
         self.corrections: dict[str, float] = {}
         self.measured: dict[str, float] = {}
 
-    def factor(self, name: str, planned: float) -> float:
-        """The factor on the base learning rate, given the plan's."""
-        return self.measured[name] if name in self.measured else planned * self.corrections.get(name, 1.0)
-
     def set_rates(self, step: Step) -> None:
-        for group in step.optimizer.param_groups:
-            if _WEIGHT in group:
-                group["scheduled_lr"] = scheduled = group.pop("scheduled_lr", group["lr"])  # still there if a step failed
-                planned = group["lr_factor"]
-                change = self.factor(group[_WEIGHT], planned) / planned
-                group["lr"] = scheduled * change
-                if group.get("decay") == "independent":
-                    group["planned_decay"] = decay = group.pop("planned_decay", group["weight_decay"])
-                    group["weight_decay"] = decay / change
+        groups = group_of_weight(step.optimizer)
+        # (weights, 3): the plan's factor, the correction of it, and what was measured instead
+        rows = [(group["lr_factor"], self.corrections.get(n, 1.0), self.measured.get(n, nan)) for n, group in groups.items()]
+        planned, corrections, measured = torch.tensor(rows, dtype=torch.float64, device="cpu").view(-1, 3).unbind(1)
+        changes = measured_or_corrected(measured, planned * corrections) / planned
+        for group, change in zip(groups.values(), changes.tolist(), strict=True):
+            group["scheduled_lr"] = scheduled = group.pop("scheduled_lr", group["lr"])  # still there if a step failed
+            group["lr"] = scheduled * change
+            if group.get("decay") == "independent":
+                group["planned_decay"] = decay = group.pop("planned_decay", group["weight_decay"])
+                group["weight_decay"] = decay / change
 
     def restore_rates(self, step: Step) -> None:
-        for group in step.optimizer.param_groups:
-            if _WEIGHT in group:
-                group["lr"] = group.pop("scheduled_lr")
-                group["weight_decay"] = group.pop("planned_decay", group["weight_decay"])
+        for group in group_of_weight(step.optimizer).values():
+            group["lr"] = group.pop("scheduled_lr")
+            group["weight_decay"] = group.pop("planned_decay", group["weight_decay"])
+
+
+def measured_or_corrected(measured: Tensor, corrected: Tensor) -> Tensor:
+    """The factor that counts: what was measured, and where nothing was (not a number) what the correction says."""
+    return torch.where(measured.isnan(), corrected, measured)
 
 
 def layer_rates(model: nn.Module, plan: Plan, optimizer: Any) -> LayerRates:
@@ -55,27 +58,17 @@ def layer_rates(model: nn.Module, plan: Plan, optimizer: Any) -> LayerRates:
     def hidden() -> dict[int, str]:
         return {id(p): n for n, p in unwrapped(model).named_parameters() if n in plan and plan[n].role == "hidden"}
 
-    names, rates = hidden(), None
-    without = []
-    for each in optimizers(optimizer):
-        if (own := rates_of(each)) is None:
-            _refuse_groups(each, names)
-            without.append(each)
-        else:
-            _refuse_other_model(each, names)
-            rates = rates or own
-    rates = rates or LayerRates(list(names.values()))
-    for each in without:
+    names = hidden()
+    present = {each: seam_of(each).owner(LayerRates) for each in optimizers(optimizer)}
+    for each, own in present.items():
+        (_refuse_groups if own is None else _refuse_other_model)(each, names)
+    rates = next(filter(None, present.values()), None) or LayerRates(list(names.values()))
+    for each in (each for each, own in present.items() if own is None):
         _split(each, names)
         seam_of(each).add(rates, set_rates=rates.set_rates, restore_rates=rates.restore_rates)
         # Groups may have been saved without names.
         each.register_load_state_dict_post_hook(lambda loaded: _name(loaded, hidden()))
     return rates
-
-
-def rates_of(optimizer: torch.optim.Optimizer) -> LayerRates | None:
-    """The rates that an optimizer has already, if any."""
-    return next((owner for owner in seam_of(optimizer).owners("set_rates") if isinstance(owner, LayerRates)), None)
 
 
 def group_of_weight(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:

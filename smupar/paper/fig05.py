@@ -63,7 +63,9 @@ def _vanish(report: Report, rule: str, quantity: str, steps: tuple[int, ...], na
     slopes = [
         slope.slope
         for slope in report.slopes
-        if (slope.rule, slope.quantity, slope.axis, slope.role) == (rule, quantity, "density", "block") and slope.step in steps
+        if (slope.rule, slope.quantity, slope.axis, slope.role) == (rule, quantity, "density", "block")
+        and slope.step in steps
+        and not slope.is_mean
     ]
     when = " and ".join(map(str, dict.fromkeys(steps)))
     fall = f"density^{min(slopes):.2f} to density^{max(slopes):.2f}"

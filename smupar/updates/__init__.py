@@ -10,6 +10,7 @@ and sets the layer's learning rate to eta * effect of the proxy / gain; before t
 Nothing about the optimizer or the masks has to be known: dW is what the weights show after ``optimizer.step()``. Decoupled
 weight decay is kept out by comparing X W' with (1 - lr * decay) X W, which is what decay alone would leave.
 
-Both sides are averaged over time, 0.8 old and 0.2 new (``law``; one model in ``meter``, a stack in ``stacked``). A trace of
-another depth is read at the same share of the depth, one of another length as ``trace.same_moment`` says.
+Both sides are averaged over time, 0.8 old and 0.2 new (``trace.averages_after``; one model in ``meter``, a stack in
+``stacked``). A trace of another depth is read at the same share of the depth, one of another length as ``trace.same_moment``
+says.
 """

@@ -15,16 +15,15 @@ from torch import Tensor, nn
 
 from smupar.model.compressed import SparseLinear
 from smupar.model.parameterize import check_not_compiled, check_parameterized, no_broadcast, unwrapped
+from smupar.model.seam import Step, optimizers, seam_of
 from smupar.model.sharding import num_ranks
-from smupar.model.stepping import Step, optimizers, seam_of
 from smupar.optim.layer_rates import LayerRates, group_of_weight, layer_rates
 from smupar.plan.layers import IMAGES, kind_of
 from smupar.plan.optimizers import decouples_decay, name_of
 from smupar.plan.parameters import parent_path
 from smupar.plan.plan import Plan
-from smupar.updates.law import averages_after, held
 from smupar.updates.probe import LayerProbe, exact, remove_copied_probes
-from smupar.updates.trace import Guide, Trace, due
+from smupar.updates.trace import Guide, Trace, averages_after, due, held
 
 
 class UpdatesWarning(UserWarning):
@@ -34,10 +33,9 @@ class UpdatesWarning(UserWarning):
 class _Meter:
     """Measures what each step of the optimizer did to every hidden layer's output."""
 
-    period: int | None = None  # steps after which the run starts again
-
-    def __init__(self, model: nn.Module, plan: Plan, optimizer: Any) -> None:
-        model = unwrapped(model)
+    def __init__(self, model: nn.Module, plan: Plan, optimizer: Any, period: int | None) -> None:
+        """``period``: steps after which the run starts again."""
+        model, self.period = unwrapped(model), period
         check_parameterized(model, "first, and build the optimizer from param_groups")
         check_not_compiled(model, "and would ignore new hooks: compile afterwards")
         remove_copied_probes(model)
@@ -83,7 +81,6 @@ class _Meter:
 
     @torch.no_grad()
     def _look(self, step: Step) -> None:
-        """Layer outputs on the inputs of this step, before the update."""
         if due(self.place):
             with exact():
                 for name, group in group_of_weight(step.optimizer).items():
@@ -144,7 +141,8 @@ class _Meter:
         return {"step": self.step, "trace": self.trace.to_json()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.step, self.trace = state["step"], Trace.from_json(state["trace"])
+        self.step = state["step"]
+        vars(self.trace).update(vars(Trace.from_json(state["trace"])))  # the one that was handed out goes on
 
 
 def _is_measurable(model: nn.Module, plan: Plan, name: str) -> bool:
@@ -165,12 +163,6 @@ class Recorder(_Meter):
     def __exit__(self, *_: object) -> None:
         self.remove()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        trace = self.trace
-        super().load_state_dict(state)
-        trace.__dict__.update(self.trace.__dict__)  # the one that was handed out goes on
-        self.trace = trace
-
 
 def record_updates(model: nn.Module, plan: Plan, optimizer: Any, *, period: int | None = None) -> Recorder:
     """Writes down, while the proxy trains, what each update does to every hidden layer's output.
@@ -178,8 +170,7 @@ def record_updates(model: nn.Module, plan: Plan, optimizer: Any, *, period: int 
     ``with record_updates(model, plan, optimizer) as trace: ...train...`` and then ``trace.save("proxy.trace.json")``. Before a
     scheduler, DDP and torch.compile. The run itself is not changed. ``period`` as in ``follow_updates``.
     """
-    recorder = Recorder(model, plan, optimizer)
-    recorder.period = period
+    recorder = Recorder(model, plan, optimizer, period)
     _warn(recorder)
     return recorder
 
@@ -190,8 +181,8 @@ class Follower(_Meter):
     def __init__(
         self, model: nn.Module, plan: Plan, optimizer: Any, trace: Trace, steps: int | None, period: int | None
     ) -> None:
-        super().__init__(model, plan, optimizer)
-        self.proxy, self.period = trace, period
+        super().__init__(model, plan, optimizer, period)
+        self.proxy = trace
         self.averages: dict[str, tuple[float, float]] = {}
         self.clamped = False
         try:

@@ -71,8 +71,7 @@ class LayerProbe(Probe):
         self.buffer = f"{weight.leaf}_{_INPUT}"
         self.reader: weakref.ref[Any] | None = None  # who reads what it measures
         if not self.is_conv:
-            size = (NUM_TOKENS, plan[name].shape[in_dim])
-            self._make(torch.zeros(size, device=local(weight.parameter).device))
+            self._make(torch.zeros(NUM_TOKENS, plan[name].shape[in_dim], device=local(weight.parameter).device))
         self.hook = self.module.register_forward_pre_hook(self._keep, with_kwargs=True)
 
     @property
@@ -90,14 +89,10 @@ class LayerProbe(Probe):
         if not (args and torch.is_grad_enabled() and args[0].numel()):  # validation, or an expert without tokens
             return
         x = args[0].detach()
-        if self.is_conv:
-            places = math.prod(x.shape[2:])
-            some = x[: -(-NUM_TOKENS // places)].float()
-            if getattr(module, self.buffer, None) is None or self.inputs.shape != some.shape:
-                self._make(torch.zeros_like(some))
-            self.inputs.copy_(some)
-            return
-        self.inputs.copy_(some_rows(x))
+        some = x[: -(-NUM_TOKENS // math.prod(x.shape[2:]))].float() if self.is_conv else some_rows(x)
+        if self.is_conv and (getattr(module, self.buffer, None) is None or self.inputs.shape != some.shape):
+            self._make(torch.zeros_like(some))
+        self.inputs.copy_(some)
 
     def missed(self) -> bool:
         """Whether the layer was used, as its gradient shows, and no input was seen."""

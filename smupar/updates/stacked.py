@@ -11,9 +11,8 @@ from torch import Tensor
 from smupar.execute.stacked import Stack
 from smupar.plan.optimizers import decouples_decay, family_of
 from smupar.plan.plan import Plan
-from smupar.updates.law import averages_after, held
 from smupar.updates.probe import Probe, exact, some_rows
-from smupar.updates.trace import Guide, Trace, due
+from smupar.updates.trace import Guide, Trace, averages_after, due, held
 
 
 class StackedUpdates:
@@ -65,8 +64,8 @@ class StackedUpdates:
         share = self.stack.upload(torch.tensor(lr_share, dtype=torch.float32))
         effects = []
         for name, probe in self.probes.items():
-            lr, decay, _ = self.stack.tensors["constants"][name]
-            rate = self.stack.tensors["rates"][name]
+            lr, decay, _ = self.stack.tensors.constants[name]
+            rate = self.stack.tensors.rates[name]
             used = lr * share * rate
             decayed = used * decay * self.stack.decay_change(name) if self.decouples else torch.zeros_like(used)
             with exact():
@@ -81,7 +80,6 @@ class StackedUpdates:
         self.effects.append(torch.stack(effects, dim=1))
 
     def traces(self) -> list[Trace]:
-        """The trace of every model."""
         every = torch.stack(self.effects).cpu().tolist()  # (steps, models, layers)
         shapes = {name: probe.weight.shape for name, probe in self.probes.items()}
         at = [step for step in range(self.num_steps) if due(step % self.period)][: len(every)]

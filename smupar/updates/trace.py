@@ -1,4 +1,4 @@
-"""Traces: what updates do to each hidden layer, over a run."""
+"""Traces: what updates do to each hidden layer, over a run, and the law by which learning rates follow one."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
+from smupar.output.pictures import new_figure
 from smupar.plan.settings import layer_glob
 
 FORMAT = "smupar-trace/1"
+CLAMP = 1e4
+_OLD = 0.8  # share of the average that stays at a measured step
 _EVERY, _FIRST = 5, 20  # the first steps are all measured, then every fifth
 
 
@@ -23,16 +29,18 @@ def due(step: int) -> bool:
 
 @dataclass
 class Trace:
-    """Effects of updates, per hidden weight and measured step."""
+    """Effects of updates, per hidden weight and measured step.
+
+    at         steps that were measured, from 0
+    effects    RMS of the change of a layer's output by one update, over the base learning rate. Not finite: the run diverged
+    optimizer  that of the hidden weights
+    """
 
     num_steps: int = 0
     at: list[int] = field(default_factory=list)
-    """Steps that were measured, from 0."""
     effects: dict[str, list[float]] = field(default_factory=dict)
-    """RMS of the change of a layer's output by one update, over the base learning rate. Not finite: the run diverged."""
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     optimizer: str = ""
-    """The optimizer of the hidden weights."""
     note: str = ""
 
     @property
@@ -90,9 +98,7 @@ class Trace:
 
     def plot(self, path: str | PathLike[str], proxy: Trace | None = None) -> None:
         """Effects over the run, one panel for each kind of layer; the proxy's beside them."""
-        from smupar.updates.plot import plot
-
-        plot(self, proxy, path)
+        _plot(self, proxy, path)
 
 
 class Guide:
@@ -142,8 +148,31 @@ def same_moment(step: int, num_steps: int, other_num_steps: int) -> float:
     return step / (1 + step * (1 / other_num_steps - 1 / num_steps))
 
 
+def averages_after(averages: tuple[Tensor, Tensor], wanted: Tensor, gain: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """The law by which learning rates follow a trace, for the layers of one model or one layer of many models.
+
+    What an update should do, by the trace, and its gain, what it does per unit of learning rate, are both averaged over time.
+    The factor on the base learning rate is the ratio of the averages, ``held`` between 1 / CLAMP and CLAMP. A step whose
+    measurement cannot be used (nothing moved, not finite, or the trace has no number there) changes nothing.
+
+    Returns the averages of (wanted, gain) after a step, not a number before the first, and their ratio, not a number where this
+    step cannot be used.
+    """
+    usable = wanted.isfinite() & gain.isfinite() & (gain > 0)
+
+    def average(old: Tensor, new: Tensor) -> Tensor:
+        return torch.where(usable, torch.where(old.isnan(), new, _OLD * old + (1 - _OLD) * new), old)
+
+    wanted, gain = average(averages[0], wanted), average(averages[1], gain)
+    return (wanted, gain), torch.where(usable, wanted.to(gain.dtype) / gain, math.nan)
+
+
+def held(ratio: Tensor) -> Tensor:
+    """The factor on the base learning rate."""
+    return ratio.clamp(1 / CLAMP, CLAMP)
+
+
 def _by_kind(names: Iterable[str]) -> dict[str, list[str]]:
-    """Layers of the same kind together, in the order of the model."""
     kinds: dict[str, list[str]] = {}
     for name in names:
         kinds.setdefault(layer_glob(name), []).append(name)
@@ -158,3 +187,31 @@ def _sources(number: int, count: int, traced: Sequence[str]) -> list[tuple[str, 
     low, share = divmod(number / max(1, count - 1) * (len(traced) - 1), 1)
     parts = [(traced[int(low)], 1 - share), (traced[min(int(low) + 1, len(traced) - 1)], share)]
     return [(source, part) for source, part in parts if part > 0]
+
+
+def _plot(target: Trace, proxy: Trace | None, path: str | PathLike[str]) -> None:
+    kinds = list(dict.fromkeys(layer_glob(name) for name in target.effects))
+    columns = min(3, len(kinds))
+    num_rows = -(-len(kinds) // columns)
+    figure = new_figure(figsize=(4.2 * columns, 3 * num_rows))
+    axes = figure.subplots(num_rows, columns, squeeze=False, sharex=True)
+    for panel, kind in zip(axes.flat, kinds, strict=False):
+        for trace, colour, label in ((proxy, "0.45", "proxy"), (target, "#c2410c", "target" if proxy else "effect")):
+            names = [name for name in trace.effects if layer_glob(name) == kind] if trace else []
+            for number, name in enumerate(names):
+                assert trace is not None
+                shares = [step / max(1, trace.num_steps) for step in trace.at]
+                panel.plot(shares, trace.effects[name], color=colour, lw=1, alpha=0.8, label=None if number else label)
+        panel.set_title(kind, fontsize=9)
+        panel.set_yscale("log")
+        panel.grid(alpha=0.25)
+    for panel in axes.flat[len(kinds) :]:
+        panel.set_visible(False)
+    for panel in axes.flat[max(0, len(kinds) - columns) : len(kinds)]:  # the lowest of each column
+        panel.set_xlabel("share of the run")
+        panel.tick_params(labelbottom=True)
+    for panel in axes[:, 0]:
+        panel.set_ylabel("RMS(X dW) / base LR")
+    axes.flat[0].legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)

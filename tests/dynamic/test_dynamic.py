@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import smupar
-from smupar.dynamic.moves import DropAndGrow, Pruning, Times, density_factor, key_of, largest, pruned, random_scores
+from smupar.dynamic.policies import DropAndGrow, Pruning, Times, density_factor, key_of, largest, random_scores
 from smupar.model.gradients import gradient_mask
 from smupar.model.parameterize import add_masks, mask_of
 from smupar.optim.layer_rates import group_of_weight, layer_rates
@@ -226,8 +226,8 @@ def test_dropping_and_growing_keeps_the_number_of_ones_and_the_largest(seed, siz
 
 def test_pruning_keeps_the_largest_of_those_that_are_left():
     weight = flat(9.0, 0.1, -0.5, 0.3)
-    assert torch.equal(pruned(weight, bits("0111"), torch.tensor([2])), bits("0011"))
-    assert torch.equal(pruned(weight, bits("0111"), torch.tensor([4])), bits("0111"))
+    assert torch.equal(largest(weight.abs(), bits("0111"), torch.tensor([2])), bits("0011"))
+    assert torch.equal(largest(weight.abs(), bits("0111"), torch.tensor([4])), bits("0111"))
 
 
 def test_random_scores_are_uniform_and_the_same_each_time():

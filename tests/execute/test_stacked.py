@@ -111,9 +111,9 @@ def test_diverged_run_is_frozen_and_does_not_hurt_its_neighbours(text):
     alone = GPTStack([calm], text, torch.device("cpu"))
     assert relative(losses[:, 0], torch.cat([alone.step(step) for step in range(8)])) < 1e-5
     assert torch.equal(losses[:, 0], losses[:, 2])
-    weights = stack.stack.tensors["params"]["norm.weight"][1].clone()
+    weights = stack.stack.tensors.params["norm.weight"][1].clone()
     stack.step(8)
-    assert torch.equal(stack.stack.tensors["params"]["norm.weight"][1], weights)
+    assert torch.equal(stack.stack.tensors.params["norm.weight"][1], weights)
 
 
 def test_off_mask_weights_stay_zero(text):
@@ -121,7 +121,7 @@ def test_off_mask_weights_stay_zero(text):
     for step in range(3):
         stack.step(step)
     name = "blocks.0.mlp.up.weight"
-    assert stack.stack.tensors["params"][name][~stack.stack.tensors["masks"][name]].count_nonzero() == 0
+    assert stack.stack.tensors.params[name][~stack.stack.tensors.masks[name]].count_nonzero() == 0
 
 
 def test_stack_key_tells_what_fits_together():

@@ -509,7 +509,7 @@ def assert_stack_is_one_by_one(bag, library, *, tolerance, steps=40, trace_toler
         assert stack.sparsities[index] == pytest.approx(alone.sparsities[0], abs=1e-6)
         different = num = 0
         for name in stack.stack.hidden:
-            mask, ours = mask_of(alone.model, name), stack.stack.tensors["masks"][name][index]
+            mask, ours = mask_of(alone.model, name), stack.stack.tensors.masks[name][index]
             different += int((ours ^ (torch.ones_like(ours) if mask is None else mask)).sum())
             num += ours.numel()
         assert different < mask_tolerance * num, config  # weights that are equal but for a rounding may change places

@@ -20,7 +20,7 @@ import smupar
 from smupar.lm.config.run import ModelConfig, RunConfig
 from smupar.lm.model.gpt import GPT, build
 from smupar.model.parameterize import mask_updates
-from smupar.model.stepping import seam_of
+from smupar.model.seam import seam_of
 
 VOCAB = 11
 HIDDEN = ("hidden.0.weight", "hidden.1.weight")

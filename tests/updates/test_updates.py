@@ -22,7 +22,7 @@ from smupar.lm.model.gpt import build
 from smupar.lm.run.optimizers import make_optimizers
 from smupar.lm.run.step import next_token_loss
 from smupar.model.parameterize import mask_of
-from smupar.model.stepping import seam_of
+from smupar.model.seam import seam_of
 from smupar.optim.layer_rates import group_of_weight
 from smupar.plan.optimizers import family_of
 from smupar.updates.meter import UpdatesWarning

@@ -23,7 +23,7 @@ from smupar.check.audit import Finding, differences, unsettled
 from smupar.check.coordinates.measure import JUDGED, Cell, SizeRecorder
 from smupar.check.coordinates.report import Report
 from smupar.model.parameterize import parameterize
-from smupar.model.stepping import optimizers
+from smupar.model.seam import optimizers
 from smupar.optim.groups import param_groups
 from smupar.optim.guard import LRRatioWarning, ratio_problem, wrong_groups
 from smupar.plan.layers import has_running_statistics, kind_of
@@ -115,7 +115,6 @@ class _Training:
     settings: Settings
 
     def refuse(self, rules: tuple[str, ...], densities: float | Sequence[float]) -> None:
-        """Refuses what makes no sense, before anything runs."""
         if not rules:
             raise ValueError("rules is empty: name at least one, such as rules=['smupar']")
         for rule in rules:
@@ -131,14 +130,10 @@ class _Training:
                 "is the narrower dense network: pass widths instead, at one density"
             )
 
-    def density(self, cell: Cell) -> Any:
-        return self.allocation(cell.density) if self.allocation is not None and cell.density < 1 else cell.density
-
     def optimizers(self, model: nn.Module, plan: Plan) -> list[torch.optim.Optimizer]:
         if isinstance(self.optimizer, type):
             lr = self.lr[plan.rule] if isinstance(self.lr, Mapping) else self.lr
-            groups = param_groups(model, plan, lr=lr, weight_decay=self.weight_decay, optimizer=self.optimizer)
-            return [self.optimizer(groups)]
+            return [self.optimizer(param_groups(model, plan, lr=lr, weight_decay=self.weight_decay, optimizer=self.optimizer))]
         returned = optimizers(self.optimizer(model, plan))
         if not returned:
             raise ValueError("the optimizer function returned no optimizer: it must return one, or a list of them")
@@ -184,8 +179,6 @@ def _shapes(model: nn.Module) -> list[tuple[int, ...]]:
 
 
 class _GridRun:
-    """One model of the grid, built, trained for a few steps and measured."""
-
     def __init__(self, cell: Cell, grid: _Grid, training: _Training) -> None:
         self.cell, self.grid, self.training = cell, grid, training
         self.faults: list[Finding] = []
@@ -206,8 +199,8 @@ class _GridRun:
         cell, grid, training = self.cell, self.grid, self.training
         self.model = grid.make_model(cell.width)
         delta = grid.delta if cell.width == grid.base_width else None
-        of_cell: Settings = {"rule": cell.rule, "density": training.density(cell), "seed": cell.seed, "delta": delta}
-        settings: Settings = {**training.settings, **of_cell}
+        density = training.allocation(cell.density) if training.allocation is not None and cell.density < 1 else cell.density
+        settings: Settings = {**training.settings, "rule": cell.rule, "density": density, "seed": cell.seed, "delta": delta}
         self.plan = parameterize(self.model, base=grid.base, reset=False, **settings)
         if training.prepare is not None:
             training.prepare(self.model, self.plan)

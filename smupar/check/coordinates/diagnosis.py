@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from smupar.check.audit import Finding
 from smupar.check.coordinates.measure import GRAD_X, Cell
-from smupar.check.coordinates.verdict import FAIL, LATER, Slope, decides
+from smupar.check.coordinates.verdict import FAIL, Slope, decides
 from smupar.plan.plan import Plan
 from smupar.plan.settings import layer_glob
 from smupar.rules import get_rule
@@ -69,7 +69,6 @@ class Diagnosis:
 def diagnose(
     rule: str, slopes: Iterable[Slope], faults: Mapping[Cell, list[Finding]], plans: Mapping[tuple[str, int, float], Plan]
 ) -> list[Diagnosis]:
-    """The causes of one rule's faults and failing slopes."""
     plans = {key: plan for key, plan in plans.items() if key[0] == rule}
     diagnoses = _from_faults(rule, faults, plans) + _thin(rule, plans)
     failing = [slope for slope in slopes if slope.rule == rule and slope.verdict == FAIL and decides(slope)]
@@ -100,8 +99,7 @@ def _embedding_cause(finding: Finding, plan: Plan) -> str | None:
         return None
     hidden = get_rule(plan.rule).init_var["hidden"] if finding.cause == "init" else get_rule(plan.rule).lr["adam"]["hidden"]
     factor = float(hidden.of(row.width_out, row.width_out, 1)) ** (0.5 if finding.cause == "init" else 1)
-    close = factor != 1 and abs(finding.ratio / factor - 1) < 0.05
-    return "embedding as hidden" if close else None
+    return "embedding as hidden" if factor != 1 and abs(finding.ratio / factor - 1) < 0.05 else None
 
 
 def _thin(rule: str, plans: Mapping[tuple[str, int, float], Plan]) -> list[Diagnosis]:
@@ -133,8 +131,8 @@ def folded(slopes: Iterable[Slope]) -> list[str]:
 
 def _cause(rule: str, axis: str, failing: list[Slope], has_readout: bool) -> str:
     """Why sizes fail although the audit found nothing: what it cannot see."""
-    corrected = get_rule(rule).init_var["hidden"].m_rho if axis == "density" else get_rule(rule).init_var["hidden"].m_in
-    if not corrected:
+    power = get_rule(rule).init_var["hidden"]
+    if not (power.m_rho if axis == "density" else power.m_in):
         return "rule"
     first = [slope for slope in failing if slope.step == 1]
     if first and all("att" in slope.place.lower() for slope in first):
@@ -146,10 +144,10 @@ def _cause(rule: str, axis: str, failing: list[Slope], has_readout: bool) -> str
 
 
 def _evidence(failing: list[Slope]) -> str:
-    first = min(failing, key=lambda slope: (slope.step == LATER, -abs(slope.slope)))
+    first = min(failing, key=lambda slope: (slope.is_mean, -abs(slope.slope)))
     grows = first.slope > 0 if first.axis == "width" else first.slope < 0
     towards = ("grows" if grows else "shrinks") + (" with width" if first.axis == "width" else " with sparsity")
-    since = "after step 1" if first.step == LATER else "from step 1"
+    since = "after step 1" if first.is_mean else "from step 1"
     others = {slope.quantity for slope in failing} - {first.quantity}
     return (
         f"{first.quantity} of {first.place or 'the logits'} {towards} {since} (slope {first.slope:+.2f}"

@@ -38,13 +38,9 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Reading:
+class Reading(Cell):
     """The size of one quantity of a layer or block, at one step of a run; the first forward pass is step 1."""
 
-    rule: str
-    width: int
-    density: float
-    seed: int
     step: int
     place: str  # module path
     kind: str  # "layer" or "block"
@@ -191,11 +187,9 @@ class SizeRecorder:
         return [path for path, factor in uses if factor != 1 and path not in called]
 
     def moved(self) -> bool:
-        """Whether any update changed any output."""
         return any(float(rms) > 0 for _, _, quantity, rms, *_ in self.sizes if quantity in (DY, CHANGE))
 
     def readings(self, cell: Cell) -> list[Reading]:
-        """Everything measured so far, labelled with the run."""
         roles = {path: ("block", role) for path, role in self.blocks.items()}
         roles |= {path: ("layer", role) for path, (_, role) in self.layers.items()}
         return [

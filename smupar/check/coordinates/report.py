@@ -7,6 +7,7 @@ import html
 import io
 import json
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,7 +16,8 @@ from typing import Any
 from smupar.check.audit import Finding
 from smupar.check.coordinates.diagnosis import Diagnosis, diagnose, folded
 from smupar.check.coordinates.measure import JUDGED, Cell, Reading
-from smupar.check.coordinates.verdict import FAIL, LATER, PASS, UNCLEAR, Slope, decides, overall, slopes, thresholds
+from smupar.check.coordinates.verdict import FAIL, PASS, UNCLEAR, Slope, decides, overall, slopes, thresholds
+from smupar.output.pictures import new_figure
 from smupar.plan.plan import Plan
 from smupar.rules import get_rule
 
@@ -92,7 +94,7 @@ class Report:
                 "ok": self.ok,
                 "verdicts": self.verdicts,
                 "diagnoses": [asdict(diagnosis) for diagnosis in self.diagnoses],
-                "slopes": [_finite(asdict(slope)) for slope in self.slopes],
+                "slopes": [_slope_fields(slope) for slope in self.slopes],
                 "readings": [_finite(asdict(reading)) for reading in self.readings],
             },
             allow_nan=False,
@@ -103,9 +105,7 @@ class Report:
 
     def plot(self, path: str | Path | None = None, *, quantities: tuple[str, ...] = JUDGED) -> Any:
         """The picture: a row for each quantity, a column for each rule, a line for each step. PNG, or any matplotlib format."""
-        from smupar.check.coordinates.plot import draw
-
-        figure = draw(self, quantities)
+        figure = _draw(self, quantities)
         if path is not None:
             figure.savefig(path, dpi=110)
         return figure
@@ -120,6 +120,12 @@ class Report:
 def _finite(fields: dict[str, Any]) -> dict[str, Any]:
     """JSON knows neither nan nor infinity."""
     return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in fields.items()}
+
+
+def _slope_fields(slope: Slope) -> dict[str, Any]:
+    """In JSON the mean over later steps has the step 0."""
+    fields = _finite(asdict(slope))
+    return {**fields, "step": 0} if fields.pop("is_mean") else fields
 
 
 def _unclear(unclear: list[Slope], seeds: int) -> str:
@@ -157,8 +163,64 @@ def _told(slope: Slope) -> str:
     spread = f" +- {slope.ci:.2f}" if slope.ci == slope.ci else ""
     other = "density" if slope.axis == "width" else "width"
     what = f"{slope.quantity} of {slope.place or 'logits'} over {slope.axis} at {other} {slope.at:g}"
-    when = "later steps" if slope.step == LATER else f"step {slope.step}"
-    return f"{slope.slope:+.2f}{spread} ({what}, {when})"
+    return f"{slope.slope:+.2f}{spread} ({what}, {slope.when})"
+
+
+def _draw(report: Report, quantities: tuple[str, ...]) -> Any:
+    """Rows are quantities, columns rules (one block of columns for each axis); lines are steps, from dark to light."""
+    panels = [(axis, rule) for axis in dict.fromkeys(slope.axis for slope in report.slopes) for rule in report.rules]
+    figure = new_figure(figsize=(3.1 * len(panels) + 1.2, 2.4 * len(quantities) + 0.8), layout="constrained")
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
+    grid = figure.subplots(len(quantities), len(panels), sharey="row", squeeze=False)
+    steps = sorted({reading.step for reading in report.readings if reading.step > 0})
+    colours: Any = ScalarMappable(Normalize(steps[0], steps[-1] + 1), "cividis")  # also safe for the colour-blind
+    for row, quantity in enumerate(quantities):
+        for column, (axis, rule) in enumerate(panels):
+            panel = grid[row][column]
+            every = sorted({getattr(reading, axis) for reading in report.readings})
+            for step in steps:
+                points = _curve(report, axis, rule, quantity, step)
+                xs = sorted(points)
+                panel.plot(xs, [points[x] for x in xs], color=colours.to_rgba(step), marker="o", markersize=3, linewidth=1.2)
+            panel.set_xscale("log", base=2)
+            if panel.lines and any(len(line.get_xdata()) for line in panel.lines):
+                panel.set_yscale("log", base=2)
+            else:
+                panel.text(0.5, 0.5, "not measured", transform=panel.transAxes, ha="center")
+            panel.set_xticks(every, [_tick(x, axis) for x in every])
+            panel.minorticks_off()
+            panel.grid(True, alpha=0.3)
+            if axis == "density":
+                panel.invert_xaxis()  # sparser to the right
+            if row == 0:
+                panel.set_title(f"{get_rule(rule).title}: {report.axis_verdict(rule, axis)}", fontsize=10)
+            if row == len(quantities) - 1:
+                panel.set_xlabel(axis)
+            if column == 0:
+                panel.set_ylabel(f"{quantity} (RMS, hidden layers)", fontsize=9)
+    figure.colorbar(colours, ax=grid, label="step", shrink=0.5, ticks=sorted({steps[0], steps[-1]}))
+    return figure
+
+
+def _tick(value: float, axis: str) -> str:
+    whole = abs(1 / value - round(1 / value)) < 1e-6
+    return f"1/{round(1 / value)}" if axis == "density" and whole and value < 1 else f"{value:.3g}"
+
+
+def _curve(report: Report, axis: str, rule: str, quantity: str, step: int) -> dict[float, float]:
+    """Geometric mean over hidden layers and seeds, at the largest value of the other axis."""
+    other = "density" if axis == "width" else "width"
+    at = max(getattr(reading, other) for reading in report.readings)
+    hidden = any(reading.role == "hidden" and reading.quantity == quantity for reading in report.readings)
+    roles = {"hidden"} if hidden else {reading.role for reading in report.readings}  # a model of recurrent layers, say
+    sizes: dict[float, list[float]] = defaultdict(list)
+    for reading in report.readings:
+        mine = reading.rule == rule and reading.quantity == quantity and reading.step == step and reading.role in roles
+        if mine and getattr(reading, other) == at and reading.rms > 0:
+            sizes[getattr(reading, axis)].append(math.log2(reading.rms))
+    return {x: 2 ** (sum(logs) / len(logs)) for x, logs in sizes.items()}
 
 
 _STYLE = """
@@ -172,26 +234,18 @@ th { position: sticky; top: 0; background: #fff; }
 
 
 def _page(report: Report, picture: str) -> str:
-    steps = {slope.step for slope in report.slopes}
-    shown = [step for step in dict.fromkeys((1, 2, max(steps), LATER)) if step in steps]
-    rows: dict[tuple[str, ...], dict[int, Slope]] = {}
+    last = max(slope.step for slope in report.slopes)
+    shown = list(dict.fromkeys(slope.when for slope in report.slopes if slope.is_mean or slope.step in (1, 2, last)))
+    rows: dict[tuple[str, ...], dict[str, Slope]] = {}
     for slope in report.slopes:
         if slope.quantity in JUDGED:
             key = (get_rule(slope.rule).title, slope.axis, f"{slope.at:g}", slope.place or "logits", slope.quantity)
-            rows.setdefault(key, {})[slope.step] = slope
+            rows.setdefault(key, {})[slope.when] = slope
     body = []
     for parts, by_step in rows.items():
         labels = "".join(f"<td>{html.escape(part)}</td>" for part in parts)
-        body.append(f"<tr>{labels}{''.join(_cell(by_step.get(step)) for step in shown)}</tr>")
-    heads = [
-        "rule",
-        "axis",
-        "at",
-        "place",
-        "quantity",
-        *("later steps, mean" if step == LATER else f"step {step}" for step in shown),
-    ]
-    head = "".join(f"<th>{name}</th>" for name in heads)
+        body.append(f"<tr>{labels}{''.join(_cell(by_step.get(when)) for when in shown)}</tr>")
+    head = "".join(f"<th>{name}</th>" for name in ("rule", "axis", "at", "place", "quantity", *shown))
     verdict = "passes" if report.ok else "does not pass"
     return (
         "<!doctype html><html lang='en'><meta charset='utf-8'><title>Coordinate check</title>"

@@ -12,10 +12,10 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from statistics import fmean, linear_regression
 
 from smupar.check.coordinates.measure import GRAD_X, JUDGED, Reading, Y
 
-LATER = 0  # as a step: the mean of all steps after the first
 PASS, FAIL, UNCLEAR, EXCEPTION = "pass", "fail", "more seeds", "known exception"
 # (pass below, fail above). At step 1 a single layer is exact up to sampling; later, and through whole blocks, nonlinear
 # dynamics move sizes a little under any rule, while those of an uncorrected one move by powers.
@@ -38,16 +38,21 @@ class Slope:
     kind: str
     role: str
     quantity: str
-    step: int  # or LATER
-    slope: float
-    ci: float  # half-width; nan with one seed
-    num_seeds: int
+    step: int  # of the mean over later steps: the last
+    slope: float = math.nan  # until it is fitted
+    ci: float = math.nan  # half-width; nan with one seed
+    num_seeds: int = 0
     verdict: str = ""
+    is_mean: bool = False  # over all steps after the first
+
+    @property
+    def when(self) -> str:
+        return "mean of later steps" if self.is_mean else f"step {self.step}"
 
     @property
     def group(self) -> tuple[object, ...]:
         """What slopes that share their spread have in common: with its few seeds a readout alone would say little."""
-        return self.rule, self.axis, self.at, self.kind, self.quantity, self.step
+        return self.rule, self.axis, self.at, self.kind, self.quantity, self.step, self.is_mean
 
 
 def slopes(readings: Iterable[Reading]) -> list[Slope]:
@@ -57,57 +62,40 @@ def slopes(readings: Iterable[Reading]) -> list[Slope]:
     return [slope for axis in axes for slope in _judged(_fitted(readings, axis))]
 
 
-@dataclass(frozen=True)
-class SizeSeries:
-    """Sizes of one quantity in one place at one step, over the values of an axis."""
-
-    rule: str
-    at: float  # the value of the other axis
-    place: str
-    kind: str
-    role: str
-    quantity: str
-    step: int  # or LATER
-
-
 def _fitted(readings: list[Reading], axis: str) -> list[tuple[Slope, list[float]]]:
-    """Each series' mean slope, with the slopes of its seeds."""
+    """Each mean slope, with the slopes of its seeds."""
     by_seed = _slopes_by_seed(readings, axis)
-    later: dict[SizeSeries, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for series, slope_of in by_seed.items():
+    last = max(reading.step for reading in readings)
+    later: dict[Slope, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for unfitted, slope_of in by_seed.items():
         for seed, slope in slope_of.items():
-            if series.step > 1:
-                later[replace(series, step=LATER)][seed].append(slope)
-    means = {series: {seed: _mean(steps) for seed, steps in of_seed.items()} for series, of_seed in later.items()}
+            if unfitted.step > 1:
+                later[replace(unfitted, step=last, is_mean=True)][seed].append(slope)
+    means = {unfitted: {seed: fmean(steps) for seed, steps in of_seed.items()} for unfitted, of_seed in later.items()}
     return [
-        (Slope(axis=axis, **vars(series), slope=_mean(seed_slopes), ci=math.nan, num_seeds=len(seed_slopes)), seed_slopes)
-        for series, slope_of in {**by_seed, **means}.items()
+        (replace(unfitted, slope=fmean(seed_slopes), num_seeds=len(seed_slopes)), seed_slopes)
+        for unfitted, slope_of in {**by_seed, **means}.items()
         if (seed_slopes := list(slope_of.values()))
     ]
 
 
-def _slopes_by_seed(readings: list[Reading], axis: str) -> dict[SizeSeries, dict[int, float]]:
+def _slopes_by_seed(readings: list[Reading], axis: str) -> dict[Slope, dict[int, float]]:
+    """The slope of each seed, by a ``Slope`` that is not fitted yet."""
     other = "density" if axis == "width" else "width"
-    points: dict[SizeSeries, dict[int, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    points: dict[Slope, dict[int, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for reading in readings:
         if reading.rms > 0 and math.isfinite(reading.rms):  # a zero-initialised readout: nothing to see before its first step
             where = reading.place, reading.kind, reading.role, reading.quantity, reading.step
-            series = SizeSeries(reading.rule, getattr(reading, other), *where)
-            points[series][reading.seed].append((math.log2(getattr(reading, axis)), math.log2(reading.rms)))
+            unfitted = Slope(reading.rule, axis, getattr(reading, other), *where)
+            points[unfitted][reading.seed].append((math.log2(getattr(reading, axis)), math.log2(reading.rms)))
     return {
-        series: {seed: _fit(pairs) for seed, pairs in of_seed.items() if len({x for x, _ in pairs}) > 1}
-        for series, of_seed in points.items()
+        unfitted: {
+            seed: linear_regression(*zip(*pairs, strict=True)).slope
+            for seed, pairs in of_seed.items()
+            if len({x for x, _ in pairs}) > 1
+        }
+        for unfitted, of_seed in points.items()
     }
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _fit(points: list[tuple[float, float]]) -> float:
-    x_mean = sum(x for x, _ in points) / len(points)
-    y_mean = sum(y for _, y in points) / len(points)
-    return sum((x - x_mean) * (y - y_mean) for x, y in points) / sum((x - x_mean) ** 2 for x, _ in points)
 
 
 def _judged(fitted: list[tuple[Slope, list[float]]]) -> list[Slope]:
@@ -153,7 +141,8 @@ def judge(slope: Slope) -> str:
 
 def _is_known_exception(slope: Slope) -> bool:
     """Logits start at random under muP and SmuPar: a sum of d random terms over d, so they shrink like 1 / sqrt(width) until
-    the readout has learned. So do attention logits where the head size grows, and gradients of queries and keys with them."""
+    the readout has learned, for three steps at most. So do attention logits where the head size grows, and gradients of queries
+    and keys with them."""
     logits = slope.role in ("unembedding", "logits") and slope.quantity == Y and slope.step <= 3
     queries = bool(_QUERY.search(slope.place)) and slope.quantity == GRAD_X and slope.step == 1
     return slope.axis == "width" and slope.rule != "sp" and (logits or queries) and -0.65 < slope.slope < LAYER_AT_STEP_1[0]
@@ -161,7 +150,7 @@ def _is_known_exception(slope: Slope) -> bool:
 
 def decides(slope: Slope) -> bool:
     """Whether a slope counts for the verdict; the others only tell from which step on sizes drift."""
-    return slope.step in (1, LATER)
+    return slope.step == 1 or slope.is_mean
 
 
 def overall(judged: Iterable[Slope]) -> str:

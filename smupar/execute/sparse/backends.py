@@ -43,7 +43,6 @@ def _missing_on_gpu(backend: str, device: torch.device) -> str | None:
 
 
 def kernel_of(backend: str, device: torch.device) -> Kernel:
-    """The kernel that multiplies for a backend on a device."""
     if why := missing(backend, device):
         raise ValueError(why)
     return cpu.best_kernel() if device.type == "cpu" else _ON_GPU[backend]
@@ -84,8 +83,8 @@ def refusal(backend: str, layer: nn.Module, mask: Tensor, dtype: torch.dtype) ->
     dtypes = gpu.VALUE_DTYPES if on_gpu else _CPU_DTYPES
     if weight.dtype not in dtypes:
         names = ", ".join(str(known).removeprefix("torch.") for known in dtypes)
-        where = " on a GPU" if on_gpu else ""
-        return f"its weight is {weight.dtype}, and backend {backend!r} multiplies {names}{where}: convert it first"
+        names += " on a GPU" if on_gpu else ""
+        return f"its weight is {weight.dtype}, and backend {backend!r} multiplies {names}: convert it first"
     kernel = kernel_of(backend, weight.device)
     if kernel.dtype not in (None, dtype):
         return (

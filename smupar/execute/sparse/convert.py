@@ -43,13 +43,15 @@ class StoredLayer:
 
 @dataclass(frozen=True)
 class StorageReport:
-    """What ``sparsify_storage`` chose, layer by layer; prints as a table."""
+    """What ``sparsify_storage`` chose, layer by layer; prints as a table.
+
+    num_bytes    of these weights with their masks or indices
+    dense_bytes  of the weights alone, were they dense
+    """
 
     layers: tuple[StoredLayer, ...]
     num_bytes: int
-    """Bytes of these weights with their masks or indices."""
     dense_bytes: int
-    """Bytes of the weights alone, were they dense."""
 
     def __str__(self) -> str:
         alike: dict[tuple[str, ...], list[str]] = {}  # layers of all blocks in one line

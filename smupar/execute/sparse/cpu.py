@@ -63,8 +63,6 @@ class CpuIndex(KernelIndex):
 
 
 class OnCpu(Kernel):
-    """What the kernels for CPUs have in common."""
-
     def refusal(self, mask: Tensor) -> str | None:
         return None if max(mask.shape) < 2**31 else f"its shape {tuple(mask.shape)} is beyond columns of 32 bits"
 

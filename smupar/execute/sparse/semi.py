@@ -75,8 +75,7 @@ class SemiStructured(OnGpu):
         return SemiIndex(shape, out_dim, _metadata(mask), _metadata(mask.T.contiguous()), tile_codes(mask))
 
     def product(self, rows: Tensor, index: SemiIndex, values: Tensor, *, back: bool) -> Tensor:
-        as_kept = index.out_dim == int(back)
-        matrix = packed(values, index) if as_kept else packed_transpose(values, index)
+        matrix = packed(values, index) if index.out_dim == int(back) else packed_transpose(values, index)
         padding = -len(rows) % _TOKENS
         whole = F.pad(rows, (0, 0, 0, padding)) if padding else rows
         return self._plan(matrix, whole)(matrix, whole)[: len(rows)]

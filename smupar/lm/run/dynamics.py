@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from smupar.dynamic.movers import StackedSparsifier
-from smupar.dynamic.moves import DropAndGrow, Goal, Pruning, Rounds, Times, pruning_goal
-from smupar.dynamic.sparsifiers import Sparsifier
+from smupar.dynamic.policies import DropAndGrow, Goal, Pruning, Rounds, Times, pruning_goal
+from smupar.dynamic.sparsifiers import Sparsifier, StackedSparsifier
 from smupar.execute.stacked import Stack
 from smupar.lm.config.run import RunConfig
 from smupar.lm.model.gpt import GPT, allocated
@@ -18,12 +17,12 @@ from smupar.updates.trace import Trace
 
 def make_sparsifier(model: GPT, plan: Plan, optimizers: list[torch.optim.Optimizer], config: RunConfig) -> Sparsifier | None:
     goal = _goal(config, plan)
-    return None if goal.move is None else Sparsifier(model, optimizers, goal, steps=config.steps)
+    return None if goal.policy is None else Sparsifier(model, optimizers, goal, steps=config.steps)
 
 
 def make_stacked_sparsifier(stack: Stack, plans: Sequence[Plan], configs: Sequence[RunConfig]) -> StackedSparsifier | None:
     goals = [_goal(config, plan) for config, plan in zip(configs, plans, strict=True)]
-    return StackedSparsifier(stack, goals) if any(goal.move is not None for goal in goals) else None
+    return StackedSparsifier(stack, goals) if any(goal.policy is not None for goal in goals) else None
 
 
 def _goal(config: RunConfig, plan: Plan) -> Goal:
@@ -35,8 +34,8 @@ def _goal(config: RunConfig, plan: Plan) -> Goal:
     density = allocated(config, config.density)
     assert density is not None
     in_rounds = config.dynamic == "imp"
-    move = Rounds(config.round_steps, config.rounds) if in_rounds else Pruning(Times(config.mask_every, config.last_move))
-    return pruning_goal(plan, move, density, config.correction)
+    policy = Rounds(config.round_steps, config.rounds) if in_rounds else Pruning(Times(config.mask_every, config.last_move))
+    return pruning_goal(plan, policy, density, config.correction)
 
 
 def read_trace(config: RunConfig) -> Trace | None:

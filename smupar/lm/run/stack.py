@@ -101,7 +101,7 @@ class GPTStack:
         """Share of each run's hidden weights that is zero at the moment."""
         if self.sparsifier is None:
             return [plan.hidden_sparsity for plan in self.plans]
-        masks = [self.stack.tensors["masks"][name].flatten(1) for name in self.stack.hidden]
+        masks = [self.stack.tensors.masks[name].flatten(1) for name in self.stack.hidden]
         num_kept, total = sum(mask.sum(1) for mask in masks), sum(mask.shape[1] for mask in masks)
         return (1 - torch.as_tensor(num_kept).double() / total).tolist()
 

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ class Step:
 
 
 Phase = Callable[[Step], None]
+Owner = TypeVar("Owner")
 
 
 class Seam:
@@ -68,6 +69,10 @@ class Seam:
     def owners(self, phase: str) -> list[Any]:
         return list(self.phases.get(phase, ()))
 
+    def owner(self, kind: type[Owner]) -> Owner | None:
+        """The owner of this class, of whichever phase."""
+        return next((owner for phases in self.phases.values() for owner in phases if isinstance(owner, kind)), None)
+
     def __str__(self) -> str:
         lines = []
         for when, names in (("before", BEFORE), ("after", AFTER)):
@@ -80,17 +85,17 @@ class Seam:
         """Runs what comes before the step; returns its arguments if a closure among them had to be wrapped."""
         step = Step(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
-        self._run(_PREPARE, step)
+        self.run(_PREPARE, step)
         waits = closure is not None and "look" in self.phases
         if not waits:
-            self._run(_LOOK, step)
+            self.run(_LOOK, step)
         self.step = step
         if not waits:
             return None
 
         def looked() -> Any:
             loss = closure()
-            self._run(_LOOK, step)
+            self.run(_LOOK, step)
             return loss
 
         return ((args[0], looked, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": looked})
@@ -100,16 +105,11 @@ class Seam:
         if (step := self.step) is not None:
             self.step = None
             try:
-                self._run(_FOLLOW_UP, step)
+                self.run(_FOLLOW_UP, step)
             finally:
-                self._run(_ALWAYS, step)
+                self.run(_ALWAYS, step)
 
-    def finish_outer(self, optimizer: Optimizer) -> None:
-        """For a step that called the step of its parent class, which torch wraps too: the inner step has run all phases, and
-        what the outer one wrote to the weights afterwards is masked."""
-        self._run(("mask",), Step(optimizer))
-
-    def _run(self, names: Iterable[str], step: Step) -> None:
+    def run(self, names: Iterable[str], step: Step) -> None:
         for name in names:
             for phase in list(self.phases.get(name, {}).values()):
                 phase(step)
@@ -161,8 +161,10 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     seam = seam_of(optimizer)
     if seam.step is not None:
         seam.finish()
-    elif seam.phases:
-        seam.finish_outer(optimizer)
+    else:
+        # A step that called the step of its parent class, which torch wraps too: the inner one has run all phases, and what the
+        # outer one wrote to the weights afterwards is masked.
+        seam.run(("mask",), Step(optimizer))
 
 
 # Optimizers, as users hand them over

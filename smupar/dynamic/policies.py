@@ -1,7 +1,7 @@
-"""When masks move, which weights are chosen, and how many: a move decides, on weights of one model or of many.
+"""A policy decides when masks move and which weights they keep from then on, in one model or in a stack of many.
 
-``next_masks(weights, goals, step)`` of a move gives the name and the new mask, (models, entries), of each weight in turn.
-``goals`` has the models that make this move, by their number.
+``next_masks(weights, goals, step)`` of a policy gives the name and the new mask, (models, entries), of each weight in turn.
+``goals`` has the models that share the policy, by their number.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class Times:
 
 
 def largest(score: Tensor, candidates: Tensor, num: Tensor) -> Tensor:
-    """Exactly ``num[i]`` of the candidates of row i, those with the largest scores; of equal ones the first."""
+    """``num[i]`` of the candidates of row i, or all where there are fewer: those with the largest scores, of equal ones the
+    first."""
     order = score.masked_fill(~candidates, -math.inf).argsort(dim=1, descending=True, stable=True)
     chosen = torch.arange(score.shape[1], device=score.device) < num[:, None]
     return torch.zeros_like(candidates).scatter_(1, order, chosen).logical_and_(candidates)
@@ -81,8 +82,7 @@ def random_scores(num: int, keys: Tensor) -> Tensor:
 
 
 def key_of(seed: int, step: int, name: str) -> int:
-    digest = hashlib.sha256(f"{seed}/grow/{step}/{name}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
+    return int.from_bytes(hashlib.sha256(f"{seed}/grow/{step}/{name}".encode()).digest()[:8], "little") >> 1
 
 
 # How many
@@ -126,7 +126,6 @@ class DropAndGrow:
             yield name, self.moved(values, mask, score, step)
 
     def moved(self, weight: Tensor, mask: Tensor, grow_score: Tensor, step: int) -> Tensor:
-        """The new mask."""
         share = self.drop_fraction * DECAYS[self.decay](self.times.progress(step))
         active = mask.sum(1)
         num = (share * active.double() + 0.5).long()
@@ -209,17 +208,13 @@ class Rounds(_KeepLargest):
         return last if share == 1 else first * Fraction(float(last / first) ** float(share))
 
 
-def pruned(weight: Tensor, mask: Tensor, num_kept: Tensor) -> Tensor:
-    """The mask of the largest weights; never more than there were."""
-    return largest(weight.abs(), mask, torch.minimum(num_kept, mask.sum(1)))
-
-
 def ranked(layers: Iterable[tuple[str, Tensor, Tensor, list[int]]], pool: str, remedy: str) -> Iterator[tuple[str, Tensor]]:
     """Name and mask of the largest weights of every layer, or, in a global pool, of all layers in one ranking. A layer is its
     name, weights and mask, each (models, weights), and how many weights of each model to keep."""
     for group in [list(layers)] if pool == "global" else ([layer] for layer in layers):
         names, weights, masks, nums = zip(*group, strict=True)
-        kept = pruned(torch.cat(weights, 1), torch.cat(masks, 1), torch.tensor(nums, device=masks[0].device).sum(0))
+        num = torch.tensor(nums, device=masks[0].device).sum(0)
+        kept = largest(torch.cat(weights, 1).abs(), torch.cat(masks, 1), num)
         parts = dict(zip(names, kept.split([mask.shape[1] for mask in masks], 1), strict=True))
         empty = [name for name, part in parts.items() if not part.any()] if pool == "global" else []
         if empty:
@@ -227,26 +222,27 @@ def ranked(layers: Iterable[tuple[str, Tensor, Tensor, list[int]]], pool: str, r
         yield from parts.items()
 
 
-Move = DropAndGrow | Pruning | Rounds
+Policy = DropAndGrow | Pruning | Rounds
 
 
 @dataclass(frozen=True)
 class Goal:
-    """How the masks of one model move.
+    """What becomes of the masks of one model.
 
+    policy      None: they stay
     last        densities that a pruned model ends with
     correction  of a pruned model's learning rates, by Table 1. "moment": that of the density it has at the moment; "fixed":
                 that of the last density from the start, and the init of that density
     """
 
     plan: Plan
-    move: Move | None = None
+    policy: Policy | None = None
     last: Mapping[str, Fraction] = field(default_factory=dict)
     correction: str | None = None
 
 
 def pruning_goal(
-    plan: Plan, move: Pruning | Rounds, density: float | Mapping[str, float] | Allocation, correction: str = "moment"
+    plan: Plan, policy: Pruning | Rounds, density: float | Mapping[str, float] | Allocation, correction: str = "moment"
 ) -> Goal:
     """The goal of a model that is pruned to ``density``; one that it cannot reach is refused."""
     choice("correction", correction, ("moment", "fixed"))
@@ -259,19 +255,17 @@ def pruning_goal(
                 f"{name!r} has density {float(row.density):g} already and would be pruned to {float(last[name]):g}: "
                 "parameterize with the density to start from, 1 as a rule"
             )
-    return Goal(plan, move, last, correction)
+    return Goal(plan, policy, last, correction)
 
 
 def density_factor(plan: Plan, row: PlanRow, density: Fraction, family: str) -> float:
     """What a density other than the planned one makes of the plan's learning rate, by Table 1."""
-    power = get_rule(plan.rule).lr[family][row.role]
-    return float(power.of(1, 1, density / row.density))
+    return float(get_rule(plan.rule).lr[family][row.role].of(1, 1, density / row.density))
 
 
 def init_factor(plan: Plan, row: PlanRow, density: Fraction) -> float:
     """What a density other than the planned one makes of the plan's init std, by Table 1."""
-    power = get_rule(plan.rule).init_var[row.role]
-    return math.sqrt(power.of(1, 1, density / row.density))
+    return math.sqrt(get_rule(plan.rule).init_var[row.role].of(1, 1, density / row.density))
 
 
 def num_kept(name: str, shape: tuple[int, ...], density: Fraction) -> int:

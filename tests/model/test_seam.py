@@ -10,7 +10,7 @@ from torch import nn
 
 import smupar
 from smupar.model.parameterize import mask_updates
-from smupar.model.stepping import AFTER, BEFORE, optimizers, seam_of
+from smupar.model.seam import AFTER, BEFORE, optimizers, seam_of
 
 HIDDEN = ("2.weight", "4.weight")
 
@@ -264,18 +264,18 @@ def test_phase_of_an_owner_is_replaced_and_an_unknown_one_refused():
 
 
 def test_phase_for_every_optimizer_reaches_old_and_new_ones(monkeypatch):
-    from smupar.model import stepping
+    from smupar.model import seam
 
-    monkeypatch.setattr(stepping, "_EVERYWHERE", {})
+    monkeypatch.setattr(seam, "_EVERYWHERE", {})
     seen = []
     old, new = (torch.optim.SGD([nn.Parameter(torch.ones(1))]) for _ in range(2))
     seam_of(old)
-    stepping.on_every_step("count", seen.append, lambda optimizer: optimizer in (old, new))
+    seam.on_every_step("count", seen.append, lambda optimizer: optimizer in (old, new))
     for optimizer in (old, new):
         optimizer.step()
     assert [step.optimizer for step in seen] == [old, new]
     others = []
-    stepping.on_every_step("count", others.append, lambda optimizer: optimizer is old)
+    seam.on_every_step("count", others.append, lambda optimizer: optimizer is old)
     old.step()
     assert len(seen) == 3
     assert len(others) == 1  # a phase of one name does not take the place of another
@@ -321,10 +321,10 @@ def test_closure_runs_once_and_what_looks_comes_after_it(by_keyword):
 
 
 def test_whether_a_step_was_one_is_asked_once(monkeypatch):
-    from smupar.model import stepping
+    from smupar.model import seam
 
     asked = []
-    monkeypatch.setattr(stepping, "step_was_noop", lambda optimizer: bool(asked.append(optimizer)))
+    monkeypatch.setattr(seam, "step_was_noop", lambda optimizer: bool(asked.append(optimizer)))
     model, plan = make()
     optimizer = torch.optim.AdamW(smupar.param_groups(model, plan, lr=0.01))
     smupar.RigL(model, plan, optimizer, every=2, stop=4, restart_bias_correction=True)

@@ -1,0 +1,159 @@
+"""The parts of a step of many models, as functions of tensors with a leading dimension of models: the loss and its gradient, by
+``torch.func``, and the updates. torch's own optimizers take no vector of learning rates, so the updates are written out; they
+are those of torch.optim, number for number."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from smupar.plan.optimizers import MUON_COEFFICIENTS, MUON_EPS, MUON_STEPS
+from smupar.plan.parameters import parent_path
+
+LossFn = Callable[[nn.Module, Any], Tensor]
+Tensors = dict[str, Tensor]
+State = list[Tensor]
+Betas = tuple[float, float]
+
+
+class _Loss(nn.Module):
+    """A module whose parameters can be swapped for one call, and whose output is the loss."""
+
+    def __init__(self, model: nn.Module, loss_fn: LossFn) -> None:
+        super().__init__()
+        self.model, self.loss_fn = model, loss_fn
+
+    def forward(self, batch: tuple[Tensor, ...]) -> Tensor:
+        return self.loss_fn(self.model, batch)
+
+
+class BatchedLoss:
+    """The losses of ``num_models`` models like ``model``. A single one is not batched at all, which is faster."""
+
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFn, num_models: int, dtype: torch.dtype | None, *, own_batches: bool
+    ) -> None:
+        self.template = _Loss(copy.deepcopy(model).to("meta"), loss_fn)
+        # Further names of tied parameters: the copy on the meta device has lost the tie.
+        first = {id(parameter): name for name, parameter in model.named_parameters()}
+        every = model.named_parameters(remove_duplicate=False)
+        self.aliases = {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
+        self.device_type, self.dtype = next(model.parameters()).device.type, dtype
+        self.single, self.own_batches = num_models == 1, own_batches
+
+    def values(self, params: Tensors, buffers: Tensors, batch: tuple[Tensor, ...], chunk_size: int | None = None) -> Tensor:
+        return self._apply(self._of_one, params, buffers, batch, chunk_size)
+
+    def gradients(
+        self, params: Tensors, buffers: Tensors, batch: tuple[Tensor, ...], chunk_size: int | None = None
+    ) -> tuple[Tensors, Tensor]:
+        """Gradients by name, and the losses."""
+        return self._apply(torch.func.grad_and_value(self._of_one), params, buffers, batch, chunk_size)
+
+    def inputs(
+        self,
+        params: Tensors,
+        buffers: Tensors,
+        batch: tuple[Tensor, ...],
+        names: Iterable[str],
+        take: Callable[[Tensor], Tensor],
+    ) -> Tensors:
+        """What ``take`` makes of the inputs of each weight's layer."""
+        seen: Tensors = {}
+
+        def hook(name: str) -> Callable[[nn.Module, Any], None]:
+            return lambda module, args: seen.__setitem__(name, take(args[0]))
+
+        def run(params: Tensors, buffers: Tensors, batch: tuple[Tensor, ...]) -> Tensors:
+            self._of_one(params, buffers, batch)
+            return dict(seen)
+
+        layers = {name: self.template.model.get_submodule(parent_path(name)) for name in names}
+        hooks = [layer.register_forward_pre_hook(hook(name)) for name, layer in layers.items()]
+        try:
+            return self._apply(run, params, buffers, batch)
+        finally:
+            for handle in hooks:
+                handle.remove()
+
+    def _of_one(self, params: Tensors, buffers: Tensors, batch: tuple[Tensor, ...]) -> Tensor:
+        tensors = {f"model.{name}": value for name, value in {**params, **buffers}.items()}
+        tensors |= {f"model.{alias}": params[name] for alias, name in self.aliases.items()}
+        with nullcontext() if self.dtype is None else torch.autocast(self.device_type, self.dtype):
+            return torch.func.functional_call(self.template, tensors, (batch,))
+
+    def _apply(
+        self,
+        fn: Callable[..., Any],
+        params: Tensors,
+        buffers: Tensors,
+        batch: tuple[Tensor, ...],
+        chunk_size: int | None = None,
+    ) -> Any:
+        if not self.single:
+            in_dims = (0, 0, 0 if self.own_batches else None)
+            return torch.func.vmap(fn, in_dims=in_dims, chunk_size=chunk_size)(params, buffers, batch)
+        first: Callable[[Any], Any] = lambda tree: _pytree.tree_map(lambda t: t[0], tree)  # noqa: E731
+        result = fn(first(params), first(buffers), first(batch) if self.own_batches else batch)
+        return _pytree.tree_map(lambda t: t[None], result)
+
+
+# What an optimizer takes from a weight; its state is changed in place
+
+
+def _adam(state: State, grad: Tensor, lr: Tensor, eps: Tensor, number: Tensor, betas: Betas, momentum: float) -> Tensor:
+    (mean, square), (beta1, beta2) = state, betas
+    mean.lerp_(grad, 1 - beta1)
+    square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    correction1, correction2 = 1 - beta1**number, 1 - beta2**number
+    return lr / correction1 * mean / (square.sqrt() / correction2.sqrt() + eps)
+
+
+def _sgd(state: State, grad: Tensor, lr: Tensor, eps: Tensor, number: Tensor, betas: Betas, momentum: float) -> Tensor:
+    for mean in state:  # none without momentum
+        grad = mean.mul_(momentum).add_(grad)
+    return lr * grad
+
+
+def _lion(state: State, grad: Tensor, lr: Tensor, eps: Tensor, number: Tensor, betas: Betas, momentum: float) -> Tensor:
+    (mean,), (beta1, beta2) = state, betas
+    update = (beta1 * mean + (1 - beta1) * grad).sign()
+    mean.mul_(beta2).add_(grad, alpha=1 - beta2)
+    return lr * update
+
+
+def _muon(state: State, grad: Tensor, lr: Tensor, eps: Tensor, number: Tensor, betas: Betas, momentum: float) -> Tensor:
+    (mean,) = state
+    mean.lerp_(grad, 1 - momentum)
+    update = _orthogonalised(grad.lerp(mean, momentum))
+    return math.sqrt(max(1.0, grad.shape[-2] / grad.shape[-1])) * lr * update
+
+
+# By the name of the optimizer: (state, gradient, LR, epsilon, step, betas, momentum) -> what is taken from the weight
+CHANGES: dict[str, Callable[[State, Tensor, Tensor, Tensor, Tensor, Betas, float], Tensor]] = {
+    "AdamW": _adam,
+    "Adam": _adam,
+    "SGD": _sgd,
+    "Lion": _lion,
+    "Muon": _muon,
+}
+
+
+def _orthogonalised(update: Tensor) -> Tensor:
+    """The quintic Newton-Schulz iteration of torch.optim.Muon, on a stack of matrices."""
+    a, b, c = MUON_COEFFICIENTS
+    x = update.bfloat16()
+    wide = x.shape[-2] <= x.shape[-1]
+    x = x if wide else x.mT
+    x = x / x.flatten(1).norm(dim=1).clamp(min=MUON_EPS).view(-1, 1, 1)
+    for _ in range(MUON_STEPS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x if wide else x.mT).to(update.dtype)
