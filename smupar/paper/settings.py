@@ -149,7 +149,7 @@ _SIZES: dict[str, dict[str, Size]] = {
         "cpu": Size(128, 2, 8, 64, 60, (0.0, 0.9375), (-9.0, -8.0, -7.0, -6.0, -5.0)),
     },
 }
-# Scale small shares its runs with the studies of docs/measured-updates.md, whose init and alpha are rounded.
+# Scale small shares its runs with the studies of docs/lab/measured-updates.md, whose init and alpha are rounded.
 _SMALL_INIT, _SMALL_ALPHA_INPUT = 0.0866, 9.17
 # Width and best learning rate of a dense model under SP, by Figure 6 at each scale; SP's falls as 1 / width. What the paper
 # prints for its pretraining was tuned for wider models and far longer runs, and would make SP look bad here for want of tuning.
