@@ -227,18 +227,18 @@ def register_layer(
     lookup: bool = False,
     product: Callable[[Tensor, Tensor], Tensor] | str | None = None,
 ) -> None:
-    """Tells smupar what a layer of your own does with its weight, so that it is treated like torch's layers.
+    """Tells smupar what a layer of your own does with its weight. It is then treated like torch's layers.
 
-    layer     the class; classes derived from it count as well
-    in_dim    dimension of the weight that is summed over, or a tuple of them: 1 of a weight stored as (out, in), 0 of (in, out)
-    out_dim   dimension that is written
+    layer     the class; subclasses count as well
+    in_dim    dimension of the weight that is summed over, or a tuple of these: 1 for a weight stored as (out, in), else 0
+    out_dim   dimension of the weight that corresponds to outputs
     weight    name of the parameter
-    lookup    the layer's input is an index, as in an embedding
-    product   (weight, x) -> output without bias, for x of shape (rows, in); it is what ``coord_check`` and ``record_updates``
-              measure with. "linear" says that the forward pass is x @ W.T or x @ W, plus ``bias``, and nothing else: then
-              ``sparsify_storage`` can keep only the non-zeros. Without a product the layer is not measured by itself.
+    lookup    True if the layer's input is an index, as in an embedding
+    product   (weight, x) -> output without bias, for x of shape (rows, in). ``coord_check`` and ``record_updates`` use it to
+              measure the layer; without it the layer is not measured by itself. "linear" says that the forward pass is
+              x @ W.T or x @ W, plus ``bias``, and nothing else. Then ``sparsify_storage`` can keep only the non-zeros.
 
-    The weight then gets its role, its mask, its init and its factors without ``roles={...}``. Call it once, beside the class.
+    Call it once, beside the class. The weight then gets its role, mask, init and factors without ``roles={...}``.
     """
     in_dims = _checked_dims(layer, in_dim, out_dim)
     if not (isinstance(weight, str) and weight.isidentifier()):
