@@ -1,7 +1,7 @@
-"""Carrying a plan out. Nothing else puts one into a model; masks and their hooks it has put there by ``weights``, values by
-``init``.
+"""``parameterize`` and ``attach`` put a plan into a model. No other code does. ``weights`` adds masks and their hooks, ``init``
+sets values.
 
-What is added to a model, all of it keyed by name and put back by ``attach`` from the plan:
+The following is added to a model. It is keyed by name, and ``attach`` can put it back from the plan:
 
 - a bool buffer ``<param>_mask`` beside every sparse parameter; the weight is exactly 0 where it is False;
 - a hook on that parameter that masks its gradient as soon as it is accumulated, so that optimizers, clipping and reducers
@@ -51,12 +51,16 @@ class _Attached:
 
 
 def parameterize(model: nn.Module, *, base: nn.Module, reset: bool | None = None, **settings: Unpack[Settings]) -> Plan:
-    """Makes ``model`` follow a rule, in place: masks, init, forward factors. Returns the plan.
+    """Makes ``model`` follow a rule, in place: sets masks, init and forward factors. Returns the plan.
 
-    Settings are those of ``make_plan``. Weight matrices get new values; norms, biases and parameters that do not scale keep
-    theirs. A model fresh from ``to_empty`` has none: with ``reset=True`` norms get their module's own init
-    and biases 0, with ``reset=False`` never; by default this happens, with a warning, if no parameter of the model was ever
-    written in place, as is so after ``to_empty`` (and after deepcopy). On bad input the model is left untouched.
+    The settings are those of ``make_plan``. Weight matrices get new values. Norms, biases and parameters that do not scale keep
+    their values.
+
+    A model fresh from ``to_empty`` has no values to keep. With ``reset=True`` norms get their module's own init, and biases
+    become 0; with ``reset=False`` they never do. By default they do, with a warning, if no parameter of the model was ever
+    written in place. That is the case after ``to_empty``, and after deepcopy.
+
+    On bad input the model is left untouched.
     """
     _refuse(model)
     settings["masks"] = given = read_masks(settings.get("masks"))  # so that the planner need not read a file again
@@ -83,12 +87,13 @@ def parameterize(model: nn.Module, *, base: nn.Module, reset: bool | None = None
 
 
 def attach(model: nn.Module, plan: Plan, optimizer: Any = None, *, masks: MaskSetting = None) -> None:
-    """Puts masks, gradient hooks and forward factors back from the plan; does nothing where they are in place.
+    """Puts masks, gradient hooks and forward factors back from the plan. Does nothing where they are in place.
 
-    Call it after deepcopy, ``to_empty`` with a loaded checkpoint, ``load_state_dict(assign=True)`` or sharding. Weights are
-    masked after each step of an optimizer whose updates mix entries, as Muon's do, or that is not known; with an ``optimizer``
-    (or several) given here after each of its steps, whatever it is called.
-    Masks that the model lacks are drawn from the plan again; those the user gave must be given again as ``masks``.
+    Call it after deepcopy, ``to_empty`` with a loaded checkpoint, ``load_state_dict(assign=True)`` or sharding. Masks that the
+    model lacks are drawn from the plan again. If you gave masks to ``parameterize``, give them again as ``masks``.
+
+    Weights are masked after each step of optimizers whose updates mix entries, such as Muon, and of unknown optimizers. If you
+    pass an ``optimizer`` (or several), weights are masked after each of its steps too.
     """
     model = unwrapped(model)
     check_plan(model, plan)
