@@ -36,16 +36,16 @@ def param_groups(
     no_decay: NoDecay | None = None,
     extra: Iterable[Mapping[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
-    """Groups with each parameter's own learning rate; pass them to the optimizer in place of ``model.parameters()``.
+    """Optimizer groups with the learning rate of each parameter. Pass them to the optimizer in place of ``model.parameters()``.
 
-    lr            base learning rate, a number or a tensor; never changed
-    optimizer     name or class of the optimizer that will get the groups: decides the family's row of Table 1
+    lr            base learning rate, a number or a tensor; the tensor is not changed
+    optimizer     name or class of the optimizer that will get the groups; it decides which factors of Table 1 apply
     decay         "independent": decay divided by the LR factor, so that LR times decay stays what was tuned;
                   "coupled": the same decay everywhere, as in the paper's reference code
-    eps           "constant", or "width": epsilon shrinks like the gradients, with the width
-    eps_value     base epsilon; default the optimizer's own for "constant", 1e-8 for "width"
-    only          "hidden" | "rest": two optimizers on one model, such as Muon on the hidden weights and AdamW on the rest
-    no_decay      globs, or a function (name, parameter) -> bool, of the parameters without weight decay
+    eps           "constant", or "width": epsilon shrinks as the width grows, as gradients do
+    eps_value     base epsilon; default for "constant" the optimizer's own, for "width" 1e-8
+    only          "hidden" | "rest", for two optimizers on one model, such as Muon for hidden weights and AdamW for the rest
+    no_decay      parameters without weight decay: globs, or a function (name, parameter) -> bool
     extra         groups of your own, appended as copies; parameters in them are left out of the plan's groups
     """
     family, weight_decay = family_of(optimizer), float(weight_decay)

@@ -16,14 +16,15 @@ _SAME = 1e-4
 
 
 class LRRatioWarning(UserWarning):
-    """The learning rates of two groups no longer have the ratio the plan gave them."""
+    """The learning rates of two groups no longer have the ratio that the plan gave them."""
 
 
 def guard(optimizer: Any) -> None:
-    """Watches the ratios between groups: warns at the first step whose learning rates the plan did not mean.
+    """Watches the ratios between the learning rates of groups, and warns at the first step where they differ from the plan.
 
-    Schedulers that set absolute values (OneCycleLR with one max_lr, CosineAnnealingLR with eta_min) erase the factors.
-    ``audit`` calls it; it costs a comparison of a few numbers at each step. Groups not made by ``param_groups`` are ignored.
+    Schedulers that set absolute values erase the factors: OneCycleLR with one max_lr, CosineAnnealingLR with eta_min.
+    ``audit`` calls this function. It costs a comparison of a few numbers at each step. Groups that ``param_groups`` did not
+    make are ignored.
     """
     for each in optimizers(optimizer):
         if _guard_of(each) is None:
@@ -32,7 +33,7 @@ def guard(optimizer: Any) -> None:
 
 
 def num_steps(optimizer: torch.optim.Optimizer) -> int:
-    """Steps since the guard came; at least 1 if the optimizer has state."""
+    """Steps since the guard was added; at least 1 if the optimizer has state."""
     watch = _guard_of(optimizer)
     return max(0 if watch is None else watch.num_steps, int(bool(optimizer.state)))
 

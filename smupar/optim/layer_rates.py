@@ -1,8 +1,8 @@
 """Learning rates of single hidden weights that change from step to step, beside whatever scheduler there is.
 
-The factor is written into ``group["lr"]`` before the optimizer steps and the scheduled value restored after it, so a scheduler
-never sees it. Weight decay that is independent of the learning rate stays so. That needs a group for each hidden weight: the
-groups of ``param_groups`` are split, which must happen before a scheduler is made.
+The factor is written into ``group["lr"]`` before the optimizer steps, and the scheduled value is restored after the step. So a
+scheduler never sees the factor. Weight decay that is independent of the learning rate stays so. Every hidden weight needs a
+group of its own, so the groups of ``param_groups`` are split. That must happen before a scheduler is made.
 """
 
 from __future__ import annotations
