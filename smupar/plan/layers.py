@@ -230,7 +230,7 @@ def register_layer(
     """Tells smupar what a layer of your own does with its weight. It is then treated like torch's layers.
 
     layer     the class; subclasses count as well
-    in_dim    dimension of the weight that is summed over, or a tuple of these: 1 for a weight stored as (out, in), else 0
+    in_dim    dimension of the weight that is summed over, or a tuple of these: 1 if stored as (out, in), 0 if (in, out)
     out_dim   dimension of the weight that corresponds to outputs
     weight    name of the parameter
     lookup    True if the layer's input is an index, as in an embedding
