@@ -46,7 +46,7 @@ class Finding:
 
 
 class AuditError(ValueError):
-    """The model or its optimizer is not what the plan says; ``findings`` has one line for each difference."""
+    """The model or its optimizer differs from the plan; ``findings`` has one line for each difference."""
 
     def __init__(self, findings: list[Finding]) -> None:
         self.findings = findings
@@ -58,12 +58,13 @@ class AuditError(ValueError):
 def audit(
     model: nn.Module, plan: Plan, optimizer: Any = None, *, lr: float | None = None, trained: bool | None = None
 ) -> list[str]:
-    """Raises AuditError with every difference between model, optimizer and plan; returns what is left to the user.
+    """Compares model and optimizer with the plan. Raises AuditError with every difference; returns what you still have to set.
 
-    Call it before the first step: once training has begun the std of the weights is no longer checked (seen from the
-    optimizer's state and the guard; ``trained`` says it outright). ``lr`` also checks the base learning rate itself;
-    without it only ratios between parameters are. ``optimizer`` may be a list. Leaves ``guard`` on the optimizers, for
-    schedulers that come later.
+    Call it before the first step. Once training has begun, the std of weights is not checked. The audit sees from the
+    optimizer's state and from the guard whether it has; ``trained`` says it explicitly. With ``lr`` the base learning rate
+    itself is checked too; without it only ratios between parameters are. ``optimizer`` may be a list.
+
+    The audit leaves ``guard`` on the optimizers, to watch schedulers that are made later.
     """
     findings = differences(model, plan, optimizer, lr=lr, trained=trained)
     if findings:

@@ -1,4 +1,4 @@
-"""The answer of a coordinate check: verdict, words, table, picture, page, JSON."""
+"""The report of a coordinate check: verdict, explanation, table, picture, page and JSON."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ BASELINES = ("sp", "mup")
 
 @dataclass
 class Report:
-    """Everything measured, and what it means. ``ok`` is about the rules under test: all but the baselines SP and muP, or all
-    where nothing else was run."""
+    """Everything that was measured, with verdicts. ``ok`` is about the rules under test. These are all rules but the baselines
+    SP and muP, or all rules if only baselines were run."""
 
     readings: list[Reading]
     faults: Mapping[Cell, list[Finding]]
@@ -49,7 +49,7 @@ class Report:
         return {rule: FAIL if rule in faulty else measured[rule] for rule in self.rules}
 
     def axis_verdict(self, rule: str, axis: str) -> str:
-        """What the sizes alone say over one axis."""
+        """The verdict over one axis, from sizes alone."""
         return overall(slope for slope in self.slopes if slope.rule == rule and slope.axis == axis)
 
     @property
@@ -60,7 +60,7 @@ class Report:
     # Words
 
     def explain(self) -> str:
-        """The verdict of each rule, why, and what to do."""
+        """The verdict of each rule, the reason, and what to do."""
         return "\n".join(line for rule in self.rules for line in self._explain(rule))
 
     def _explain(self, rule: str) -> list[str]:
@@ -102,7 +102,8 @@ class Report:
         return text
 
     def plot(self, path: str | Path | None = None, *, quantities: tuple[str, ...] = JUDGED) -> Any:
-        """The picture: a row for each quantity, a column for each rule, a line for each step. PNG, or any matplotlib format."""
+        """Draws a row for each quantity, a column for each rule, and a line for each step, as PNG or any other matplotlib
+        format."""
         from smupar.check.coordinates.plot import draw
 
         figure = draw(self, quantities)
@@ -111,7 +112,7 @@ class Report:
         return figure
 
     def to_html(self, path: str | Path) -> None:
-        """One page that needs no other file: verdicts, picture, table of slopes."""
+        """Writes one page that needs no other file, with verdicts, picture and table of slopes."""
         picture = io.BytesIO()
         self.plot().savefig(picture, dpi=130, format="png")
         Path(path).write_text(_page(self, base64.b64encode(picture.getvalue()).decode()))
