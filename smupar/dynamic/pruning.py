@@ -1,7 +1,7 @@
-"""Pruning while a model trains: gradually, or in rounds from which the weights go back. The learning rate goes along.
+"""Pruning while a model trains: gradually (GMP), or in rounds after which the weights are rewound (IMP).
 
-``correction`` of both: "moment": the learning rate follows the density of the moment, by Table 1; init stays that of the first
-density. "fixed": init and learning rate of the last density from the start, as in the paper.
+Both correct the learning rate. With ``correction="moment"`` it follows the density of the moment, by Table 1, and the init is
+that of the first density. With "fixed" init and learning rate are those of the last density from the start, as in the paper.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from smupar.plan.plan import Plan
 
 
 class GMP(Sparsifier):
-    """Gradual magnitude pruning (Zhu and Gupta): the smallest weights go, along a curve, until ``density`` is reached.
-    Made before a checkpoint is loaded: it adds the masks that are in it.
+    """Gradual magnitude pruning (Zhu and Gupta): removes the smallest weights, along a curve, until ``density`` is reached.
+    Make it before you load a checkpoint, since it adds the masks that the checkpoint holds.
 
-    density     at the end: a number, {"glob": number} or an allocation such as ``erk(1 / 16)``
-    pool        "layer": each layer its own number; "global": one ranking of all hidden weights
-    correction  "moment": learning rates of the density of the moment; "fixed": init and rates of the last from the start
+    density     density at the end: a number, {"glob": number} or an allocation such as ``erk(1 / 16)``
+    pool        "layer": weights are ranked in each layer; "global": all hidden weights are ranked together
+    correction  "moment": learning rates follow the density of the moment; "fixed": init and rates of the last density
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class GMP(Sparsifier):
 
 
 class IMP(Sparsifier):
-    """Iterative magnitude pruning with rewinding (Frankle et al.): train, prune, go back to the weights of step ``rewind``,
-    train again. ``every`` steps are a round; after the last pruning comes one more.
+    """Iterative magnitude pruning with rewinding (Frankle et al.): trains, prunes, goes back to the weights of step ``rewind``,
+    and trains again. A round has ``every`` steps. After the last pruning comes one more round.
 
-    All parameters and running statistics go back, optimizers forget their steps; a schedule of yours should start again with
-    ``round_step``.
+    All parameters and running statistics go back, and optimizers forget their steps. Use ``round_step`` to restart a learning
+    rate schedule of your own.
     """
 
     move: Rounds
@@ -74,6 +74,6 @@ class IMP(Sparsifier):
 
     @property
     def round_step(self) -> int:
-        """Steps that the weights have been trained for: after a rewind it goes on from there."""
+        """Steps that the weights have been trained for. After a rewind it counts on from ``rewind``."""
         rounds = min(self.num_steps // self.move.every, self.move.rounds)
         return self.num_steps - rounds * self.move.every + (self.move.rewind if rounds else 0)

@@ -1,6 +1,6 @@
-"""Moving the masks of a model: weights and optimizer state go along.
+"""Sparsifiers move the masks of a model, together with weights and optimizer state.
 
-``sparsifier.step()`` is called after ``optimizer.step()`` and counts those steps: after the n-th one masks move if n is due.
+Call ``sparsifier.step()`` after ``optimizer.step()``. It counts these steps, and moves the masks after each step that is due.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _ABSENT, _FINITE, _NOT_FINITE = 0, 1, 2  # what a rank saw of a weight's dense g
 
 
 class Sparsifier(Mover):
-    """Moves the masks of one model towards a goal; counts steps. Its subclasses make goals for the methods of the literature.
+    """Moves the masks of one model towards a goal, and counts steps. Its subclasses are the methods of the literature.
 
-    A grown weight starts at 0 with optimizer state 0; a dropped one is 0 and has no state left. ``restart_bias_correction``
-    gives grown weights Adam's bias correction from their own first step: else their first updates are too large. ``steps`` is
-    the length of the run, if it is known: a schedule that ends after it is refused.
+    A grown weight starts at 0 with optimizer state 0. A dropped weight is 0 and loses its state. With
+    ``restart_bias_correction`` Adam's bias correction starts at a grown weight's own first step; without it, its first updates
+    have the wrong size. ``steps`` is the length of the run, if it is known. A schedule that ends later is refused.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Sparsifier(Mover):
                 )
 
     def _refuse_trained(self, last: Mapping[str, Fraction]) -> None:
-        """Refuses weights that are not fresh from their init: those of a checkpoint have been scaled already."""
+        """Refuses weights that are not fresh from their init, since weights of a checkpoint have been scaled already."""
         for name, weight in self.weights().items():
             planned, values = self.plan[name].init_std, weight.full()
             if init_factor(self.plan, self.plan[name], last[name]) == 1 or not planned or values.is_meta:
@@ -148,8 +148,8 @@ class Sparsifier(Mover):
 
     @torch.no_grad()
     def step(self) -> bool:
-        """After every ``optimizer.step()``. Says whether masks moved. Where the optimizer made no step, as while gradients are
-        accumulated or when a scaler skips one, nothing happens."""
+        """Call this after every ``optimizer.step()``. Returns whether masks moved. If the optimizer made no step, because
+        gradients are being accumulated or a scaler skipped it, nothing happens."""
         if not self.has_stepped():
             self._num_idle += 1
             if self.num_steps == 0 and self._num_idle == _MANY_IDLE:
@@ -253,7 +253,7 @@ class Sparsifier(Mover):
 
 
 class _Moving(Sparsifier):
-    """RigL and SET: the number of kept weights stays, which ones changes."""
+    """RigL and SET: the number of kept weights stays the same, but other weights are kept."""
 
     grow: ClassVar[str]
 
@@ -273,8 +273,10 @@ class _Moving(Sparsifier):
     ) -> None:
         """
         stop            last step at which masks may move; 3/4 of the run is a good choice
-        drop_fraction   share of a layer's active weights that is dropped, at first; ``decay`` takes it to 0: "cosine", "linear"
-                        or "constant"
+        drop_fraction   share of a layer's active weights that the first move drops
+        every           steps between two moves
+        start           masks do not move before this step
+        decay           how ``drop_fraction`` falls to 0 until ``stop``: "cosine", "linear", or "constant" (not at all)
         """
         goal = Goal(plan, DropAndGrow(Times(every, stop, start), self.grow, drop_fraction, decay))
         super().__init__(model, optimizer, goal, restart_bias_correction=restart_bias_correction, steps=steps)
@@ -283,12 +285,12 @@ class _Moving(Sparsifier):
 
 
 class RigL(_Moving):
-    """Evci et al.: grows where the gradient of the dense network is largest."""
+    """RigL (Evci et al.): drops the smallest weights, and grows as many where the gradient of the dense network is largest."""
 
     grow = "gradient"
 
 
 class SET(_Moving):
-    """Mocanu et al.: grows at random."""
+    """SET (Mocanu et al.): drops the smallest weights, and grows as many at random."""
 
     grow = "random"
