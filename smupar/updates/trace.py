@@ -23,7 +23,7 @@ def due(step: int) -> bool:
 
 @dataclass
 class Trace:
-    """Effects of updates, per hidden weight and measured step."""
+    """The effects of updates: one number for each hidden weight and measured step."""
 
     num_steps: int = 0
     at: list[int] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Trace:
         return math.exp((1 - share) * math.log(low) + share * math.log(high))
 
     def plot(self, path: str | PathLike[str], proxy: Trace | None = None) -> None:
-        """Effects over the run, one panel for each kind of layer; the proxy's beside them."""
+        """Draws effects over the run, with one panel for each kind of layer, and the proxy's effects beside them."""
         from smupar.updates.plot import plot
 
         plot(self, proxy, path)
@@ -135,8 +135,8 @@ class Guide:
 def same_moment(step: int, num_steps: int, other_num_steps: int) -> float:
     """The step of a run of another length that a step corresponds to.
 
-    Updates do most in the first steps, and for as many steps however long the run will be; what they do at the end belongs to
-    the end. So first steps correspond by their number and the last step to the last, with one curve between them.
+    Updates do most in the first steps. This phase has the same number of steps in long and short runs, so first steps
+    correspond by their number. The last step corresponds to the last, and one curve lies between them.
     """
     step = min(step, num_steps)  # after its end a run stays at the end
     return step / (1 + step * (1 / other_num_steps - 1 / num_steps))
