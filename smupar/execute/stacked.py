@@ -1,8 +1,8 @@
 """Many models of equal shapes trained as one batched model, each with its own rule, density, learning rate, seed and schedule.
 
 ``torch.func`` does the stacking: parameters, masks and factors get a leading dimension of models, and one batched step
-replaces many small ones. torch's optimizers know no vector of learning rates, so the updates are written out here; they are
-those of torch.optim, number for number.
+replaces many small ones. torch's optimizers take no vector of learning rates, so this file has its own code for updates. They
+agree with torch.optim, number for number.
 """
 
 from __future__ import annotations
@@ -249,10 +249,10 @@ def train_stacked(
 ) -> Tensor:
     """Trains models of equal shapes at once, in place. Returns their losses, one row for each batch.
 
-    lr          of each model, or one for all: its base learning rate, as for ``param_groups``
-    schedule    step -> share of the learning rate
-    compile     torch.compile, and on a GPU a CUDA graph
-    shared      further fields of ``Hyperparameters``, the same for all: betas, eps, weight_decay, momentum, clip, ...
+    lr          base learning rate of each model, or one for all, as for ``param_groups``
+    schedule    step number -> factor on the learning rate
+    compile     use torch.compile, and on a GPU a CUDA graph
+    shared      other fields of ``Hyperparameters``, the same for all models: betas, eps, weight_decay, momentum, clip, ...
     """
     rates = [lr] * len(models) if isinstance(lr, (int, float)) else list(lr)
     stack = Stack(

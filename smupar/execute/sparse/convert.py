@@ -1,4 +1,4 @@
-"""``sparsify_storage``: a model's masked linear layers, from one way of keeping them to another."""
+"""``sparsify_storage`` changes the way in which a model keeps its masked linear layers."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class StoredLayer:
 
 @dataclass(frozen=True)
 class StorageReport:
-    """What ``sparsify_storage`` chose, layer by layer; prints as a table."""
+    """What ``sparsify_storage`` chose for each layer. It prints as a table."""
 
     layers: tuple[StoredLayer, ...]
     num_bytes: int
     """Bytes of these weights with their masks or indices."""
     dense_bytes: int
-    """Bytes of the weights alone, were they dense."""
+    """Bytes that the weights alone would take if they were dense."""
 
     def __str__(self) -> str:
         alike: dict[tuple[str, ...], list[str]] = {}  # layers of all blocks in one line
@@ -74,19 +74,19 @@ def sparsify_storage(
     passes: int = 1,
     dtype: torch.dtype | None = None,
 ) -> StorageReport:
-    """Makes masked linear layers keep and multiply only their non-zeros, in place. Says what it chose.
+    """Makes masked linear layers keep and multiply only their non-zeros, in place. Returns a report of what it chose.
 
     backend   "csr": non-zeros anywhere, on a CPU or an NVIDIA GPU; "2:4", "block": masks of pattern "2:4-transposable" and
-              "block-N", on an NVIDIA GPU; "dense": back to matrices with masks; "auto": for each layer the fastest of those
-              that can hold it, dense among them, measured once for each kind of layer in this model
-    tokens    rows of the activations that "auto" measures with
-    passes    forward and backward passes before a step of the optimizer, as it measures them: micro-batches
-    dtype     of the activations: what autocast will make of them; None: autocast's if it is on here, else the weights'. GPUs
-              multiply bfloat16 only
+              "block-N", on an NVIDIA GPU; "dense": back to matrices with masks; "auto": for each layer the fastest backend
+              that can hold it, or dense; it is measured once for each kind of layer in this model
+    tokens    number of rows of the activations, for the measurements of "auto"
+    passes    number of micro-batches for each step of the optimizer, for the measurements of "auto"
+    dtype     dtype of the activations under the autocast that you will train with; None: autocast's dtype if autocast is on
+              now, else that of the weights. GPUs multiply bfloat16 only
 
-    Each such weight becomes a parameter of non-zero values under its old name. So call it after ``parameterize`` and before
-    ``param_groups``, a sparsifier, DDP and torch.compile. On bad input, and where a kernel turns out not to work, the model is
-    left untouched; to be able to, all weights are held both ways until the last is converted.
+    Each of these weights becomes a parameter of non-zero values under its old name. So call it after ``parameterize`` and
+    before ``param_groups``, a sparsifier, DDP and torch.compile. On bad input, or if a kernel turns out not to work, the model
+    is left untouched. For this all weights are held in both forms until the last is converted, which takes memory.
     """
     _refuse(model, plan)
     if backend not in (AUTO, DENSE, *BACKENDS):
@@ -141,8 +141,8 @@ def _carry_out(model: nn.Module, plan: Plan, layers: list[StoredLayer]) -> Stora
 
 
 def dense_state_dict(model: nn.Module) -> dict[str, Any]:
-    """The state dict that the model would have with all its weights dense: matrices and masks. Models whose weights are dense
-    and models that keep only non-zeros both load it, as both load the state dict of a sparse model."""
+    """The state dict that the model would have with all its weights dense: matrices and masks. Dense models load it, and so do
+    models that keep only non-zeros. Both also load the state dict of a model that keeps only non-zeros."""
     model = unwrapped(model)
     state = dict(model.state_dict())
     for key in [key for key in state if is_compressed(state, key)]:
