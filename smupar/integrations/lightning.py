@@ -36,14 +36,14 @@ class SmuparCallback(Callback):
     """Parameterizes, builds groups, audits before the first step, moves masks and measures updates after each one.
 
     base        the module at base width, or a function that builds it (on the meta device)
-    plan        of a module that is parameterized already, in place of ``base`` and settings
+    plan        plan of a module that is parameterized already, in place of ``base`` and settings
     sparsifier  (module, plan, optimizers) -> RigL, SET, GMP or IMP, such as functools.partial(smupar.RigL, every=100, stop=750)
     updates     (module, plan, optimizers) -> what smupar.record_updates or follow_updates returns
-    prepare     (module, plan): for what only you can set, such as the attention scale
-    settings    as for ``smupar.parameterize``
+    prepare     function (module, plan) that sets what only you can set, such as the attention scale
+    settings    settings of ``smupar.parameterize``
 
     The module finds this callback as ``self.smupar``, with ``plan`` and ``param_groups``. Lightning's checkpoints hold the
-    masks, and beside the optimizers the state of what moves.
+    masks, and with the state of optimizers also that of sparsifiers and traces.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class SmuparCallback(Callback):
         return param_groups(self._module, self.plan, lr=lr, **settings)
 
     def watch(self, optimizer: Any) -> None:
-        """Makes the sparsifier and the measured updates. Happens by itself; call it in ``configure_optimizers``, before a
-        scheduler is made, if they give hidden weights groups of their own (GMP, IMP, measured updates)."""
+        """Makes the sparsifier and the measured updates. Usually this is done for you. With GMP, IMP or measured updates,
+        hidden weights get groups of their own: then call it in ``configure_optimizers``, before you make a scheduler."""
         assert self._module is not None, "called by the module's configure_optimizers, after setup"
         self._watched = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
         if self.updates is not None:  # of an earlier fit

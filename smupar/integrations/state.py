@@ -1,6 +1,6 @@
-"""State of moving masks and measured updates, in the optimizer's state dict.
+"""Keeps the state of sparsifiers and measured updates in the optimizer's state dict.
 
-Every trainer saves and loads that one, at the right time: nothing else has to know.
+Every trainer saves and loads that state dict at the right time, so no other code has to know.
 """
 
 from __future__ import annotations

@@ -92,8 +92,8 @@ def scale_queries(family: Family, attention: nn.Module, factor: float) -> None:
 
 
 def base_config(config: PreTrainedConfig, width: int = 256) -> PreTrainedConfig:
-    """The same architecture at another width, as a config: as many layers, heads of the same size and so fewer of them, the
-    same number of queries for each key, MLPs in proportion."""
+    """The config of the same architecture at another width. The number of layers, the size of heads and the number of queries
+    for each key stay the same. The number of heads and the width of MLPs change in proportion."""
     kind = config.model_type
     if kind not in FAMILIES:
         raise ValueError(

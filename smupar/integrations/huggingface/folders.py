@@ -51,21 +51,21 @@ class _Saving:
 
 
 def keep_plan(model: PreTrainedModel, plan: Plan) -> None:
-    """From now on ``save_pretrained`` writes the plan as well, whoever calls it: you, the Trainer, a push to the hub."""
+    """Makes ``save_pretrained`` write the plan as well, whoever calls it: you, the Trainer or a push to the hub."""
     setattr(model, "save_pretrained", _Saving(model, plan))  # noqa: B010  # an instance's attribute in a method's place
 
 
 def save(model: PreTrainedModel, plan: Plan, folder: str | PathLike[str]) -> None:
-    """``model.save_pretrained`` for a model that ``smupar.parameterize`` was called on, and not this integration."""
+    """``model.save_pretrained`` for a model that was parameterized by ``smupar.parameterize`` and not by this integration."""
     keep_plan(model, plan)
     model.save_pretrained(folder)
 
 
 def load(folder: str | PathLike[str], *, model_class: type[PreTrainedModel] | None = None) -> tuple[PreTrainedModel, Plan]:
-    """The model that ``save_pretrained`` wrote, with its masks, hooks and attention scale, and its plan. In eval mode, as from
-    ``from_pretrained``.
+    """Loads the model that ``save_pretrained`` wrote, with its masks, hooks and attention scale, and its plan. The model is in
+    eval mode, as after ``from_pretrained``.
 
-    model_class   default what the config names, if transformers has it
+    model_class   class of the model; default the class that the config names, if transformers has it
     """
     path = Path(folder)
     plan = _read_plan(path)
@@ -111,7 +111,7 @@ def _put_masks(model: nn.Module, plan: Plan, masks: dict[str, Tensor]) -> None:
 
 
 def export(folder: str | PathLike[str], out: str | PathLike[str], *, dtype: str = "fp32") -> str:
-    """Writes a folder from which a plain ``from_pretrained`` gives the same logits; returns a line that says what is in it."""
+    """Writes a folder that a plain ``from_pretrained`` reads, with the same logits. Returns a line that says what is in it."""
     source, target = Path(folder), Path(out)
     if dtype not in _DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")

@@ -28,14 +28,14 @@ def parameterize(
     reset: bool | None = None,
     **settings: Unpack[Settings],
 ) -> Plan:
-    """``smupar.parameterize`` for a model of transformers; also sets its attention scale and lets ``save_pretrained`` keep the
-    plan. Weight matrices get a fresh init.
+    """``smupar.parameterize`` for a model of transformers. It also sets the attention scale, and lets ``save_pretrained`` save
+    the plan. Weight matrices get a fresh init.
 
     base      width at which hyperparameters were tuned, or the config or model of that width
-    settings  as for ``smupar.parameterize``
+    settings  settings of ``smupar.parameterize``
 
-    GPT-2, Llama, Mistral, Qwen2, Qwen3, GPT-NeoX and ViT are known. For others, give a config or a model as base; a warning
-    says what to confirm.
+    GPT-2, Llama, Mistral, Qwen2, Qwen3, GPT-NeoX and ViT are known. For other architectures, give a config or a model as base;
+    a warning says what to confirm.
     """
     refuse(model)
     family = FAMILIES.get(model.config.model_type)
