@@ -72,7 +72,7 @@ def make_plan(model: nn.Module, *, base: nn.Module, **settings: Unpack[Settings]
 
 
 def planned(model: nn.Module, base: nn.Module, settings: Settings) -> Plan:
-    """The plan, as a pure function of models and settings, whose masks have been read.
+    """The plan, as a pure function of models and settings. Masks in the settings have been read from their file.
 
     Its warnings are left to the caller, so that they point at the user's line.
     """
@@ -205,7 +205,7 @@ def _row(role: ParamRole, sparsity: Sparsity, numbers: _Numbers, base_std: float
 
 
 def _output_width(roles: list[ParamRole]) -> Fraction:
-    """m_d of the logits: the unembedding's, or the embedding's where a model makes its logits out of our sight."""
+    """m_d of the logits: that of the unembedding, or of the embedding if the model makes its logits where no hook sees it."""
     readouts = [role.width_in for role in roles if role.role == "unembedding"]
     tables = [role.width_out for role in roles if role.role == "embedding"]
     return next(iter(readouts + tables), None) or max((role.width_out for role in roles), default=Fraction(1))
