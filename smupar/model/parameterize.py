@@ -44,7 +44,7 @@ _MARK = "_smupar_attached"
 
 @dataclass(frozen=True)
 class _Attached:
-    """Left on the root module: it is parameterized."""
+    """The mark that says that a root module is parameterized."""
 
     masked: tuple[str, ...] = ()  # names of the parameters that have masks
     masks_move: bool = False  # the masks need not be those of the plan
@@ -108,7 +108,8 @@ def attach(model: nn.Module, plan: Plan, optimizer: Any = None, *, masks: MaskSe
 
 
 def _warn_of_other_zeros(model: nn.Module, drawn: Mapping[str, Tensor]) -> None:
-    """Says so where a drawn mask is not the one that weights were trained under: what lies off it would stay for ever."""
+    """Warns if a drawn mask is not the mask that the weights were trained with. Weights off the drawn mask would stay for
+    ever."""
     parameters = dict(model.named_parameters())
     for name, mask in drawn.items():
         weight = parameters[name].detach()
@@ -159,7 +160,7 @@ def check_parameterized(model: nn.Module, remedy: str = "first (smupar.attach on
 
 
 def check_not_compiled(model: nn.Module, remedy: str) -> None:
-    """Refuses a model of which a module is compiled: that goes on with the hooks and weights it was compiled with."""
+    """Refuses a model with a compiled module, which would go on with the hooks and weights that it was compiled with."""
     for path, module in model.named_modules():
         if module._compiled_call_impl is not None:
             raise ValueError(f"{path or 'the model'!r} is compiled already {remedy}")
@@ -184,7 +185,7 @@ def mask_of(model: nn.Module, name: str) -> Tensor | None:
 
 
 def add_masks(model: nn.Module, plan: Plan) -> None:
-    """Gives hidden weights without a mask one that keeps all: for masks that will move."""
+    """Gives every hidden weight without a mask one that keeps all weights, so that it can move later."""
     missing = [weight for weight in weights(model, plan).values() if not weight.is_masked]
     _attach(model, plan, {weight.name: weight.full_mask() for weight in missing})
 
@@ -202,7 +203,8 @@ def has_factor_hook(module: nn.Module) -> bool:
 
 
 def add_missing_factors(models: Sequence[nn.Module], plans: Sequence[Plan]) -> None:
-    """Gives embeddings and unembeddings without a forward factor one of 1, so that models of different rules can be batched."""
+    """Gives embeddings and unembeddings without a forward factor the factor 1, so that models of different rules can be
+    batched."""
     for model, plan in zip(models, plans, strict=True):
         for name, parameter in model.named_parameters(remove_duplicate=False):
             module = model.get_submodule(parent_path(name))
@@ -319,8 +321,8 @@ def _attach(model: nn.Module, plan: Plan, masks: Mapping[str, Tensor]) -> None:
 
 
 def _let_compilers_see_hooks() -> None:
-    """By default torch.compile does not ask whether a module has hooks: a model like one that ran compiled before, but with
-    hooks, would run that one's code, without them. Settings of torch's compiler belong to a thread."""
+    """Makes torch.compile look at hooks. By default it does not: a model with hooks would run the code that was compiled for an
+    equal model without them. These settings of torch belong to a thread."""
     may_have_compiled = "torch._dynamo" in sys.modules
     import torch._dynamo  # which every optimizer imports as well
 
@@ -347,7 +349,8 @@ def _set_factor(module: nn.Module, factor: float, parameter: Tensor) -> None:
 
 
 def _before_load(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """A checkpoint without masks loads: the model's own masks stay. So does that of a model that keeps non-zeros alone."""
+    """Lets a model load a checkpoint without masks, and keeps the model's own masks. Also expands the checkpoint of a model
+    that keeps only non-zeros."""
     masked = _every_name(model, _attached(model).masked)
     for name in masked:
         if is_compressed(state, f"{prefix}{name}") and (weight := weight_of(model, name)).stores_zeros:
@@ -366,7 +369,8 @@ def _before_load(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
 
 
 def _every_name(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """With those of modules in several places: a state dict holds their parameters, and the masks, under each."""
+    """The names, and for modules in several places all their names. A state dict holds their parameters and masks under each
+    name."""
     modules: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         modules.setdefault(id(module), []).append(path)
@@ -376,7 +380,7 @@ def _every_name(model: nn.Module, names: Iterable[str]) -> list[str]:
 
 @torch.no_grad()
 def _after_load(model: nn.Module, _: Any) -> None:
-    """Weights off the mask are 0 whatever was loaded, and tensors replaced by ``assign=True`` get their hooks back."""
+    """Sets weights off the mask to 0, whatever was loaded. Tensors that ``assign=True`` replaced get their hooks back."""
     for weight in (weight_of(model, name) for name in _attached(model).masked):
         weight.attach()
         weight.zero_off_mask()
