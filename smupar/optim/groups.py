@@ -121,7 +121,7 @@ def _trained(model: nn.Module, plan: Plan, users: list[dict[str, Any]]) -> dict[
 
 
 def _warn_of_decay_in_gradient(optimizer: object) -> None:
-    """For optimizers that use the direction of a gradient which the decay is part of."""
+    """Warns about optimizers that add weight decay to the gradient and then use only its direction."""
     facts = facts_of(optimizer)
     if facts.eps and not decouples_decay(optimizer):
         warnings.warn(
@@ -145,9 +145,10 @@ def groups_by_optimizer(
     decayed: str = "all",
     **settings: Any,
 ) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Every optimizer of a run by name, with its groups. With a ``rest_lr`` the named one takes the hidden weights and an AdamW
-    at that rate the rest; Muon takes hidden matrices only, so there ``rest_lr`` is ``lr`` by default. Epsilon goes to those
-    that have one, weight decay to the roles of ``DECAYED[decayed]``; ``settings`` are those of ``param_groups``."""
+    """Every optimizer of a run by name, with its groups. With a ``rest_lr`` the named optimizer takes the hidden weights, and
+    AdamW takes the rest at that learning rate. Muon takes hidden matrices only, so its ``rest_lr`` is ``lr`` by default.
+    Epsilon goes to the optimizers that have one, weight decay to the roles of ``DECAYED[decayed]``. ``settings`` are those of
+    ``param_groups``."""
     choice("decayed", decayed, DECAYED)
     if decayed != "all":
         settings["no_decay"] = lambda name, _: plan[name].role not in DECAYED[decayed]
@@ -174,7 +175,7 @@ def _undecayed(no_decay: NoDecay | None, parameters: Mapping[str, nn.Parameter])
 
 
 def _group_name(rows: list[PlanRow], group: Mapping[str, Any], weight_decay: float) -> str:
-    """Who is in the group and what is special about it: ``hidden, LR x 4, width 4, density 0.0625``."""
+    """The roles in a group and what is special about it: ``hidden, LR x 4, width 4, density 0.0625``."""
     roles = "+".join(dict.fromkeys(row.role for row in rows))
     parts = [roles]
     if group["lr_factor"] != 1:

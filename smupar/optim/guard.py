@@ -64,7 +64,8 @@ def _same(a: float, b: float) -> bool:
 
 
 def wrong_groups(optimizer: torch.optim.Optimizer) -> tuple[float, list[dict[str, Any]]]:
-    """The base rate that most groups of ``param_groups`` agree on (the earlier one in a draw), and the groups that do not."""
+    """The base learning rate that most groups of ``param_groups`` agree on (the first, if there is a draw), and the groups that
+    differ."""
     groups = [group for group in optimizer.param_groups if "lr_factor" in group]
     on_gpu = any(isinstance(group["lr"], Tensor) and group["lr"].device.type != "cpu" for group in groups)
     if len(groups) < 2 or on_gpu:  # reading a GPU tensor at each step would stall it
