@@ -1,7 +1,7 @@
 """The audit before step 0: compares a model and its optimizer with the plan, and names what differs and what to do.
 
-Nothing is taken on trust: init and density are measured on the weights, forward factors by running the layer, learning
-rates on the optimizer's groups.
+Everything is measured: init and density on the weights, forward factors by running the layer, and learning rates on the
+optimizer's groups.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SIGMAS = 6.0
 
 @dataclass(frozen=True)
 class Finding:
-    """A line for the reader, with what a program wants to know: the cause, what it is about, its ratio to the plan."""
+    """One difference, as a line for the reader and as data for programs: the cause, the name, and the ratio to the plan."""
 
     text: str
     cause: str
@@ -77,7 +77,7 @@ def audit(
 
 
 def unsettled(model: nn.Module, plan: Plan) -> dict[str, str]:
-    """The plan's reminders without the attention scale, where the model shows that it is set."""
+    """The plan's reminders. The attention scale is left out if the model shows that it is set."""
     seen = "attention_scale" in plan.pending and shows_scale(unwrapped(model), plan.attention_scale)
     return {name: text for name, text in plan.pending.items() if not (seen and name == "attention_scale")}
 
@@ -103,7 +103,7 @@ def differences(
 def _other_parameters(
     plan: Plan, parameters: dict[str, nn.Parameter], all_optimizers: list[torch.optim.Optimizer]
 ) -> Iterator[Finding]:
-    """Findings about parameters that are in the plan or in the model only; those with a group of the user's own are fine."""
+    """Findings about parameters that only the plan or only the model has. Parameters in a group of the user's own are fine."""
     for row in plan:
         if row.name not in parameters:
             yield Finding(
@@ -241,7 +241,7 @@ def _forward_factor(module: nn.Module, path: str, factor: float, row: PlanRow, d
 
 @torch.no_grad()
 def _measured_factor(module: nn.Module) -> float | None:
-    """What the layer's hooks do to a probe: to the input that a layer gets, or to the row that a lookup returns."""
+    """The factor that the layer's hooks apply to a probe: to the input of a layer, or to the row that a lookup returns."""
     kind = kind_of(module)
     weight = getattr(module, kind.weights, None)
     if not isinstance(weight, Tensor) or is_sharded(weight) or (kind.is_lookup and not is_plain_lookup(module)):
@@ -298,7 +298,8 @@ class _Held:
 
     @property
     def facts(self) -> OptimizerFacts:
-        """What is known about optimizers of its family: the user may have named that for an optimizer of their own."""
+        """What is known about the optimizer. For an unknown optimizer the user may have named its family in ``param_groups``;
+        then that counts."""
         return next(row for row in OPTIMIZERS.values() if row.family == self.family)
 
     @property
@@ -360,7 +361,7 @@ def _ownership(parameters: dict[str, nn.Parameter], owners: Counter[str]) -> Ite
 
 
 def _learning_rates(held: _Held) -> Iterator[Finding]:
-    """What the first check that finds something says: the findings of later ones would follow from it."""
+    """The findings of the first check that has any. Findings of later checks would only follow from them."""
     checks = (_other_family, _not_hidden, _ratios, _rates)
     yield from next(filter(None, (list(check(held)) for check in checks)), [])
 
@@ -420,7 +421,7 @@ def _rates(held: _Held) -> Iterator[Finding]:
 
 
 def _unused_decay(held: _Held) -> Iterator[Finding]:
-    """Groups have a decay of their own, so one that is given to the optimizer does nothing."""
+    """Finds weight decay that was given to the optimizer itself. It does nothing, since groups have their own."""
     given = held.optimizer.defaults.get("weight_decay")
     default = inspect.signature(type(held.optimizer)).parameters.get("weight_decay")
     ours = [group for group in held.groups if "lr_factor" in group]

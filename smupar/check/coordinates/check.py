@@ -256,7 +256,8 @@ class _GridRun:
         ]
 
     def _probe(self, batch: Any) -> None:
-        """Runs the first batch again without a trace: the same dropout each time, and running statistics put back."""
+        """Runs the first batch again and leaves no trace: dropout is the same each time, and running statistics are
+        restored."""
         norms = filter(has_running_statistics, self.model.modules())
         statistics = [(norm, name, buffer.clone()) for norm in norms for name, buffer in norm.named_buffers(recurse=False)]
         with self.recorder.probe(), torch.random.fork_rng():
@@ -295,7 +296,7 @@ class _GridRun:
 
 
 def _decay_faults(all_optimizers: list[torch.optim.Optimizer]) -> Iterator[Finding]:
-    """Groups whose decay per step differs: decay follows the learning rate's factor."""
+    """Finds groups whose decay per step differs, because decay follows the factor on the learning rate."""
     for optimizer in all_optimizers:
         groups = [group for group in optimizer.param_groups if "lr_factor" in group and group.get("weight_decay")]
         usual = next((group["weight_decay"] for group in groups if group["lr_factor"] == 1), None)

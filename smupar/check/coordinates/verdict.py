@@ -2,7 +2,7 @@
 
 A rule that works keeps sizes flat. Slopes are fitted for each seed and step; their mean over seeds comes with a 95 % confidence
 interval. The spread is pooled over places of one kind. Places of one run are not independent, so at most three count. Step 1
-and the mean of all later steps decide: a single later step of a run is chaotic, most of all in its gradients.
+and the mean of all later steps decide, since single later steps are chaotic, most of all in their gradients.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Slope:
 
     @property
     def group(self) -> tuple[object, ...]:
-        """What slopes that share their spread have in common: with its few seeds a readout alone would say little."""
+        """The key of slopes that share their spread. A readout alone has too few seeds to tell its own."""
         return self.rule, self.axis, self.at, self.kind, self.quantity, self.step
 
 
 def slopes(readings: Iterable[Reading]) -> list[Slope]:
-    """Every slope that the grid allows, judged where Table 1 promises something."""
+    """Every slope that the grid allows. Slopes about which Table 1 makes a promise are judged."""
     readings = list(readings)
     axes = [axis for axis in ("width", "density") if len({getattr(reading, axis) for reading in readings}) > 1]
     return [slope for axis in axes for slope in _judged(_fitted(readings, axis))]
@@ -137,7 +137,7 @@ def thresholds(slope: Slope) -> tuple[float, float]:
 
 
 def judge(slope: Slope) -> str:
-    """One of the four verdicts, or "" where nothing is promised."""
+    """One of the four verdicts, or "" if nothing is promised."""
     if slope.quantity not in JUDGED or (slope.quantity == GRAD_X and slope.role == "embedding"):
         return ""  # no rule speaks of the gradient that flows out of the network into its data
     if _is_known_exception(slope):
@@ -152,15 +152,16 @@ def judge(slope: Slope) -> str:
 
 
 def _is_known_exception(slope: Slope) -> bool:
-    """Logits start at random under muP and SmuPar: a sum of d random terms over d, so they shrink like 1 / sqrt(width) until
-    the readout has learned. So do attention logits where the head size grows, and gradients of queries and keys with them."""
+    """Whether a slope is expected. Under muP and SmuPar logits start as a sum of d random terms divided by d, so they shrink
+    like 1 / sqrt(width) until the readout has learned. Attention logits do the same if the head size grows, and so do the
+    gradients of queries and keys."""
     logits = slope.role in ("unembedding", "logits") and slope.quantity == Y and slope.step <= 3
     queries = bool(_QUERY.search(slope.place)) and slope.quantity == GRAD_X and slope.step == 1
     return slope.axis == "width" and slope.rule != "sp" and (logits or queries) and -0.65 < slope.slope < LAYER_AT_STEP_1[0]
 
 
 def decides(slope: Slope) -> bool:
-    """Whether a slope counts for the verdict; the others only tell from which step on sizes drift."""
+    """Whether a slope counts for the verdict. The other slopes only show from which step on sizes drift."""
     return slope.step in (1, LATER)
 
 
