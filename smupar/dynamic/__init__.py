@@ -1,4 +1,4 @@
-"""Masks that move while training, cut along their joints.
+"""Masks that move while a model trains.
 
 moves         a move decides: when (``Times``), which (a score and ``largest``), how many (``DropAndGrow``, ``Pruning``,
               ``Rounds``), on tensors with a leading dimension of models, so that one model and stacks choose the same weights

@@ -1,4 +1,5 @@
-"""Carrying moves out on weights: of one model (``sparsifiers``), or here of a stack of models that each move their own way."""
+"""Carries moves out on weights: for one model (in ``sparsifiers``), or here for a stack of models that each move in their own
+way."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from smupar.plan.optimizers import family_of
 
 
 class Mover(ABC):
-    """Carries moves out, each model's by its own goal and at its own steps, with all that this entails: a move decides, the
-    weight does."""
+    """Carries moves out for models that each have their own goal and steps. The move decides on new masks, and the weight
+    changes itself."""
 
     restart: Restart | None = None
 
@@ -39,7 +40,7 @@ class Mover(ABC):
 
     @abstractmethod
     def statistics(self) -> Mapping[str, Tensor]:
-        """Buffers that training changes, which go back with the parameters."""
+        """Buffers that training changes. They go back together with the parameters."""
 
     @abstractmethod
     def _correct(self, name: str, model: int, density: Fraction) -> None:
@@ -50,7 +51,7 @@ class Mover(ABC):
         """Makes optimizers forget the steps that they made."""
 
     def needs_gradient(self, step: int) -> bool:
-        """Whether masks grow by the dense gradient of a step."""
+        """Whether masks will grow by the dense gradient of this step."""
         return any(move.needs_gradient and move.due(step) for move in self.groups)
 
     @torch.no_grad()
@@ -93,7 +94,7 @@ class Mover(ABC):
 
 
 class StackedSparsifier(Mover):
-    """Moves the masks of a stack. ``before`` a step and ``after`` it, both with its number from 1 on, do what
+    """Moves the masks of a stack. Call ``before`` and ``after`` at each step, with its number from 1 on. Together they do what
     ``Sparsifier.step`` does for one model."""
 
     def __init__(self, stack: Stack, goals: Sequence[Goal]) -> None:

@@ -181,7 +181,7 @@ class Sparsifier(Mover):
         self._stepped |= not step.was_noop
 
     def _request_gradients(self) -> None:
-        """Asks for the dense gradient of the next step, if masks grow by it, and drops that of the last."""
+        """Asks for the dense gradient of the next step, if masks grow by it, and drops that of the last step."""
         for weight in self.weights().values():
             weight.dense_gradient.request(self.needs_gradient(self.num_steps + 1))
 
