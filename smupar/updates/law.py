@@ -1,8 +1,8 @@
-"""The law by which learning rates follow a trace, on tensors: the layers of one model, or one layer of many models.
+"""The law by which learning rates follow a trace. Its tensors have the layers of one model, or one layer of many models.
 
-What an update should do, by the trace, and its gain, what it does per unit of learning rate, are both averaged over time. The
-factor on the base learning rate is the ratio of the averages, held between 1 / CLAMP and CLAMP. A step whose measurement cannot
-be used (nothing moved, not finite, or the trace has no number there) changes nothing.
+Two numbers are averaged over time: what an update should do, by the trace, and its gain, which is what it does per unit of
+learning rate. The factor on the base learning rate is the ratio of the two averages, held between 1 / CLAMP and CLAMP. A step
+whose measurement cannot be used (nothing moved, not finite, or the trace has no number there) changes nothing.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _OLD = 0.8
 
 
 def averages_after(averages: tuple[Tensor, Tensor], wanted: Tensor, gain: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """The averages of (wanted, gain) after a step, not a number before the first, and their ratio, not a number where this step
-    cannot be used."""
+    """The averages of (wanted, gain) after a step, and their ratio. Averages are nan before the first step that can be used,
+    and the ratio is nan if this step cannot be used."""
     usable = wanted.isfinite() & gain.isfinite() & (gain > 0)
 
     def average(old: Tensor, new: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Measuring updates around ``optimizer.step()``: recording them, and following those of another run."""
+"""Measures updates at ``optimizer.step()``, to record them or to follow those of another run."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class _Meter:
 
     @property
     def place(self) -> int:
-        """The step, from 0 again after each period."""
+        """The number of the step, which starts again at 0 after each period."""
         return self.step % self.period if self.period else self.step
 
     @torch.no_grad()
@@ -92,7 +92,7 @@ class _Meter:
 
     @torch.no_grad()
     def _measure(self, step: Step) -> None:
-        """After an optimizer's update; the step ends with the last optimizer's."""
+        """Measures after the update of an optimizer. The step ends when the last optimizer has made its update."""
         if step.was_noop:
             return
         if due(self.place):
@@ -102,7 +102,7 @@ class _Meter:
             self._end_step()
 
     def _read_probes(self, optimizer: torch.optim.Optimizer) -> None:
-        """Writes down gains and factors of the layers that were looked at before the update."""
+        """Records gains and factors of the layers that were looked at before the update."""
         groups = {n: g for n, g in group_of_weight(optimizer).items() if n in self.probes and self.probes[n].before is not None}
         if not groups:
             return
@@ -134,13 +134,13 @@ class _Meter:
             self.start_again()
 
     def follow(self) -> None:
-        """After a measured step of all optimizers: the place for what is done with ``gains``."""
+        """Called after a measured step of all optimizers. Subclasses use ``gains`` here."""
 
     def start_again(self) -> None:
-        """After the last step of a period."""
+        """Called after the last step of a period."""
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON, exact."""
+        """The state as JSON, with exact numbers."""
         return {"step": self.step, "trace": self.trace.to_json()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Traces: what updates do to each hidden layer, over a run."""
+"""Traces, which hold what updates do to each hidden layer over a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _EVERY, _FIRST = 5, 20  # the first steps are all measured, then every fifth
 
 
 def due(step: int) -> bool:
-    """Whether step number ``step``, from 0, is measured."""
+    """Whether a step is measured; steps are counted from 0."""
     return step < _FIRST or step % _EVERY == 0
 
 
@@ -77,7 +77,7 @@ class Trace:
             raise ValueError(f"{path}: {error}") from error
 
     def effect(self, name: str, step: float) -> float:
-        """The effect at a step, for a layer of the trace: between measured steps on a straight line over the logarithm."""
+        """The effect at a step, for a layer of the trace. Between measured steps its logarithm is interpolated linearly."""
         values = self.effects[name]
         after = bisect_left(self.at, step)
         if after == 0 or after == len(self.at):
@@ -151,8 +151,8 @@ def _by_kind(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _sources(number: int, count: int, traced: Sequence[str]) -> list[tuple[str, float]]:
-    """The layers of the trace that layer ``number`` of ``count`` of a kind looks at, with their shares: the one of that number,
-    or where the depth differs those at the same share of the depth."""
+    """The layers of the trace that correspond to layer ``number`` of ``count``, with their shares. This is the layer of the
+    same number; if the depth differs, the layers at the same share of the depth."""
     if count == len(traced):
         return [(traced[number], 1.0)]
     low, share = divmod(number / max(1, count - 1) * (len(traced) - 1), 1)
