@@ -1,4 +1,4 @@
-"""Many models of equal shapes trained as one batched model, each with its own rule, density, learning rate, seed and schedule.
+"""Trains many models of equal shapes as one batched model. Each has its own rule, density, learning rate, seed and schedule.
 
 ``torch.func`` does the stacking: parameters, masks and factors get a leading dimension of models, and one batched step
 replaces many small ones. torch's optimizers take no vector of learning rates, so this file has its own code for updates. They
@@ -95,20 +95,21 @@ class Stack:
         return len(self.models)
 
     def refill(self, models: Sequence[nn.Module], plans: Sequence[Plan], hyperparameters: Sequence[Hyperparameters]) -> None:
-        """Starts with other models of the same shapes, as many; nothing is compiled again."""
+        """Starts again with the same number of other models of the same shapes. Nothing is compiled again."""
         fresh = self._gathered(models, plans, hyperparameters)
         _pytree.tree_map(lambda mine, other: mine.copy_(other), self.tensors, fresh)
         self.models, self.num_steps = list(models), 0
 
     def step(self, batch: Sequence[Tensor], lr_share: float | Sequence[float] = 1.0) -> Tensor:
-        """Losses of all models before the update; a model whose loss is no number is left as it is from then on."""
+        """Trains by one step and returns the losses of all models before the update. A model whose loss is nan is not changed
+        from then on."""
         self.num_steps += 1
         share = self.upload(torch.as_tensor(lr_share, dtype=torch.float32).expand(len(self)))
         return self._call(share, *batch).clone()
 
     @torch.no_grad()
     def evaluate(self, batch: Sequence[Tensor]) -> Tensor:
-        """Losses of all models, which stay as they are."""
+        """The losses of all models, without training them."""
         # Seldom, so not worth compiling; a few at a time, because a captured step keeps most of the memory to itself.
         return self._losses.values(self.tensors["params"], self.tensors["buffers"], *batch, chunk_size=_CHUNK)
 
@@ -125,7 +126,7 @@ class Stack:
 
     @torch.no_grad()
     def inputs(self, batch: Sequence[Tensor], take: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """What ``take`` makes of the inputs of each hidden weight's layer."""
+        """The result of ``take`` on the inputs of each hidden weight's layer."""
         return self._losses.inputs(self.tensors["params"], self.tensors["buffers"], *batch, names=self.hidden, take=take)
 
     @torch.no_grad()
@@ -170,7 +171,7 @@ class Stack:
         self._set_rate(name)
 
     def measure(self, name: str, factors: Tensor) -> None:
-        """Replaces the corrections of a weight by what was measured; nothing changes where a factor is not a number."""
+        """Replaces the corrections of a weight by measured factors. Where a factor is nan nothing changes."""
         measured = self.tensors["measured"][name]
         measured.copy_(torch.where(factors.isnan(), measured, factors))
         self._set_rate(name)
@@ -186,7 +187,7 @@ class Stack:
         self.tensors["rates"][name].copy_(torch.where(measured.isnan(), correction, measured))
 
     def decay_change(self, name: str) -> Tensor:
-        """What further factors on the learning rate leave of a weight decay that is independent of it."""
+        """The factor on a weight decay that is independent of the learning rate, if the learning rate has further factors."""
         rates = self.tensors["rates"][name]
         return torch.where(self.tensors["independent"], 1 / rates, torch.ones_like(rates))
 
@@ -206,7 +207,7 @@ class Stack:
     def _gathered(
         self, models: Sequence[nn.Module], plans: Sequence[Plan], hyperparameters: Sequence[Hyperparameters]
     ) -> dict[str, Any]:
-        """All that a step reads and writes, with a leading dimension of models."""
+        """Everything that a step reads and writes, with a leading dimension of models."""
         _refuse(models, plans, hyperparameters, self.kind)
         add_missing_factors(models, plans)
         masked = sorted(self.hidden | {row.name for plan in plans for row in plan if row.masked})
@@ -294,7 +295,7 @@ def _refuse(
 
 
 def _unstackable(model: nn.Module) -> str | None:
-    """What a step that is a function of weights and batch cannot do."""
+    """What a model has that a stacked step cannot do, since it is a function of weights and batch alone."""
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             return f"{name!r} is frozen, and a stack trains every weight"
@@ -307,12 +308,12 @@ def _unstackable(model: nn.Module) -> str | None:
 
 
 def _stacked(tensors: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Tensors by name of each model, made into one tensor for each name."""
+    """Stacks the tensors of all models: one tensor for each name."""
     return {name: torch.stack([model[name].detach() for model in tensors]) for name in tensors[0]}
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:
-    """Further names of tied parameters: a copy on the meta device has lost the tie."""
+    """The other names of tied parameters, since a copy on the meta device loses the tie."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
     return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}

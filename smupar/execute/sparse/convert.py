@@ -112,7 +112,7 @@ def _masked(model: nn.Module, plan: Plan) -> list[MaskedWeight]:
 
 
 def _decide(model: nn.Module, masked: list[MaskedWeight], backend: str, work: Work) -> list[StoredLayer]:
-    """What becomes of each weight; refuses if a named backend cannot hold one of them."""
+    """Decides how each weight will be kept. Refuses if a backend was named that cannot hold one of them."""
     users = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     refusals = {weight.name: _refusal(model, weight, backend, users, work.dtype) for weight in masked}
     refused = {name: why for name, why in refusals.items() if why}
@@ -198,7 +198,7 @@ def _choice(weight: MaskedWeight, backend: str, refusal: str | None, work: Work,
 
 
 def _with_matrix(layer: nn.Module) -> nn.Module:
-    """The layer, or, if it keeps only its non-zeros, a copy of it that has the matrix."""
+    """The layer itself; if it keeps only its non-zeros, a copy that has the matrix."""
     if not isinstance(layer, SparseLinear):
         return layer
     twin = copy.copy(layer)
@@ -222,7 +222,7 @@ def _keep(model: nn.Module, chosen: StoredLayer, tried: set[tuple[object, ...]])
 
 
 def _try(layer: SparseLinear) -> None:
-    """Makes a product and its gradients: kernels for GPUs are compiled only then, and what fails should fail here."""
+    """Computes a product and its gradients. Kernels for GPUs are compiled only then, so errors show up here."""
     sizes = layer.matrix_shape[1 - layer.out_dim], layer.matrix_shape[layer.out_dim]
     kernel, values, index = layer.kernel, layer.weight.detach(), layer.index()
     x, grad = (torch.zeros(1, size, dtype=kernel.dtype, device=layer.weight.device) for size in sizes)
