@@ -64,8 +64,8 @@ def _line(row: Row, long: int, on_gpu: bool) -> str:
 
 
 def draw(rows: list[Row], width: int) -> Any:
-    """Time against density at one width, and against width at one density, with the floor; dense at that one width takes 1.
-    Times are those of training steps on a CPU, and of a layer's passes on a GPU."""
+    """Draws time against density at one width, and against width at one density, with the floor. Times are relative to dense at
+    that one width. Times are those of training steps on a CPU, and of a layer's passes on a GPU."""
     figure = new_figure(figsize=(11, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     on_gpu = any(row.what == "layer" for row in rows)
