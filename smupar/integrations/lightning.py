@@ -3,8 +3,8 @@
     callback = SmuparCallback(base=lambda: Net(width=64), density=1 / 4, sparsifier=partial(smupar.RigL, every=100, stop=750))
     lightning.Trainer(callbacks=[callback]).fit(Net(width=256))
 
-``configure_optimizers`` may stay as it is if it returns an optimizer over ``self.parameters()`` and no scheduler: its groups
-are made here. With a scheduler, which must see the groups, it says ``torch.optim.AdamW(self.smupar.param_groups(lr=...))``.
+``configure_optimizers`` may stay as it is if it returns an optimizer over ``self.parameters()`` and no scheduler: the callback
+makes the groups. A scheduler must see the groups, so with one write ``torch.optim.AdamW(self.smupar.param_groups(lr=...))``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ Make = Callable[[nn.Module, Plan, Any], Any]
 
 
 class SmuparCallback(Callback):
-    """Parameterizes, builds groups, audits before the first step, moves masks and measures updates after each one.
+    """Parameterizes the module, makes groups and audits before the first step. Moves masks and measures updates after each
+    step.
 
     base        the module at base width, or a function that builds it (on the meta device)
     plan        plan of a module that is parameterized already, in place of ``base`` and settings
@@ -147,7 +148,7 @@ class SmuparCallback(Callback):
         optimizer.param_groups[:] = [{**options, **planned} for planned in groups]
 
     def _make_room(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        """A checkpoint of a pruned model is read before its sparsifier adds the masks."""
+        """Adds masks before a checkpoint of a pruned model is read, since its sparsifier adds them only later."""
         hidden = [row.name for row in self.plan if row.role == "hidden" and f"{prefix}{row.name}_mask" in state]
         if any(mask_of(module, name) is None for name in hidden):
             add_masks(module, self.plan)

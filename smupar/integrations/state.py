@@ -17,7 +17,7 @@ _KEY = "smupar"
 
 
 def carry_state(optimizer: torch.optim.Optimizer, parts: Mapping[str, Any]) -> None:
-    """From now on the optimizer's state dict also holds the state of ``parts``, which have state dicts of their own."""
+    """Makes the optimizer's state dict hold the state of ``parts`` too, which have state dicts of their own."""
     carried = _Carried({name: part for name, part in parts.items() if part is not None})
     if carried.parts:
         optimizer.register_state_dict_post_hook(carried.add)

@@ -1,4 +1,5 @@
-"""Folders of transformers: with masks and plan, as ``save_pretrained`` writes them here, or for a plain ``from_pretrained``."""
+"""Folders of transformers, of two kinds: with masks and plan, as ``save_pretrained`` writes them here, or plain, for
+``from_pretrained``."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ _BESIDE = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "add
 class _Saving:
     """A model's own ``save_pretrained``, with the plan beside the weights.
 
-    An object with the model in it, so that a deepcopy of the model saves itself and not the first one.
+    It is an object that holds the model, so that a deepcopy of the model saves itself and not the original.
     """
 
     def __init__(self, model: PreTrainedModel, plan: Plan) -> None:
@@ -132,8 +133,8 @@ def export(folder: str | PathLike[str], out: str | PathLike[str], *, dtype: str 
 
 @torch.no_grad()
 def folded(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
-    """A plain model with the same logits: tables and heads take their factors, queries what the attention scale differs by. A
-    table that is also the head, with two factors, becomes two."""
+    """A plain model with the same logits. Embedding and head take up their factors, and queries take up the difference in
+    attention scale. A tied table with two factors becomes two tables."""
     family = FAMILIES.get(model.config.model_type)
     if family is None and get_rule(plan.rule).attention_exponent != SP.attention_exponent:
         raise ValueError(

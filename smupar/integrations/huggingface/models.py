@@ -1,4 +1,5 @@
-"""A model of transformers that follows a rule: roles, masks, init, factors, and the attention scale in its own field."""
+"""Makes a model of transformers follow a rule: roles, masks, init, factors, and the attention scale in the model's own
+field."""
 
 from __future__ import annotations
 
@@ -59,13 +60,13 @@ def parameterize(
 
 
 def build(kind: type[nn.Module], config: PreTrainedConfig) -> nn.Module:
-    """A model without values."""
+    """Builds a model on the meta device, without values."""
     with torch.device("meta"):
         return kind(config)
 
 
 def refuse(model: nn.Module) -> None:
-    """What cannot follow a rule, before anything changes."""
+    """Refuses models that cannot follow a rule, before anything changes."""
     if _has_adapters(model):
         raise ValueError(
             "this model carries adapters (LoRA, PEFT), which train beside frozen weights, and no row of Table 1 is about them: "

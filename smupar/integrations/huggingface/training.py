@@ -35,8 +35,8 @@ def make_optimizer(model: PreTrainedModel, plan: Plan, args: TrainingArguments, 
 
 
 class SmuparCallback(TrainerCallback):
-    """Audits model and optimizer before the first step, moves masks after each step, and keeps the state of what moves in the
-    Trainer's checkpoints.
+    """Audits model and optimizer before the first step, moves masks after each step, and keeps the state of sparsifiers and
+    traces in the Trainer's checkpoints.
 
     sparsifier   smupar.RigL(model, plan, optimizer, ...), SET, GMP or IMP
     updates      what smupar.record_updates or smupar.follow_updates returned
