@@ -54,7 +54,7 @@ def changed(config: _Config, values: Mapping[str, Any]) -> _Config:
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested fields as one dictionary, in their order, by the names of the innermost ones."""
+    """Nested fields as one flat dictionary, in their order, by the names of the innermost fields."""
     fields_of: dict[str, Any] = {}
     for name, value in values.items():
         fields_of |= flat(value) if isinstance(value, Mapping) else {name: value}
@@ -62,7 +62,7 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """The fields that differ between what is stored and what is asked for, in words; empty if none does."""
+    """A sentence with the fields that differ between what is stored and what is asked for; empty if none differs."""
     changes = [(name, old.get(name), new.get(name)) for name in {**old, **new}]
     told = [f"{name} {there} there, {here} here" for name, there, here in changes if there != here]
     return "; ".join(told[:4]) + (f"; and {len(told) - 4} more" if len(told) > 4 else "")
@@ -208,7 +208,7 @@ class RunConfig:
 
     @property
     def portable(self) -> RunConfig:
-        """The normalised run with its trace reduced to a file name: its id must not depend on where the trace lies."""
+        """The normalised run with only the file name of its trace, since its id must not depend on the folder of the trace."""
         return replace(self.normalised, follow=PurePath(self.follow).name) if self.follow else self.normalised
 
     @property
@@ -230,7 +230,7 @@ class RunConfig:
 
     @property
     def round_steps(self) -> int:
-        """Steps of a round, after which the schedule of the learning rate starts again; all steps where there are no rounds."""
+        """Steps of a round, after which the learning-rate schedule starts again. Without rounds these are all steps."""
         return self.steps // (self.rounds + 1) if self.dynamic == "imp" else self.steps
 
     @property
@@ -372,7 +372,7 @@ class Execution:
 
 @dataclass(frozen=True)
 class MachineConfig:
-    """What a dry run computes the cost of a run for."""
+    """The machine for which a dry run computes the cost of a run."""
 
     gpus: int = 1
     """Number of GPUs, for --dry-run."""
