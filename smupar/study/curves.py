@@ -1,4 +1,4 @@
-"""Curves of a study, drawn twice: as a picture, and as SVG for a page, where points say their numbers when hovered."""
+"""Draws the curves of a study twice: as a picture, and as SVG for a page, where points show their numbers when hovered."""
 
 from __future__ import annotations
 
