@@ -1,7 +1,7 @@
 """Pages of results: what was run, what the paper shows, what came out, and where they differ.
 
-A page is made from the runs. Its last section alone is written by hand, and kept. Its rows hold every run's whole
-configuration, so that a number can be traced to the hash of its run and to the commit that made it.
+A page is made from the runs. Only its last section is written by hand, and is kept. The rows hold the whole configuration of
+every run, so that a number can be traced to the hash of its run and to the commit that made it.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ def _facts(done: Reproduced, scale: Scale) -> dict[str, Any]:
 
 
 def _slopes(done: Reproduced) -> dict[str, Any]:
-    """How sizes in hidden layers and blocks grow with density, at the first step and the last; of a coordinate check alone."""
+    """How sizes in hidden layers and blocks grow with density, at the first and at the last step. Only a coordinate check has
+    these."""
     path = done.folder / "check.json"
     if not path.exists():
         return {}
