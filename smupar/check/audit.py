@@ -298,8 +298,8 @@ class _Held:
 
     @property
     def facts(self) -> OptimizerFacts:
-        """What is known about the optimizer. For an unknown optimizer the user may have named its family in ``param_groups``;
-        then that counts."""
+        """What is known about optimizers of this family. For an optimizer of their own, users name the family in
+        ``param_groups``."""
         return next(row for row in OPTIMIZERS.values() if row.family == self.family)
 
     @property
