@@ -58,7 +58,7 @@ class Restart:
 
     @staticmethod
     def _difference(state: Mapping[str, Any], group: dict[str, Any], born: Tensor) -> Tensor:
-        """By how much the step moved young weights too far."""
+        """The update that young weights got, minus the update that they should have got."""
         beta1, beta2 = group["betas"]
         count = torch.as_tensor(state["step"], dtype=torch.float32, device=born.device)
         mean, square = state["exp_avg"], state["exp_avg_sq"]
