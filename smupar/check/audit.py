@@ -60,8 +60,8 @@ def audit(
 ) -> list[str]:
     """Compares model and optimizer with the plan. Raises AuditError with every difference; returns what you still have to set.
 
-    Call it before the first step. Once training has begun, the std of weights is not checked. The audit sees from the
-    optimizer's state and from the guard whether it has; ``trained`` says it explicitly. With ``lr`` the base learning rate
+    Call it before the first step. Once training has begun, the std of weights is not checked. The audit sees this from the
+    optimizer's state and from the guard, unless ``trained`` says whether it has begun. With ``lr`` the base learning rate
     itself is checked too; without it only ratios between parameters are. ``optimizer`` may be a list.
 
     The audit leaves ``guard`` on the optimizers, to watch schedulers that are made later.
@@ -256,7 +256,7 @@ def _measured_factor(module: nn.Module) -> float | None:
 
 
 def _probe_lookup(module: nn.Module, weight: Tensor) -> float | None:
-    """The factor between the largest row of a table and what looking it up returns."""
+    """The factor that a lookup applies, measured on the largest row of its table."""
     index = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).argmax()[None]
     row = weight[index].double().flatten()
     return float(row @ module(index).double().flatten() / (row @ row)) if row.any() else None
@@ -267,7 +267,7 @@ class _Probed(Exception):  # noqa: N818  # carries the input out of a forward pa
 
 
 def _probe_input(module: nn.Module, weight: Tensor) -> float | None:
-    """What the hooks before the forward pass make of an input of 1."""
+    """The factor that the hooks before the forward pass apply to an input."""
 
     def stop(_: nn.Module, args: tuple[Tensor, ...]) -> None:
         raise _Probed(args[0])

@@ -32,8 +32,8 @@ def snip_masks(
     pool: str = "global",
 ) -> dict[str, Tensor]:
     """SNIP masks (Lee et al.), for ``parameterize(fresh_model, masks=...)``. They keep the hidden weights with the largest
-    |weight x gradient|, the gradient summed over batches: without these the loss would change most. ``model`` must be dense,
-    and is not changed."""
+    |weight x gradient|, where the gradient is summed over batches. Removing these weights would change the loss most. ``model``
+    must be dense, and is not changed."""
     model = unwrapped(model)
     hidden = weights(model, plan)
     sparse = [name for name, weight in hidden.items() if not weight.stores_zeros]

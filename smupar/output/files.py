@@ -53,7 +53,7 @@ def refuse_existing(path: Path) -> None:
 
 
 def refuse_other_files(folder: Path, what: str, is_ours: Callable[[str], bool] = lambda name: False) -> None:
-    """For a folder without ``what`` in it. Raises if it holds files that are not ours, by their names."""
+    """Raises if a folder holds files whose names are not ours. The caller has looked for ``what`` in it and found none."""
     if not all(is_ours(path.name) for path in folder.iterdir()):
         raise ValueError(f"{folder} holds other files and no {what}: choose another --out")
 

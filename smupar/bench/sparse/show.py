@@ -90,7 +90,7 @@ def draw(rows: list[Row], width: int) -> Any:
 
 
 def _draw_sides(panel: Any, axis: str, chosen: list[Row], unit: float, colors: dict[str, str], ours: str) -> None:
-    """A line for each side over one axis, and the floor of csr, which is called ``ours``."""
+    """Draws a line for each side over one axis, and the floor. The side csr is called ``ours``."""
     for side in dict.fromkeys(row.side for row in chosen):
         points = sorted((getattr(row, axis), row.seconds / unit) for row in chosen if row.side == side)
         label, color = ours if side == cpu.OURS else side, colors[side.removesuffix(gpu.CAPTURED)]

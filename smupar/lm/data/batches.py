@@ -151,7 +151,7 @@ def batch(
 
 @lru_cache(maxsize=64)
 def _epoch(seed: int, epoch: int, room: int) -> tuple[int, np.ndarray]:
-    """The position at which an epoch cuts the text, which differs between epochs, and the keys of its order."""
+    """The position of an epoch's first cut, and the keys of its order. Both differ between epochs."""
     digest = hashlib.sha256(f"{seed}/epoch/{epoch}".encode()).digest()
     rng = np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "little")))
     return int(rng.integers(room)), rng.integers(2**63, size=_ROUNDS).astype(np.uint64)
