@@ -1,4 +1,4 @@
-"""Benchmarks: both sides measured in one run, reported as ratios. They measure; the tests check."""
+"""Benchmarks of whole models. Both sides are measured in one run and reported as ratios. Benchmarks measure; tests check."""
 
 from __future__ import annotations
 
@@ -154,8 +154,8 @@ def _plain_step(config: RunConfig, how: Execution, device: torch.device) -> Call
 def _compare(
     sides: Mapping[str, Call], repeats: int, num_steps: int, device: torch.device, *, warm_up: int
 ) -> tuple[dict[str, float], int]:
-    """Median seconds of a step by side, after steps that compile and warm up; and by how many bytes the peak of the GPU's
-    memory grew while they were measured."""
+    """Median seconds of a step for each side, after steps that compile and warm up. Also the number of bytes by which the peak
+    of the GPU's memory grew during the measurement."""
     for step in sides.values():
         seconds_of(step, warm_up, device)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
@@ -209,9 +209,9 @@ _CASES = ((256, 512), (256, 8192), (512, 8192), (1024, 8192), (2048, 8192))
 
 
 def bench_sweep(*, repeats: int = 3, cases: Sequence[tuple[int, int]] = _CASES, num_steps: int = 20) -> str:
-    """Milliseconds per step and model of a 2-layer GPT with a vocabulary of 8192: the compiled loop that people write; one
-    model at a time with the step compiled, the optimizer fused and, on a GPU, all captured as a graph, as ``train --graph`` has
-    it with torch's optimizer and as the serial engine has it; and many models stacked. (width, tokens per step) each."""
+    """Milliseconds per step and model of a 2-layer GPT with a vocabulary of 8192, for several (width, tokens per step). It
+    compares the compiled loop that people write, one model at a time with a captured step (as in ``train --graph``, and as in
+    the serial engine), and many models stacked."""
     device = pick_device("auto")
     how = Execution(device=str(device))
     world = World(0, 1, device, "ddp")

@@ -1,7 +1,7 @@
 """The audit before step 0: compares a model and its optimizer with the plan, and names what differs and what to do.
 
-Nothing is taken on trust: init and density are measured on the weights, forward factors by running the layer, learning
-rates on the optimizer's groups.
+Everything is measured: init and density on the weights, forward factors by running the layer, and learning rates on the
+optimizer's groups.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SIGMAS = 6.0
 
 @dataclass(frozen=True)
 class Finding:
-    """A line for the reader, with what a program wants to know: the cause, what it is about, its ratio to the plan."""
+    """One difference, as a line for the reader and as data for programs: the cause, the name, and the ratio to the plan."""
 
     text: str
     cause: str
@@ -47,7 +47,7 @@ class Finding:
 
 
 class AuditError(ValueError):
-    """The model or its optimizer is not what the plan says; ``findings`` has one line for each difference."""
+    """The model or its optimizer differs from the plan; ``findings`` has one line for each difference."""
 
     def __init__(self, findings: list[Finding]) -> None:
         self.findings = findings
@@ -59,12 +59,13 @@ class AuditError(ValueError):
 def audit(
     model: nn.Module, plan: Plan, optimizer: Any = None, *, lr: float | None = None, trained: bool | None = None
 ) -> list[str]:
-    """Raises AuditError with every difference between model, optimizer and plan; returns what is left to the user.
+    """Compares model and optimizer with the plan. Raises AuditError with every difference; returns what you still have to set.
 
-    Call it before the first step: once training has begun the std of the weights is no longer checked (seen from the
-    optimizer's state and the guard; ``trained`` says it outright). ``lr`` also checks the base learning rate itself;
-    without it only ratios between parameters are. ``optimizer`` may be a list. Leaves ``guard`` on the optimizers, for
-    schedulers that come later.
+    Call it before the first step. Once training has begun, the std of weights is not checked. The audit sees this from the
+    optimizer's state and from the guard, unless ``trained`` says whether it has begun. With ``lr`` the base learning rate
+    itself is checked too; without it only ratios between parameters are. ``optimizer`` may be a list.
+
+    The audit leaves ``guard`` on the optimizers, to watch schedulers that are made later.
     """
     findings = differences(model, plan, optimizer, lr=lr, trained=trained)
     if findings:
@@ -77,7 +78,7 @@ def audit(
 
 
 def unsettled(model: nn.Module, plan: Plan) -> dict[str, str]:
-    """The plan's reminders without the attention scale, where the model shows that it is set."""
+    """The plan's reminders. The attention scale is left out if the model shows that it is set."""
     seen = "attention_scale" in plan.pending and shows_scale(unwrapped(model), plan.attention_scale)
     return {name: text for name, text in plan.pending.items() if not (seen and name == "attention_scale")}
 
@@ -103,7 +104,7 @@ def differences(
 def _other_parameters(
     plan: Plan, parameters: dict[str, nn.Parameter], all_optimizers: list[torch.optim.Optimizer]
 ) -> Iterator[Finding]:
-    """Findings about parameters that are in the plan or in the model only; those with a group of the user's own are fine."""
+    """Findings about parameters that only the plan or only the model has. Parameters in a group of the user's own are fine."""
     for row in plan:
         if row.name not in parameters:
             yield Finding(
@@ -232,7 +233,7 @@ def _forward_factor(module: nn.Module, path: str, factor: float, row: PlanRow, d
 
 @torch.no_grad()
 def _measured_factor(module: nn.Module) -> float | None:
-    """What the layer's hooks do to a probe: to the input that a layer gets, or to the row that a lookup returns."""
+    """The factor that the layer's hooks apply to a probe: to the input of a layer, or to the row that a lookup returns."""
     kind = kind_of(module)
     weight = getattr(module, kind.weights, None)
     if not isinstance(weight, Tensor) or is_sharded(weight) or (kind.is_lookup and not is_plain_lookup(module)):
@@ -247,7 +248,7 @@ def _measured_factor(module: nn.Module) -> float | None:
 
 
 def _probe_lookup(module: nn.Module, weight: Tensor) -> float | None:
-    """The factor between the largest row of a table and what looking it up returns."""
+    """The factor that a lookup applies, measured on the largest row of its table."""
     index = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).argmax()[None]
     row = weight[index].double().flatten()
     return float(row @ module(index).double().flatten() / (row @ row)) if row.any() else None
@@ -399,7 +400,7 @@ def _rates(held: _Held) -> Iterator[Finding]:
 
 
 def _unused_decay(held: _Held) -> Iterator[Finding]:
-    """Groups have a decay of their own, so one that is given to the optimizer does nothing."""
+    """Finds weight decay that was given to the optimizer itself. It does nothing, since groups have their own."""
     given = held.optimizer.defaults.get("weight_decay")
     default = inspect.signature(type(held.optimizer)).parameters.get("weight_decay")
     ours = [group for group in held.groups if "lr_factor" in group]

@@ -1,1 +1,2 @@
-"""The command line: argv into a call (``main``), the commands, their flags, and what was typed into a configuration."""
+"""The command line: parsing argv into a call (``main``), the commands, their flags, and turning what was typed into a
+configuration."""

@@ -1,5 +1,5 @@
-"""The commands, as plain functions; those of ``smupar data`` and ``smupar eval`` have files of their own. Each imports what it
-needs when it runs, so that ``smupar --help`` is there at once."""
+"""The commands, as plain functions. Those of ``smupar data`` and ``smupar eval`` have files of their own. Each command imports
+what it needs when it runs, so that ``smupar --help`` is fast."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ EXIT_CODES = {"finished": 0, "diverged": 3, "interrupted": 130, "terminated": 14
 
 
 def rules(markdown: bool = False) -> None:
-    """Print Table 1: init, learning rate and forward factor of every kind of tensor under every rule.
+    """Print Table 1: the init, learning rate and forward factor of every role under every rule.
 
     Args:
-        markdown: Print the page docs/rules.md.
+        markdown: Print Table 1 as the page docs/rules.md.
     """
     print(table_1.markdown() if markdown else aligned(table_1.table()), end="" if markdown else "\n")
 
 
 def generate(config: Annotated[Typed, GenerateConfig]) -> None:
-    """Sample text from a run, while it is written."""
+    """Sample text from a trained model, and print it as it is generated."""
     from smupar.lm.use.generate import generate as sample
 
     for text in sample(GenerateConfig(**config)):
@@ -51,9 +51,9 @@ def generate(config: Annotated[Typed, GenerateConfig]) -> None:
 
 
 def export(config: Annotated[Typed, ExportConfig]) -> None:
-    """Write a model as a folder to hand on: safetensors with all factors folded in, and a run's with a model card.
+    """Write a model as a folder to share: safetensors with all factors folded in, and for a run also a model card.
 
-    A model of transformers, saved by save_pretrained, becomes one that a plain from_pretrained reads.
+    The folder that save_pretrained wrote for a Hugging Face model becomes one that a plain from_pretrained reads.
     """
     from smupar.lm.use.export import export as write
     from smupar.lm.use.export import is_of_transformers
@@ -87,7 +87,7 @@ def report(folder: tyro.conf.Positional[str], parquet: bool = False) -> None:
 def check(config: Annotated[Typed, CheckConfig]) -> None:
     """Measure whether activations, gradients and updates of the GPT keep their size over width and sparsity.
 
-    Prints a verdict with a diagnosis, writes a picture, a page and JSON; exits with 1 if the check does not pass.
+    Prints a verdict with a diagnosis, and writes a picture, a page and JSON. Exits with 1 if the check does not pass.
     """
     from smupar.lm.use.check import check_gpt
 
@@ -103,16 +103,16 @@ def bench(
     out: str | None = None,
     device: Literal["cpu", "cuda"] | None = None,
 ) -> None:
-    """Measure, side by side in one run.
+    """Measure time and memory of two or more variants, side by side in one run.
 
     Args:
-        what: parameterize: its cost against a plain normal_ of the same tensors. train: the 610M model on a GPU, masked
-            against the same without smupar, causal attention and ALiBi. updates: the same model with and without
-            a trace that it follows, on a GPU. sweep: many small models, one by one and stacked. data: how fast shards are
-            read. sparse: layers that keep only their non-zeros against dense ones.
-        repeats: Runs of each side.
+        what: parameterize: parameterize against a plain normal_ of the same tensors. train: the 610M model on a GPU with
+            masks against the same model without smupar, for causal attention and for ALiBi. updates: the same model with and
+            without a trace that it follows, on a GPU. sweep: many small models, one by one and stacked. data: how fast shards
+            are read. sparse: layers that keep only their non-zeros against dense layers.
+        repeats: Number of runs of each variant.
         out: For sparse: a folder for the numbers as JSON and the picture.
-        device: For sparse: cpu or cuda; default a GPU if there is one.
+        device: For sparse: cpu or cuda. Default: a GPU if there is one.
     """
     from smupar.bench.models import BENCHES
 
@@ -123,12 +123,12 @@ def bench(
 
 
 def plan(preset: Preset = "demo", /, *, config: Run, hps: str | None = None, json: bool = False) -> None:
-    """Print the plan of a GPT without building it: every number of every parameter, in seconds at any size.
+    """Print the plan of a GPT without building it: every number of every parameter. Takes seconds at any size.
 
     Args:
-        preset: demo, 610m, paper-610m or paper-iso: where the flags begin.
-        hps: best.json of `smupar tune`: init and alphas, for any width, density and depth.
-        json: Print it as JSON, for smupar.Plan.from_json.
+        preset: The configuration that flags change: demo, 610m, paper-610m or paper-iso.
+        hps: best.json of `smupar tune`, for init and alphas. It holds for any width, density and depth.
+        json: Print the plan as JSON, for smupar.Plan.from_json.
     """
     from smupar.lm.model.gpt import plan_on_meta
 
@@ -146,15 +146,15 @@ def train(
     hps: str | None = None,
     dry_run: bool = False,
 ) -> None:
-    """Train a sparse GPT. Without flags: on the source of Python's standard library, a minute on two cores.
+    """Train a sparse GPT. Without flags it trains on the source of Python's standard library, for a minute on two cores.
 
-    Interrupted or killed, the same command goes on from the last checkpoint. On several devices: torchrun
+    If a run is interrupted or killed, the same command goes on from the last checkpoint. On several devices: torchrun
     --nproc-per-node 8 -m smupar train ...
 
     Args:
-        preset: demo, 610m, paper-610m or paper-iso: where the flags begin.
-        hps: best.json of `smupar tune`: learning rate, init and alphas, for any width, density and depth.
-        dry_run: Print parameters, FLOPs, memory and hours; train nothing.
+        preset: The configuration that flags change: demo, 610m, paper-610m or paper-iso.
+        hps: best.json of `smupar tune`, for learning rate, init and alphas. It holds for any width, density and depth.
+        dry_run: Print parameters, FLOPs, memory and hours, and train nothing.
     """
     run = resolve_training(request_of(config, preset, hps), dry_run=dry_run, machine=machine)
     if hps is not None and "lr" not in config:
@@ -181,11 +181,11 @@ def sweep(
     how: Engine,
     out: str = "runs/sweep",
 ) -> None:
-    """Run every combination of some fields' values, and write a page with curves and a table.
+    """Run every combination of the given values, and write a page with curves and a table.
 
     Args:
         axes: FIELD=VALUE,VALUE,... for any fields of a run: lr=2^-10..2^-4 rule=sp,smupar sparsity=0,0.75
-        out: Folder of the study. Started again, only what is missing is run.
+        out: Folder of the study. If you start it again, only what is missing is run.
     """
     from smupar.study.space import parse_axes
     from smupar.study.sweep import define_sweep
@@ -200,11 +200,11 @@ def transfer(
     out: str = "runs/transfer",
     hps: str | None = None,
 ) -> None:
-    """Sweep one hyperparameter on the dense proxy and on wide sparse targets; say how far each rule's optimum moved.
+    """Sweep one hyperparameter on the dense proxy and on wide sparse targets, and say how far the optimum of each rule moved.
 
     Args:
-        out: Folder of the study: picture.png, report.html, table.csv. Started again, only what is missing is run.
-        hps: best.json of `smupar tune`: the hyperparameters that are not swept.
+        out: Folder for picture.png, report.html and table.csv. If you start it again, only what is missing is run.
+        hps: best.json of `smupar tune`, for the hyperparameters that are not swept.
     """
     from smupar.study.transfer import define_transfer
 
@@ -237,7 +237,7 @@ def reproduce(
     """Reproduce figures and tables of the paper: picture, rows, and whether its claim holds here (exit code 1 if not).
 
     Args:
-        figures: fig06, tab01, ...; all: every one, tab02 only with --data-dir.
+        figures: fig06, tab01, ...; or all, which has tab02 only with --data-dir.
         scale: cpu: minutes on two cores; small: minutes on one GPU; paper: as printed.
         data: Folder made by `smupar data prepare`; at scale cpu default Python's own source.
         data_dir: tab02: folder with local copies of the tasks as JSONL; default the harness's own, online.
@@ -245,9 +245,9 @@ def reproduce(
         clip: Largest norm of the gradient; 0: none, as in the figures without decay.
         out: Folder of the runs, which figures share, and of the results. Started again, only what is missing is run.
         publish: Folder for a page of results, its rows and its picture, as in docs/results.
-        list: Print what there is.
-        settings: Print Table 4, and what the smaller scales make of it.
-        dry_run: Print runs, parameters, tokens, FLOPs, hours and memory; run nothing.
+        list: List the figures and tables.
+        settings: Print Table 4, and the settings of the smaller scales.
+        dry_run: Print runs, parameters, tokens, FLOPs, hours and memory, and run nothing.
     """
     from smupar.paper import reproduce as paper
     from smupar.paper.settings import table_4
@@ -280,7 +280,7 @@ def reproduce(
 def tune(config: Annotated[Typed, TuneConfig], how: Engine, out: str = "runs/tune") -> None:
     """Search lr, init_std, alpha_input and alpha_output on the dense proxy of base width, as in the paper's Table 3.
 
-    Writes best.json for --hps of train and transfer. Started again, only what is missing is run.
+    Writes best.json for --hps of train and transfer. If you start it again, only what is missing is run.
 
     Args:
         out: Folder of the study.

@@ -43,5 +43,5 @@ DataStep = tyro.conf.OmitSubcommandPrefixes[
 
 
 def data(step: DataStep) -> None:
-    """Text on disk, as tokens: `smupar data prepare` and `smupar data verify`."""
+    """Turn text into tokens on disk, and check them: `smupar data prepare` and `smupar data verify`."""
     # For the help alone: main.parse finds both steps before it looks at this.

@@ -1,4 +1,4 @@
-"""What is installed here, for ``smupar --version``: read from the packages' own records, so that nothing has to be imported."""
+"""Lists what is installed, for ``smupar --version``. It reads the packages' own records, so nothing has to be imported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NOT_FOR_USERS = ("all", "dev")  # extras that are made of others
 
 
 def describe() -> str:
-    """Version, Python, torch, machine, and which extras are there."""
+    """Version, Python, torch, machine, and the extras that are installed."""
     machine = f"Python {platform.python_version()}, torch {_version('torch') or 'missing'}, {platform.platform()}"
     extras = {extra: all(_version(package) for package in packages) for extra, packages in _extras().items()}
     missing = [extra for extra, is_there in extras.items() if not is_there]

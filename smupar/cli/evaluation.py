@@ -12,10 +12,10 @@ from smupar.lm.config.run import changed
 
 
 def evaluate(config: Annotated[Typed, EvalConfig]) -> None:
-    """Evaluate models on ARC-easy, LAMBADA, RACE, PIQA and BoolQ by EleutherAI's harness: the paper's Table 2.
+    """Evaluate models on ARC-easy, LAMBADA, RACE, PIQA and BoolQ with EleutherAI's harness, as in Table 2.
 
-    The same in three steps: `smupar eval requests` and `smupar eval table` need the harness, `smupar eval score` needs the
-    model and no harness.
+    You can also do this in three steps: `smupar eval requests` and `smupar eval table` need the harness, and
+    `smupar eval score` needs only the model.
     """
     from smupar.integrations.lm_eval import evaluate as run
 
@@ -24,7 +24,7 @@ def evaluate(config: Annotated[Typed, EvalConfig]) -> None:
 
 
 def requests(config: Annotated[Typed, TasksConfig], out: str = "requests.jsonl") -> None:
-    """Write all that the tasks ask, for `smupar eval score`. Needs the harness.
+    """Write the questions of the tasks to a file, for `smupar eval score`. Needs the harness.
 
     Args:
         out: File to write.
@@ -40,12 +40,12 @@ def score(
     requests: str = "requests.jsonl",
     out: str = "scores.jsonl",
 ) -> None:
-    """Compute the loglikelihoods that a file asks for. Needs no harness; interrupted, the same command goes on.
+    """Compute the loglikelihoods that a file asks for. Needs no harness. If interrupted, the same command goes on.
 
     Args:
         folder: Folder of a run, a checkpoint, an export, or a model that transformers reads.
-        requests: Made by `smupar eval requests`.
-        out: File to append to; what it holds is not computed again.
+        requests: File made by `smupar eval requests`.
+        out: File to append to. Scores that it already has are not computed again.
     """
     from smupar.lm.use.score import score_file
 
@@ -58,13 +58,13 @@ def table(
     out: str = "runs/eval",
     data_dir: str | None = None,
 ) -> None:
-    """Turn scores into the table, one row for each file of scores. Needs the harness.
+    """Turn scores into a table with one row for each file of scores. Needs the harness.
 
     Args:
-        requests: Made by `smupar eval requests`.
-        scores: Made by `smupar eval score`, a file for each model.
-        out: Folder for results.json, table.md, table.csv.
-        data_dir: Where the tasks' local copies are now; default where they were.
+        requests: File made by `smupar eval requests`.
+        scores: Files made by `smupar eval score`, one for each model.
+        out: Folder for results.json, table.md and table.csv.
+        data_dir: Folder with the local copies of the tasks, if it has moved since.
     """
     from smupar.integrations.lm_eval import tabulate
 

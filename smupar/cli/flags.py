@@ -1,5 +1,5 @@
-"""Configurations as command-line flags. What comes back is what was typed: the values of those flags, by the names of the
-fields, and nothing else. ``resolve`` makes a configuration of it.
+"""Turns configurations into command-line flags. The result of parsing is what was typed: the values of those flags, by the
+names of their fields, and nothing else. ``resolve`` turns this into a configuration.
 
 A command is a plain function. It marks a parameter that takes the flags of a configuration as ``Annotated[Typed, RunConfig]``;
 the flags of nested configurations stand beside it. Take ``smupar plan --width 64`` and ``def plan(..., config: Run)``:
@@ -30,8 +30,8 @@ Call: TypeAlias = partial[None]  # a command with its arguments
 
 
 def parser_of(command: Callable[..., None], shown: Mapping[type, Any]) -> Callable[..., Call]:
-    """``command`` as tyro parses it: into a call that is yet to be made, so that tyro has no part in its errors. The help names
-    the fields of ``shown``, an instance for a kind of configuration, as defaults."""
+    """``command`` in the form that tyro parses. The result is a call that has not been made yet, so that tyro does not handle
+    its errors. The help shows the fields of ``shown`` as defaults, which has an instance for each kind of configuration."""
     hints = get_type_hints(command, include_extras=True)
     kinds = {
         name: kind
@@ -53,7 +53,7 @@ def parser_of(command: Callable[..., None], shown: Mapping[type, Any]) -> Callab
 
 
 def _disguise(function: Any, command: Callable[..., None], hints: dict[str, Any]) -> None:
-    """Lets ``function`` look to tyro like ``command`` with other annotations. tyro takes names, order and defaults of
+    """Makes ``function`` look like ``command`` to tyro, with other annotations. tyro takes names, order and defaults of
     parameters from the signature, types from the annotations, and help from the docstring."""
     function.__doc__, function.__annotations__ = command.__doc__, hints
     function.__signature__ = inspect.signature(command)
@@ -77,7 +77,7 @@ def _flags(kind: type[Any], shown: Any = None, described: str | None = None) -> 
 
 
 def _words(value: Any) -> str:
-    """A value as one would type it."""
+    """A value as a user would type it."""
     return " ".join(shlex.quote(str(part)) for part in (value if isinstance(value, tuple) else (value,)))
 
 

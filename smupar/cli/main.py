@@ -1,9 +1,9 @@
-"""The command line: argv is parsed into a call of a command, which is then made. Help is shown with the defaults that hold for
-what else was typed.
+"""The command line. argv is parsed into a call of a command, and then the call is made. Help shows the defaults that apply to
+the other flags that were typed.
 
 Exit codes, as in docs/command-line.md: 0 done, 1 a check or a claim that does not hold, 2 bad input or a full disk (one line
-says what and the remedy), 3 a run that diverged, 130 interrupted, 141 nobody reads on, 143 ended by SIGTERM; a training run
-saves before it ends by a signal.
+says what and the remedy), 3 a run that diverged, 130 interrupted, 141 the reader of the output ended first, 143 ended by
+SIGTERM. A training run saves before it ends by a signal.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _sentence_of(error: Exception) -> str:
 
 
 def _is_of_the_machine(error: Exception) -> bool:
-    """Out of memory or disk, told by libraries in their own words."""
+    """Whether an error means out of memory or disk, which libraries say in their own words."""
     return type(error).__name__ in ("SafetensorError", "OutOfMemoryError", "MemoryError")
 
 
@@ -104,7 +104,7 @@ def _run(argv: list[str]) -> None:
 
 
 def _request(argv: list[str]) -> Request:
-    """What was typed beside the wish for help; nothing if there is a mistake in it."""
+    """What was typed besides --help; empty if there is a mistake in it."""
     if len(argv) > 1:
         with suppress(SystemExit):
             call = parse(argv, {}, prints=False)

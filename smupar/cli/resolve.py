@@ -1,6 +1,6 @@
-"""From what was typed to a configuration: pure functions, called once, after parsing.
+"""Turns what was typed into a configuration, by pure functions that are called once, after parsing.
 
-A preset gives way to tuned hyperparameters (``--hps``), and these to flags. Flags that would do nothing are refused.
+Tuned hyperparameters (``--hps``) override a preset, and flags override both. Flags that would do nothing are refused.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def resolve(kind: type[Kind], request: Request) -> Kind:
 
 
 def resolve_training(request: Request, *, dry_run: bool = False, machine: Mapping[str, Any] | None = None) -> RunConfig:
-    """The run to train, or to compute the cost of on a ``machine``."""
+    """The run to train, or the run whose cost on a ``machine`` is computed."""
     before = start(RunConfig, request)
     _refuse_what_does_nothing(request.fields, before)
     for name in machine or {}:
@@ -74,7 +74,8 @@ def resolve_training(request: Request, *, dry_run: bool = False, machine: Mappin
 
 
 def _origin(kind: type[Kind], request: Request) -> tuple[Kind, dict[str, Any]]:
-    """The preset for this rule and width as that kind of configuration, and what replaces its values before flags do."""
+    """The preset for this rule and width, as this kind of configuration, and the values that replace its own before flags
+    do."""
     typed, values = request.fields, dict[str, Any]()
     run = preset(request.preset, typed.get("rule", "smupar"), typed.get("width"))
     if request.vocab_size > run.model.vocab_size:

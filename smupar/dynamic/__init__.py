@@ -1,4 +1,4 @@
-"""Masks that move while training, cut along their joints.
+"""Masks that move while a model trains.
 
 policies      what decides: when masks move (``Times``), which weights are kept (a score and ``largest``), how many
               (``DropAndGrow``, ``Pruning``, ``Rounds``), on tensors with a leading dimension of models

@@ -1,4 +1,4 @@
-"""Masks and scales from before training."""
+"""Masks and scales that are made before training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from smupar.plan.settings import choice
 
 
 def magnitude_masks(model: nn.Module, plan: Plan, *, density: float | Mapping[str, float] | Allocation) -> dict[str, Tensor]:
-    """The largest hidden weights of a model, layer by layer, as masks for ``parameterize(fresh_model, masks=...)``."""
+    """Masks that keep the largest hidden weights of each layer, for ``parameterize(fresh_model, masks=...)``."""
     return _best_masks(model, plan, density, lambda weight: weight.full().abs(), pool="layer")
 
 
@@ -31,8 +31,9 @@ def snip_masks(
     density: float,
     pool: str = "global",
 ) -> dict[str, Tensor]:
-    """SNIP (Lee et al.): the hidden weights without which the loss would change most, |weight x gradient| with the gradient
-    summed over batches, as masks for ``parameterize(fresh_model, masks=...)``. ``model`` is dense and left as it is."""
+    """SNIP masks (Lee et al.), for ``parameterize(fresh_model, masks=...)``. They keep the hidden weights with the largest
+    |weight x gradient|, where the gradient is summed over batches. Removing these weights would change the loss most. ``model``
+    must be dense, and is not changed."""
     model = unwrapped(model)
     hidden = weights(model, plan)
     sparse = [name for name, weight in hidden.items() if not weight.stores_zeros]
@@ -77,8 +78,8 @@ def _best_masks(
 
 @torch.no_grad()
 def fan_in_init(model: nn.Module, plan: Plan) -> None:
-    """Evci et al.: scales the weights of every neuron to its own number of inputs instead of the layer's mean, in place. For
-    masks that leave neurons with very different numbers; nothing to do where all have the same."""
+    """Scales the weights of every neuron by its own number of inputs instead of the layer's mean, in place (Evci et al.). This
+    is for masks that leave neurons with very different numbers of inputs. If all have the same number, nothing changes."""
     for name, weight in weights(unwrapped(model), plan).items():
         if weight.is_masked:
             fan_in = weight.full_mask().float().sum(plan[name].in_dims, keepdim=True)

@@ -42,7 +42,7 @@ POOLS = ("layer", "global")
 
 @dataclass(frozen=True)
 class Times:
-    """Counted in optimizer steps that were made: every so many, from ``start`` to ``stop``, both included."""
+    """When masks move: every ``every`` steps of the optimizer, from ``start`` to ``stop``, both included."""
 
     every: int
     stop: int
@@ -74,7 +74,8 @@ def largest(score: Tensor, candidates: Tensor, num: Tensor) -> Tensor:
 
 
 def random_scores(num: int, keys: Tensor) -> Tensor:
-    """A row of uniform numbers for each key, the same on every device: a hash of the position (splitmix64's finaliser)."""
+    """A row of uniform numbers for each key. They are a hash of the position (splitmix64's finaliser), so they are the same on
+    every device."""
     x = torch.arange(1, num + 1, device=keys.device)[None] * 0x1E3779B97F4A7C15 + keys[:, None]
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
@@ -90,8 +91,8 @@ def key_of(seed: int, step: int, name: str) -> int:
 
 @dataclass(frozen=True)
 class DropAndGrow:
-    """Drops the active weights of smallest magnitude and grows as many. Candidates to grow are all that were not kept, so a
-    weight that was just dropped may stay."""
+    """Drops the active weights of smallest magnitude and grows as many. Every weight that was not kept is a candidate to grow,
+    so a weight that was just dropped may come back."""
 
     times: Times
     grow: str
@@ -134,8 +135,8 @@ class DropAndGrow:
 
 
 class _KeepLargest:
-    """Keeps the weights of largest magnitude, as many as the density of a step says. ``pool``: each layer its own number
-    ("layer"), or one ranking of all hidden weights ("global")."""
+    """Keeps the weights of largest magnitude, as many as the density of a step says. ``pool`` is "layer" to rank weights in
+    each layer, or "global" to rank all hidden weights together."""
 
     pool: str
     needs_gradient: ClassVar[bool] = False
@@ -154,7 +155,7 @@ class _KeepLargest:
 
 @dataclass(frozen=True)
 class Pruning(_KeepLargest):
-    """Keeps fewer and fewer weights. The last step is due whatever ``every`` is."""
+    """Keeps fewer and fewer weights. The last step is always due, even if it is no multiple of ``every``."""
 
     times: Times
     curve: str = "cubic"
@@ -209,8 +210,8 @@ class Rounds(_KeepLargest):
 
 
 def ranked(layers: Iterable[tuple[str, Tensor, Tensor, list[int]]], pool: str, remedy: str) -> Iterator[tuple[str, Tensor]]:
-    """Name and mask of the largest weights of every layer, or, in a global pool, of all layers in one ranking. A layer is its
-    name, weights and mask, each (models, weights), and how many weights of each model to keep."""
+    """Name and mask of the largest weights of every layer; in a global pool all layers share one ranking. A layer is given by
+    its name, its weights and mask, each (models, weights), and the number of weights to keep in each model."""
     for group in [list(layers)] if pool == "global" else ([layer] for layer in layers):
         names, weights, masks, nums = zip(*group, strict=True)
         num = torch.tensor(nums, device=masks[0].device).sum(0)
@@ -244,7 +245,7 @@ class Goal:
 def pruning_goal(
     plan: Plan, policy: Pruning | Rounds, density: float | Mapping[str, float] | Allocation, correction: str = "moment"
 ) -> Goal:
-    """The goal of a model that is pruned to ``density``; one that it cannot reach is refused."""
+    """The goal of a model that is pruned to ``density``. A density that it cannot reach is refused."""
     choice("correction", correction, ("moment", "fixed"))
     hidden = {row.name: row for row in plan if row.role == "hidden"}
     last = allocate(density, {name: row.shape for name, row in hidden.items()})

@@ -18,8 +18,9 @@ from smupar.plan.plan import Plan
 
 
 class Restart:
-    """Adam corrects its averages for having started at 0, by the optimizer's step, but a grown weight starts later: this takes
-    the difference out of the weight, after each step. ``born``: the optimizer's step at which a weight grew, 0 at first."""
+    """Adam corrects its averages for having started at 0, by the number of the optimizer's steps. A grown weight started later,
+    so its correction is wrong. This class takes the difference out of the weight after each step. ``born`` has the step at
+    which each weight grew; it is 0 for the first weights."""
 
     def __init__(self, model: nn.Module, plan: Plan, optimizers: Sequence[Optimizer]) -> None:
         self.model, self.plan = model, plan
@@ -36,7 +37,7 @@ class Restart:
             seam_of(optimizer).add(model, correct=self._correct)
 
     def note(self, weight: Weight, change: MaskChange) -> None:
-        """Writes down when the weights that a new mask brought have grown."""
+        """Records the step at which the weights of a new mask grew."""
         assert isinstance(weight, MaskedWeight), "stacks do not restart"
         parameter = weight.parameter
         state: dict[str, Any] = next((o.state[parameter] for o in weight.optimizers if parameter in o.state), {})
@@ -58,7 +59,7 @@ class Restart:
 
     @staticmethod
     def _difference(state: Mapping[str, Any], group: dict[str, Any], born: Tensor) -> Tensor:
-        """What the step took too much of young weights."""
+        """The update that young weights got, minus the update that they should have got."""
         beta1, beta2 = group["betas"]
         count = torch.as_tensor(state["step"], dtype=torch.float32, device=born.device)
         mean, square = state["exp_avg"], state["exp_avg_sq"]

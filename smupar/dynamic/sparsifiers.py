@@ -1,7 +1,7 @@
 """Carrying a policy out, on one model (``Sparsifier``) or on a stack (``StackedSparsifier``): the policy decides, the weight
 does (``Weight.set_mask``), and learning rates and optimizers go along.
 
-``sparsifier.step()`` is called after ``optimizer.step()`` and counts those steps: after the n-th one masks move if n is due.
+Call ``sparsifier.step()`` after ``optimizer.step()``. It counts these steps, and moves the masks after each step that is due.
 """
 
 from __future__ import annotations
@@ -134,9 +134,9 @@ class StackedSparsifier(_AnySparsifier):
 class Sparsifier(_AnySparsifier):
     """Moves the masks of one model towards a goal; counts steps. Its subclasses (``methods``) make goals.
 
-    A grown weight starts at 0 with optimizer state 0; a dropped one is 0 and has no state left. ``restart_bias_correction``
-    gives grown weights Adam's bias correction from their own first step: else their first updates are too large. ``steps`` is
-    the length of the run, if it is known: a schedule that ends after it is refused.
+    A grown weight starts at 0 with optimizer state 0. A dropped weight is 0 and loses its state. With
+    ``restart_bias_correction`` Adam's bias correction starts at a grown weight's own first step; without it, its first updates
+    have the wrong size. ``steps`` is the length of the run, if it is known. A schedule that ends later is refused.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class Sparsifier(_AnySparsifier):
                 )
 
     def _refuse_trained(self, last: Mapping[str, Fraction]) -> None:
-        """Refuses weights that are not fresh from their init: those of a checkpoint have been scaled already."""
+        """Refuses weights that are not fresh from their init, since weights of a checkpoint have been scaled already."""
         for name, weight in self.weights().items():
             planned, values = self.plan[name].init_std, weight.full()
             if init_factor(self.plan, self.plan[name], last[name]) == 1 or not planned or values.is_meta:
@@ -254,8 +254,8 @@ class Sparsifier(_AnySparsifier):
 
     @torch.no_grad()
     def step(self) -> bool:
-        """After every ``optimizer.step()``. Says whether masks moved. Where the optimizer made no step, as while gradients are
-        accumulated or when a scaler skips one, nothing happens."""
+        """Call this after every ``optimizer.step()``. Returns whether masks moved. If the optimizer made no step, because
+        gradients are being accumulated or a scaler skipped it, nothing happens."""
         if not self.has_stepped():
             self._num_idle += 1
             if self.num_steps == 0 and self._num_idle == _MANY_IDLE:
@@ -287,7 +287,7 @@ class Sparsifier(_AnySparsifier):
         self._stepped |= not step.was_noop
 
     def _request_gradients(self) -> None:
-        """Asks for the dense gradient of the next step, if masks grow by it, and drops that of the last."""
+        """Asks for the dense gradient of the next step, if masks grow by it, and drops that of the last step."""
         for weight in self.weights().values():
             weight.dense_gradient.request(self.needs_gradient(self.num_steps + 1))
 

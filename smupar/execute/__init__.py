@@ -1,1 +1,2 @@
-"""Ways to run a step: many models as one (``stacked``), as a CUDA graph, with sparse storage; and how long it takes."""
+"""Ways to run a step: many models as one (``stacked``), as a CUDA graph, or with sparse storage. Also measures how long it
+takes."""

@@ -1,4 +1,4 @@
-"""Steps that do not wait for the host: for small models most of a step is the host telling the GPU what to do next."""
+"""Steps that do not wait for the host. For small models most of a step's time goes into telling the GPU what to do next."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _VERSIONS = 1024
 
 
 class Upload:
-    """Host tensors to a device, without the host waiting for the work that the device has before it.
+    """Copies host tensors to a device. The host does not wait for work that the device still has to do.
 
-    A plain copy from pageable memory waits. Pinned buffers, a few of each shape, are taken in turns and live as long as this:
-    making and freeing pinned memory would disturb a capture.
+    A plain copy from pageable memory waits. So there are a few pinned buffers of each shape, which are used in turns. They live
+    as long as this object, since making and freeing pinned memory would disturb a capture.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -45,8 +45,8 @@ class Upload:
 
 
 def compile_static(fn: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]:
-    """``torch.compile`` for sizes that stay. torch counts the versions of a function over all models of a process, and
-    after eight it leaves new ones uncompiled: too few for a study of many widths."""
+    """``torch.compile`` for sizes that do not change. torch counts the compiled versions of a function over all models of a
+    process, and compiles no more than eight. That is too few for a study of many widths, so this raises the limit."""
     import torch._dynamo
 
     inner = torch.compile(fn, dynamic=False, **options)
@@ -59,7 +59,7 @@ def compile_static(fn: Callable[..., Tensor], **options: Any) -> Callable[..., T
 
 
 class Graphed:
-    """Calls ``fn(*inputs)``, a few times as it is, then captured once and replayed.
+    """Calls ``fn(*inputs)``. The first few calls run as usual; then a call is captured once, and replayed from then on.
 
     ``fn`` must do the same work each time, on tensors that stay where they are, and never ask the GPU for a number. What it
     returns is overwritten by the next call.

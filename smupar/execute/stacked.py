@@ -1,4 +1,4 @@
-"""Many models of equal shapes trained as one batched model, each with its own rule, density, learning rate, seed and schedule.
+"""Trains many models of equal shapes as one batched model. Each has its own rule, density, learning rate, seed and schedule.
 
 Parameters, masks and factors get a leading dimension of models, and one batched step (``batched``) replaces many small ones.
 """
@@ -106,20 +106,21 @@ class Stack:
         return len(self.models)
 
     def refill(self, models: Sequence[nn.Module], plans: Sequence[Plan], hyperparameters: Sequence[Hyperparameters]) -> None:
-        """Starts with other models of the same shapes, as many; nothing is compiled again."""
+        """Starts again with the same number of other models of the same shapes. Nothing is compiled again."""
         fresh = self._gathered(models, plans, hyperparameters)
         _pytree.tree_map(lambda mine, other: mine if mine is other else mine.copy_(other), vars(self.tensors), vars(fresh))
         self.models, self.num_steps = list(models), 0
 
     def step(self, batch: Sequence[Tensor], lr_share: float | Sequence[float] = 1.0) -> Tensor:
-        """Losses of all models before the update; a model whose loss is no number is left as it is from then on."""
+        """Trains by one step and returns the losses of all models before the update. A model whose loss is nan is not changed
+        from then on."""
         self.num_steps += 1
         share = self.upload(torch.as_tensor(lr_share, dtype=torch.float32).expand(len(self)))
         return self._call(share, *batch).clone()
 
     @torch.no_grad()
     def evaluate(self, batch: Sequence[Tensor]) -> Tensor:
-        """Losses of all models, which stay as they are."""
+        """The losses of all models, without training them."""
         # Seldom, so not worth compiling; a few at a time, because a captured step keeps most of the memory to itself.
         return self._loss.values(self.tensors.params, self.tensors.buffers, tuple(batch), _CHUNK)
 
@@ -255,10 +256,10 @@ def train_stacked(
 ) -> Tensor:
     """Trains models of equal shapes at once, in place. Returns their losses, one row for each batch.
 
-    lr          of each model, or one for all: its base learning rate, as for ``param_groups``
-    schedule    step -> share of the learning rate
-    compile     torch.compile, and on a GPU a CUDA graph
-    shared      further fields of ``Hyperparameters``, the same for all: betas, eps, weight_decay, momentum, clip, ...
+    lr          base learning rate of each model, or one for all, as for ``param_groups``
+    schedule    step number -> factor on the learning rate
+    compile     use torch.compile, and on a GPU a CUDA graph
+    shared      other fields of ``Hyperparameters``, the same for all models: betas, eps, weight_decay, momentum, clip, ...
     """
     rates = [lr] * len(models) if isinstance(lr, (int, float)) else list(lr)
     stack = Stack(
@@ -300,7 +301,7 @@ def _refuse(
 
 
 def _unstackable(model: nn.Module) -> str | None:
-    """What a step that is a function of weights and batch cannot do."""
+    """What a model has that a stacked step cannot do, since it is a function of weights and batch alone."""
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             return f"{name!r} is frozen, and a stack trains every weight"
@@ -313,7 +314,7 @@ def _unstackable(model: nn.Module) -> str | None:
 
 
 def _stacked(tensors: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Tensors by name of each model, made into one tensor for each name."""
+    """Stacks the tensors of all models: one tensor for each name."""
     return {name: torch.stack([model[name].detach() for model in tensors]) for name in tensors[0]}
 
 

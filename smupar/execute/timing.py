@@ -1,4 +1,4 @@
-"""How long calls take: the one stopwatch of benchmarks, and of whatever chooses the faster of several ways.
+"""Measures how long calls take, for benchmarks and for code that chooses the faster of several ways.
 
 All times are seconds of one call. ``in_turns`` compares several calls, ``best_of`` measures one, and ``training_step`` makes a
 call of a layer or a model.
@@ -18,7 +18,7 @@ _CPU = torch.device("cpu")
 
 
 def seconds_of(call: Call, num: int = 1, device: torch.device = _CPU) -> float:
-    """The mean of ``num`` calls in a row, by the host's clock, until the device has done all of their work."""
+    """The mean time of ``num`` calls in a row by the host's clock, until the device has finished."""
     _wait(device)
     start = time.perf_counter()
     for _ in range(num):
@@ -39,7 +39,7 @@ def gpu_seconds_of(call: Call, num: int = 1) -> float:
 
 
 def best_of(call: Call, rounds: int, num: int = 1, *, clock: Callable[[Call, int], float] = seconds_of) -> float:
-    """The fastest of several rounds of ``num`` calls; one round more than needed takes the place of a warm-up."""
+    """The fastest of several rounds of ``num`` calls. Slower rounds do not count, so there is no separate warm-up."""
     return min(clock(call, num) for _ in range(rounds))
 
 
@@ -49,8 +49,8 @@ def in_turns(
     measure: Callable[[str, Call], float],
     pick: Callable[[list[float]], float] = statistics.median,
 ) -> dict[str, float]:
-    """Measures each call once in every round, so that a machine that slows down or speeds up does so for all of them.
-    ``pick`` makes one number of a call's rounds."""
+    """Measures each call once in every round, so that a change in the machine's speed affects all of them. ``pick`` turns the
+    times of a call into one number."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
@@ -59,8 +59,8 @@ def in_turns(
 
 
 def training_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, grad: Tensor, passes: int = 1) -> Call:
-    """A training step as a call: forward, backward to input and weights, the optimizer's step. It runs under autocast where
-    activations have another dtype than the weights."""
+    """A function that makes a training step: forward, backward to input and weights, and the optimizer's step. It runs under
+    autocast if activations have another dtype than the weights."""
     x = x.detach().requires_grad_()
     mixed = next(model.parameters()).dtype != x.dtype
 

@@ -1,1 +1,1 @@
-"""Other people's tools, each in a module of its own that imports its tool when it is used."""
+"""Integrations with other tools. Each has a module of its own, which imports the tool when it is used."""

@@ -54,7 +54,7 @@ class Results:
         return "\n".join("| " + " | ".join(row) + " |" for row in rows) + f"\n\n{note}\n"
 
     def csv(self) -> str:
-        """Shares, not percent."""
+        """The table as CSV, with shares and not percent."""
         names = [*self.documents, "average"]
         lines = [["model", "config_id", *(column for name in names for column in (name, f"{name}_stderr"))]]
         rows: list[tuple[list[str], list[Number]]] = [(["random", ""], self._chance())]
@@ -86,7 +86,7 @@ class Results:
 
 
 def with_average(row: list[Number]) -> list[Number]:
-    """Tasks count alike, and err independently."""
+    """Adds the average. All tasks have the same weight, and their errors are taken to be independent."""
     errors = [number.stderr for number in row if number.stderr is not None]
     stderr = math.hypot(*errors) / len(row) if len(errors) == len(row) else None
     return [*row, Number(sum(number.value for number in row) / len(row), stderr)]

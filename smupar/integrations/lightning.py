@@ -3,8 +3,8 @@
     callback = SmuparCallback(base=lambda: Net(width=64), density=1 / 4, sparsifier=partial(smupar.RigL, every=100, stop=750))
     lightning.Trainer(callbacks=[callback]).fit(Net(width=256))
 
-``configure_optimizers`` may stay as it is if it returns an optimizer over ``self.parameters()`` and no scheduler: its groups
-are made here. With a scheduler, which must see the groups, it says ``torch.optim.AdamW(self.smupar.param_groups(lr=...))``.
+``configure_optimizers`` may stay as it is if it returns an optimizer over ``self.parameters()`` and no scheduler: the callback
+makes the groups. A scheduler must see the groups, so with one write ``torch.optim.AdamW(self.smupar.param_groups(lr=...))``.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ Make = Callable[[nn.Module, Plan, Any], Any]
 
 
 class SmuparCallback(Callback):
-    """Parameterizes, builds groups, audits before the first step, moves masks and measures updates after each one.
+    """Parameterizes the module, makes groups and audits before the first step. Moves masks and measures updates after each
+    step.
 
     base        the module at base width, or a function that builds it (on the meta device)
-    plan        of a module that is parameterized already, in place of ``base`` and settings
+    plan        plan of a module that is parameterized already, in place of ``base`` and settings
     sparsifier  (module, plan, optimizers) -> RigL, SET, GMP or IMP, such as functools.partial(smupar.RigL, every=100, stop=750)
     updates     (module, plan, optimizers) -> what smupar.record_updates or follow_updates returns
-    prepare     (module, plan): for what only you can set, such as the attention scale
-    settings    as for ``smupar.parameterize``
+    prepare     function (module, plan) that sets what only you can set, such as the attention scale
+    settings    settings of ``smupar.parameterize``
 
     The module finds this callback as ``self.smupar``, with ``plan`` and ``param_groups``. Lightning's checkpoints hold the
-    masks, and beside the optimizers the state of what moves.
+    masks, and with the state of optimizers also that of sparsifiers and traces.
     """
 
     def __init__(
@@ -79,8 +80,8 @@ class SmuparCallback(Callback):
         return param_groups(self._module, self.plan, lr=lr, **settings)
 
     def watch(self, optimizer: Any) -> None:
-        """Makes the sparsifier and the measured updates. Happens by itself; call it in ``configure_optimizers``, before a
-        scheduler is made, if they give hidden weights groups of their own (GMP, IMP, measured updates)."""
+        """Makes the sparsifier and the measured updates. Usually this is done for you. With GMP, IMP or measured updates,
+        hidden weights get groups of their own: then call it in ``configure_optimizers``, before you make a scheduler."""
         assert self._module is not None, "called by the module's configure_optimizers, after setup"
         self._watched = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
         if self.updates is not None:  # of an earlier fit
@@ -147,7 +148,7 @@ class SmuparCallback(Callback):
         optimizer.param_groups[:] = [{**options, **planned} for planned in groups]
 
     def _make_room(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        """A checkpoint of a pruned model is read before its sparsifier adds the masks."""
+        """Adds masks before a checkpoint of a pruned model is read, since its sparsifier adds them only later."""
         hidden = [row.name for row in self.plan if row.role == "hidden" and f"{prefix}{row.name}_mask" in state]
         if any(mask_of(module, name) is None for name in hidden):
             add_masks(module, self.plan)

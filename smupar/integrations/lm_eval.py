@@ -1,4 +1,5 @@
-"""EleutherAI's harness (lm-eval) around our scoring: it says what is asked and turns answers into numbers with its own metrics.
+"""Evaluation with EleutherAI's harness (lm-eval). It says what is asked, our code scores, and its own metrics turn scores into
+numbers.
 
 Three steps, so that the one in the middle (``smupar.lm.use.score``) can run where the harness is not installed:
 
@@ -29,7 +30,7 @@ _RESAMPLES = 1000
 
 
 def evaluate(config: EvalConfig) -> Results:
-    """All three steps in one process; their files stay in ``config.out``, so that the same command goes on."""
+    """Does all three steps in one process. Their files stay in ``config.out``, so that the same command can go on."""
     out = Path(config.out)
     requests = out / "requests.jsonl"
     for folder in config.folders:
@@ -50,7 +51,7 @@ def evaluate(config: EvalConfig) -> Results:
 
 
 def write_requests(config: TasksConfig, out: str | Path) -> str:
-    """Writes all that is asked to a file; returns a line that says what is in it."""
+    """Writes all questions to a file. Returns a line that says what is in it."""
     tasks = load_tasks(config)
     requests, digest = _requests(tasks, config)
     header = {
@@ -66,7 +67,7 @@ def write_requests(config: TasksConfig, out: str | Path) -> str:
 
 
 def tabulate(requests: str | Path, scores: Sequence[str | Path], out: str | Path, *, data_dir: str | None = None) -> Results:
-    """Scores of several models into the harness's numbers, written to the folder ``out``."""
+    """Turns the scores of several models into the harness's numbers, and writes them to the folder ``out``."""
     header, asked = score.read_requests(requests)
     config = TasksConfig(tuple(header["tasks"]), data_dir or header["data_dir"], header["limit"])
     models = []
@@ -99,7 +100,7 @@ def tabulate(requests: str | Path, scores: Sequence[str | Path], out: str | Path
 
 
 def _by_chance(task: Any, requests: list[ScoreRequest]) -> float:
-    """Accuracy of drawing a choice at random; no word is guessed among all words."""
+    """The accuracy of choosing at random; 0 for LAMBADA, where the choice is among all words."""
     if task.OUTPUT_TYPE != "multiple_choice":
         return 0.0
     num_choices = Counter(request.doc for request in requests)
@@ -145,7 +146,7 @@ def _requests(tasks: dict[str, Any], config: TasksConfig) -> tuple[list[ScoreReq
 
 
 def _metrics(tasks: dict[str, Any], scores: dict[str, Score], limit: int | None) -> dict[str, TaskResults]:
-    """The numbers of each task, by the harness's own evaluation of a model that looks its answers up."""
+    """The numbers of each task. The harness evaluates a stand-in model that looks up our scores."""
     harness, base = _module("lm_eval.evaluator"), _module("lm_eval.api.model").LM
 
     class Stored(base):  # type: ignore[misc, valid-type]
@@ -173,7 +174,8 @@ def _metrics(tasks: dict[str, Any], scores: dict[str, Score], limit: int | None)
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The harness prints while it resamples, and forks a process for each core, which is unsafe beside torch's threads."""
+    """Keeps the harness from printing while it resamples, and from forking a process for each core, which is unsafe beside
+    torch's threads."""
     before = os.environ.get("DISABLE_MULTIPROC")
     os.environ["DISABLE_MULTIPROC"] = "1"
     try:
@@ -232,7 +234,7 @@ def _is_last_word(row: dict[str, Any]) -> bool:
 
 
 def _local_task(name: str, documents: list[dict[str, Any]]) -> Any:
-    """A task that is asked and counted as the harness's own, without its download."""
+    """A task with the harness's own prompts and metrics, on local documents instead of a download."""
     base, datasets = _module("lm_eval.api.task").ConfigurableTask, _module("datasets")
 
     class Local(base):  # type: ignore[misc, valid-type]

@@ -1,6 +1,6 @@
-"""State of moving masks and measured updates, in the optimizer's state dict.
+"""Keeps the state of sparsifiers and measured updates in the optimizer's state dict.
 
-Every trainer saves and loads that one, at the right time: nothing else has to know.
+Every trainer saves and loads that state dict at the right time, so no other code has to know.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _KEY = "smupar"
 
 
 def carry_state(optimizer: torch.optim.Optimizer, parts: Mapping[str, Any]) -> None:
-    """From now on the optimizer's state dict also holds the state of ``parts``, which have state dicts of their own."""
+    """Makes the optimizer's state dict hold the state of ``parts`` too, which have state dicts of their own."""
     carried = _Carried({name: part for name, part in parts.items() if part is not None})
     if carried.parts:
         optimizer.register_state_dict_post_hook(carried.add)

@@ -1,4 +1,4 @@
-"""A plan put into a model, and the weights that the packages above change afterwards.
+"""Puts a plan into a model, and holds the weights that the packages above change afterwards.
 
 parameterize   ``parameterize``, ``attach``: masks, init, forward factors, hooks
 weights        a weight however it is kept: dense and masked, compressed, stacked

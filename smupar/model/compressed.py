@@ -1,7 +1,7 @@
 """A linear layer that keeps only the non-zeros of its weight, row by row (CSR), and what becomes of them when the mask moves.
 
-Its ``weight`` is one parameter of values under the name that the plan knows, and two buffers beside it say where the values
-lie (``csr``). A ``Kernel`` multiplies by them: ``execute.sparse`` has the kernels and chooses one for the weight's device.
+Its ``weight`` is one parameter of values, under the name that the plan knows. Two buffers beside it say where the values lie
+(``csr``). A ``Kernel`` multiplies by them: ``execute.sparse`` has the kernels and chooses one for the weight's device.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from smupar.model.gradients import PassGradient
 
 
 class KernelIndex:
-    """What a kernel derives from the places of the non-zeros to multiply by them; subclasses are dataclasses of tensors."""
+    """What a kernel derives from the positions of the non-zeros, to multiply by them. Subclasses are dataclasses of tensors."""
 
     def tensors(self) -> Iterator[Tensor]:
-        """All that it holds, also in its parts."""
+        """All tensors of the index, including those of its parts."""
         for part in vars(self).values():
             if isinstance(part, Tensor):
                 yield part
@@ -40,12 +40,13 @@ class KernelIndex:
                 yield from part.tensors()
 
     def watched(self) -> Iterator[Tensor]:
-        """Tensors that backward reads and others may write to, such as the layer's buffers; none if all are its own."""
+        """Tensors that the backward pass reads and that other code may write to, such as the layer's buffers; none if the index
+        owns all of its tensors."""
         return iter(())
 
 
 class Kernel(ABC):
-    """Multiplies contiguous rows by a sparse matrix, whose values come in the order of the parameter: row by row."""
+    """Multiplies contiguous rows by a sparse matrix. Its values come in the order of the parameter, which is row by row."""
 
     name: str
     # The dtype that it calculates in and wants activations in. None: it takes any and calculates in float32, or in float64 if
@@ -54,11 +55,11 @@ class Kernel(ABC):
 
     @abstractmethod
     def refusal(self, mask: Tensor) -> str | None:
-        """Why it cannot multiply by a matrix with this mask, and what to do, or None."""
+        """Why it cannot multiply by a matrix with this mask, and what to do; None if it can."""
 
     @abstractmethod
     def index(self, row_starts: Tensor, columns: Tensor, shape: tuple[int, int], out_dim: int) -> KernelIndex:
-        """The index that the products take; a ValueError where ``refusal`` has one."""
+        """The index that the products take. Raises ValueError if ``refusal`` gives a reason."""
 
     @abstractmethod
     def forward(self, x: Tensor, index: Any, values: Tensor, bias: Tensor | None) -> Tensor:
@@ -68,11 +69,11 @@ class Kernel(ABC):
     def backward(
         self, grad: Tensor, x: Tensor, index: Any, values: Tensor, *, for_input: bool, for_values: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of the input and of the values, those that are asked for."""
+        """The gradients of the input and of the values, as far as they are asked for."""
 
 
 class Product(torch.autograd.Function):
-    """y = x W' + bias for the rows of x. torch's own CSR product has a dense gradient of the matrix: hence this one."""
+    """y = x W' + bias for the rows of x. We need our own, because the gradient of torch's CSR product is a dense matrix."""
 
     @staticmethod
     def forward(
@@ -111,7 +112,7 @@ def _rows(x: Tensor, values: Tensor, kernel: Kernel) -> Tensor:
 
 @dataclass(frozen=True)
 class MaskChange:
-    """What a new mask did to a parameter: ``remap`` does it to a tensor that goes along, such as optimizer state."""
+    """How a new mask changed a parameter. ``remap`` makes the same change to another tensor, such as optimizer state."""
 
     remap: Callable[[Tensor], Tensor]
     new_entries: Tensor  # where the parameter is new
@@ -176,7 +177,7 @@ class SparseLinear(nn.Module):
     # The index
 
     def index(self) -> KernelIndex:
-        """The kernel's index. It is made again whenever the places were written to: by masks that move, by a checkpoint."""
+        """The kernel's index. It is made again whenever positions were written to, by masks that move or by a checkpoint."""
         kernel, starts, columns = self.kernel, self.weight_row_starts, self.weight_columns
         made_of = kernel.name, columns.device, starts._version, columns._version
         if self._index is None or self._made_of != made_of:
@@ -187,7 +188,7 @@ class SparseLinear(nn.Module):
         return self._index
 
     def _check_index(self) -> None:
-        """A kernel reads where the index points to, so it must not be raw memory."""
+        """Refuses positions outside of the matrix: a kernel reads wherever they point, and they may be raw memory."""
         starts, columns, num_columns = self.weight_row_starts, self.weight_columns, self.matrix_shape[1]
         ordered = int(starts[0]) == 0 and bool((starts.diff() >= 0).all()) and int(starts[-1]) == len(columns)
         inside = len(columns) == 0 or (int(columns.min()) >= 0 and int(columns.max()) < num_columns)
@@ -212,7 +213,7 @@ class SparseLinear(nn.Module):
 
     @property
     def weight_mask(self) -> Tensor:
-        """A new tensor, (rows, columns)."""
+        """The mask as a new tensor of shape (rows, columns)."""
         return mask_of_index(self.weight_row_starts, self.weight_columns, self.matrix_shape[1])
 
     def expand(self, values: Tensor) -> Tensor:
@@ -228,7 +229,7 @@ class SparseLinear(nn.Module):
 
     @torch.no_grad()
     def set_mask(self, mask: Tensor) -> MaskChange:
-        """Makes ``mask`` the places of the non-zeros: weights that stay keep value and gradient, new ones start at 0."""
+        """Makes ``mask`` the positions of the non-zeros. Weights that stay keep value and gradient; new weights start at 0."""
         if why := self.kernel.refusal(mask):
             raise ValueError(
                 f"backend {self.backend!r} cannot hold the moved mask: {why}; or "
@@ -257,7 +258,8 @@ class SparseLinear(nn.Module):
         return MaskChange(remap, ~stayed)
 
     def add_dense_grad(self, grad: Tensor, x: Tensor) -> None:
-        """Adds what rows of the output's gradient and of the input make of the weight's gradient without a mask."""
+        """Adds the contribution of these rows of input and output gradient to the gradient that the weight would have without a
+        mask."""
         part = grad.T @ x if self.out_dim == 0 else x.T @ grad
         # Micro-batches are added in no less than the weight's precision.
         self.dense.add(part.to(torch.promote_types(part.dtype, self.weight.dtype)), self.weight)
@@ -270,7 +272,7 @@ class SparseLinear(nn.Module):
         self.forget_index()
 
     def _resize(self, values: Tensor) -> None:
-        """Gives the same parameter another number of non-zeros, so that optimizers go on with it."""
+        """Gives the parameter another number of non-zeros. It stays the same object, so optimizers can go on with it."""
         self.weight.grad = None
         # A loss of the user's may hold the last step's graph, whose node for this parameter expects the old size. torch makes a
         # new node when a parameter's dtype changes, so it changes for a moment.
@@ -288,7 +290,7 @@ class SparseLinear(nn.Module):
         return super()._apply(*args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Reads both kinds: non-zeros, as many as there are, and a matrix with its mask."""
+        """Reads both forms: any number of non-zeros, or a matrix with its mask."""
         key = f"{prefix}weight"
         matrix, mask = state_dict.get(key), state_dict.get(f"{key}_mask")
         if matrix is not None and mask is not None and tuple(matrix.shape) == tuple(mask.shape) == self.matrix_shape:

@@ -1,9 +1,9 @@
-"""Compressed sparse rows (CSR), in which the non-zeros of a matrix are kept: the one codec, and how the parts are spelled.
+"""Compressed sparse rows (CSR), the format in which non-zeros are kept: the only codec, and the names of the parts.
 
-The values of the non-zeros lie in the order of the flattened matrix, ``columns`` has the column of each (int32) and
-``row_starts`` where each row begins among them (int64, one more than there are rows). A non-zero is what the mask keeps: its
-value may be 0. In a state dict the parts are ``<name>``, ``<name>_columns`` and ``<name>_row_starts``, in an exported file
-``<name>.values``, ``<name>.col_indices`` and ``<name>.crow_indices``.
+The values of the non-zeros lie in the order of the flattened matrix. ``columns`` has the column of each (int32), and
+``row_starts`` has the position at which each row begins (int64, one more than there are rows). A "non-zero" is a weight that
+the mask keeps, even if its value is 0. In a state dict the parts are ``<name>``, ``<name>_columns`` and ``<name>_row_starts``,
+in an exported file ``<name>.values``, ``<name>.col_indices`` and ``<name>.crow_indices``.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def expand_state(state: MutableMapping[str, Any], key: str, shape: tuple[int, ..
 
 
 def compress_export(tensors: MutableMapping[str, Tensor], name: str, mask: Tensor) -> None:
-    """Replaces a matrix by its non-zeros, in place; other tools want both index tensors of one dtype."""
+    """Replaces a matrix by its non-zeros, in place. Both index tensors have the same dtype, as other tools expect."""
     starts, columns = row_index(mask)
     dtype = torch.int32 if int(starts[-1]) < 2**31 else torch.int64
     index = {_EXPORTED_STARTS: starts.to(dtype), _EXPORTED_COLUMNS: columns.to(dtype), _VALUES: tensors.pop(name)[mask]}
@@ -80,7 +80,7 @@ def compress_export(tensors: MutableMapping[str, Tensor], name: str, mask: Tenso
 
 
 def expand_export(tensors: MutableMapping[str, Tensor], num_columns: dict[str, int]) -> None:
-    """Replaces all non-zeros by matrices, in place. ``num_columns`` by name."""
+    """Replaces all non-zeros by matrices, in place. ``num_columns`` has the number of columns by name."""
     for name in [key.removesuffix(_VALUES) for key in tensors if key.endswith(_VALUES)]:
         values, starts, columns = (tensors.pop(f"{name}{part}") for part in (_VALUES, _EXPORTED_STARTS, _EXPORTED_COLUMNS))
         tensors[name] = matrix_of(values, starts, columns, num_columns[name])

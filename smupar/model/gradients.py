@@ -1,4 +1,5 @@
-"""The gradient of a sparse weight: masked as soon as it is accumulated, and kept without a mask where somebody asks for it."""
+"""The gradient of a sparse weight. It is masked as soon as it is accumulated, and kept without a mask as well if that is asked
+for."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from smupar.model.sharding import in_process_group, local, num_ranks, zero_off_m
 
 class DenseGradient:
     """What the gradient would be without a mask, summed over micro-batches, while it is ``wanted``. A gradient that was thrown
-    away, such as one that is not finite, must not count: then the sum starts again."""
+    away, for example because it is not finite, must not count. The sum then starts again."""
 
     wanted = False
     value: Tensor | None = None
@@ -23,7 +24,7 @@ class DenseGradient:
 
 
 class MaskGradient(DenseGradient):
-    """Post-accumulate hook that masks a gradient; it reads the mask at call time, so that masks may move. The dense gradient is
+    """Post-accumulate hook that masks a gradient. It reads the mask when it is called, so masks may move. The dense gradient is
     this rank's own, or its shard of the sum over ranks."""
 
     def __init__(self, module: nn.Module, mask_leaf: str) -> None:
@@ -48,7 +49,8 @@ class MaskGradient(DenseGradient):
         self._summed = weakref.ref(grad)
 
     def _is_fresh(self, grad: Tensor) -> bool:
-        """Whether nothing of the sum so far is in this gradient. Several ranks may replace theirs at any time."""
+        """Whether this gradient contains nothing of the sum so far. With several ranks, gradients may be replaced at any
+        time."""
         if num_ranks() > 1:
             return False
         if self._summed is None or self._summed() is not grad:
@@ -58,7 +60,7 @@ class MaskGradient(DenseGradient):
 
 
 class PassGradient(DenseGradient):
-    """For layers whose own backward pass makes the dense gradient; a layer may be in one pass several times."""
+    """For layers whose own backward pass makes the dense gradient. A layer may be called several times in one pass."""
 
     _last_pass = -1
 

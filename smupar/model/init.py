@@ -1,6 +1,6 @@
-"""The values that ``parameterize``, which alone calls this, writes into a model's tensors.
+"""The values that ``parameterize`` writes into a model's tensors. No other code calls this file.
 
-Everything random comes from (seed, parameter name) on the CPU: the same on every device, rank and number of ranks.
+Everything random comes from (seed, parameter name) on the CPU. So it is the same on every device, rank and number of ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from smupar.plan.plan import Plan, PlanRow
 
 @dataclass
 class Resets:
-    """Fresh values for what the plan keeps, where ``to_empty`` left raw memory."""
+    """Fresh values for the parameters that the plan does not initialise, if ``to_empty`` left raw memory in them."""
 
     zeros: list[nn.Parameter]  # biases of layers
     calls: dict[str, tuple[Callable[[], Any], set[torch.device]]]  # module path -> its own init
@@ -37,7 +37,8 @@ class Resets:
 
 
 def plan_resets(model: nn.Module, plan: Plan, *, sure: bool) -> Resets:
-    """A layer's biases become 0, other modules get their ``reset_parameters``, or what a Hugging Face model has for them."""
+    """Biases of layers become 0. Other modules are reset by their ``reset_parameters``, or by the method of their Hugging Face
+    model."""
     resets, done, left = Resets([], {}, []), [], []
     for path, module in model.named_modules():
         names = [f"{path}.{leaf}" if path else leaf for leaf, _ in module.named_parameters(recurse=False)]

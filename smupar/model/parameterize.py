@@ -1,7 +1,7 @@
-"""Carrying a plan out. Nothing else puts one into a model; masks and their hooks it has put there by ``weights``, values by
-``init``.
+"""``parameterize`` and ``attach`` put a plan into a model. No other code does. ``weights`` adds masks and their hooks, ``init``
+sets values.
 
-What is added to a model, all of it keyed by name and put back by ``attach`` from the plan:
+The following is added to a model. It is keyed by name, and ``attach`` can put it back from the plan:
 
 - a bool buffer ``<param>_mask`` beside every sparse parameter; the weight is exactly 0 where it is False;
 - a hook on that parameter that masks its gradient as soon as it is accumulated, so that optimizers, clipping and reducers
@@ -44,19 +44,23 @@ _MARK = "_smupar_attached"
 
 @dataclass(frozen=True)
 class _Attached:
-    """Left on the root module: it is parameterized."""
+    """The mark that says that a root module is parameterized."""
 
     masked: tuple[str, ...] = ()  # names of the parameters that have masks
     masks_move: bool = False  # the masks need not be those of the plan
 
 
 def parameterize(model: nn.Module, *, base: nn.Module, reset: bool | None = None, **settings: Unpack[Settings]) -> Plan:
-    """Makes ``model`` follow a rule, in place: masks, init, forward factors. Returns the plan.
+    """Makes ``model`` follow a rule, in place: sets masks, init and forward factors. Returns the plan.
 
-    Settings are those of ``make_plan``. Weight matrices get new values; norms, biases and parameters that do not scale keep
-    theirs. A model fresh from ``to_empty`` has none: with ``reset=True`` norms get their module's own init
-    and biases 0, with ``reset=False`` never; by default this happens, with a warning, if no parameter of the model was ever
-    written in place, as is so after ``to_empty`` (and after deepcopy). On bad input the model is left untouched.
+    The settings are those of ``make_plan``. Weight matrices get new values. Norms, biases and parameters that do not scale keep
+    their values.
+
+    A model fresh from ``to_empty`` has no values to keep. With ``reset=True`` norms get their module's own init, and biases
+    become 0; with ``reset=False`` they never do. By default they do, with a warning, if no parameter of the model was ever
+    written in place. That is the case after ``to_empty``, and after deepcopy.
+
+    On bad input the model is left untouched.
     """
     _refuse(model)
     settings["masks"] = given = read_masks(settings.get("masks"))  # so that the planner need not read a file again
@@ -83,12 +87,13 @@ def parameterize(model: nn.Module, *, base: nn.Module, reset: bool | None = None
 
 
 def attach(model: nn.Module, plan: Plan, optimizer: Any = None, *, masks: MaskSetting = None) -> None:
-    """Puts masks, gradient hooks and forward factors back from the plan; does nothing where they are in place.
+    """Puts masks, gradient hooks and forward factors back from the plan. Does nothing where they are in place.
 
-    Call it after deepcopy, ``to_empty`` with a loaded checkpoint, ``load_state_dict(assign=True)`` or sharding. Weights are
-    masked after each step of an optimizer whose updates mix entries, as Muon's do, or that is not known; with an ``optimizer``
-    (or several) given here after each of its steps, whatever it is called.
-    Masks that the model lacks are drawn from the plan again; those the user gave must be given again as ``masks``.
+    Call it after deepcopy, ``to_empty`` with a loaded checkpoint, ``load_state_dict(assign=True)`` or sharding. Masks that the
+    model lacks are drawn from the plan again. If you gave masks to ``parameterize``, give them again as ``masks``.
+
+    Weights are masked after each step of optimizers whose updates mix entries, such as Muon, and of unknown optimizers. If you
+    pass an ``optimizer`` (or several), weights are masked after each of its steps too.
     """
     model = unwrapped(model)
     check_plan(model, plan)
@@ -103,7 +108,8 @@ def attach(model: nn.Module, plan: Plan, optimizer: Any = None, *, masks: MaskSe
 
 
 def _warn_of_other_zeros(model: nn.Module, drawn: Mapping[str, Tensor]) -> None:
-    """Says so where a drawn mask is not the one that weights were trained under: what lies off it would stay for ever."""
+    """Warns if a drawn mask is not the mask that the weights were trained with. Weights off the drawn mask would stay for
+    ever."""
     parameters = dict(model.named_parameters())
     for name, mask in drawn.items():
         weight = parameters[name].detach()
@@ -153,7 +159,7 @@ def check_parameterized(model: nn.Module, remedy: str = "first (smupar.attach on
 
 
 def check_not_compiled(model: nn.Module, remedy: str) -> None:
-    """Refuses a model of which a module is compiled: that goes on with the hooks and weights it was compiled with."""
+    """Refuses a model with a compiled module, which would go on with the hooks and weights that it was compiled with."""
     for path, module in model.named_modules():
         if module._compiled_call_impl is not None:
             raise ValueError(f"{path or 'the model'!r} is compiled already {remedy}")
@@ -178,7 +184,7 @@ def mask_of(model: nn.Module, name: str) -> Tensor | None:
 
 
 def add_masks(model: nn.Module, plan: Plan) -> None:
-    """Gives hidden weights without a mask one that keeps all: for masks that will move."""
+    """Gives every hidden weight without a mask one that keeps all weights, so that it can move later."""
     missing = [weight for weight in weights(model, plan).values() if not weight.is_masked]
     _attach(model, plan, {weight.name: weight.full_mask() for weight in missing})
 
@@ -195,7 +201,8 @@ def has_factor_hook(module: nn.Module) -> bool:
 
 
 def add_missing_factors(models: Sequence[nn.Module], plans: Sequence[Plan]) -> None:
-    """Gives embeddings and unembeddings without a forward factor one of 1, so that models of different rules can be batched."""
+    """Gives embeddings and unembeddings without a forward factor the factor 1, so that models of different rules can be
+    batched."""
     for model, plan in zip(models, plans, strict=True):
         for name, parameter in model.named_parameters(remove_duplicate=False):
             module = model.get_submodule(parent_path(name))
@@ -307,8 +314,8 @@ def _attach(model: nn.Module, plan: Plan, masks: Mapping[str, Tensor]) -> None:
 
 
 def _let_compilers_see_hooks() -> None:
-    """By default torch.compile does not ask whether a module has hooks: a model like one that ran compiled before, but with
-    hooks, would run that one's code, without them. Settings of torch's compiler belong to a thread."""
+    """Makes torch.compile look at hooks. By default it does not: a model with hooks would run the code that was compiled for an
+    equal model without them. These settings of torch belong to a thread."""
     may_have_compiled = "torch._dynamo" in sys.modules
     import torch._dynamo  # which every optimizer imports as well
 
@@ -335,7 +342,8 @@ def _set_factor(module: nn.Module, factor: float, parameter: Tensor) -> None:
 
 
 def _before_load(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """A checkpoint without masks loads: the model's own masks stay. So does that of a model that keeps non-zeros alone."""
+    """Lets a model load a checkpoint without masks, and keeps the model's own masks. Also expands the checkpoint of a model
+    that keeps only non-zeros."""
     masked = _every_name(model, _attached(model).masked)
     for name in masked:
         if is_compressed(state, f"{prefix}{name}") and (weight := weight_of(model, name)).stores_zeros:
@@ -354,7 +362,8 @@ def _before_load(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
 
 
 def _every_name(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """With those of modules in several places: a state dict holds their parameters, and the masks, under each."""
+    """The names, and for modules in several places all their names. A state dict holds their parameters and masks under each
+    name."""
     modules: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         modules.setdefault(id(module), []).append(path)
@@ -364,7 +373,7 @@ def _every_name(model: nn.Module, names: Iterable[str]) -> list[str]:
 
 @torch.no_grad()
 def _after_load(model: nn.Module, _: Any) -> None:
-    """Weights off the mask are 0 whatever was loaded, and tensors replaced by ``assign=True`` get their hooks back."""
+    """Sets weights off the mask to 0, whatever was loaded. Tensors that ``assign=True`` replaced get their hooks back."""
     for weight in (weight_of(model, name) for name in _attached(model).masked):
         weight.attach()
         weight.zero_off_mask()

@@ -1,5 +1,5 @@
-"""What optimizers must know when the weights of a model change their layout, from matrices to non-zeros or back: an optimizer
-that holds a replaced parameter refuses to step, and state that was saved in the other layout is converted."""
+"""Adapts optimizers when the weights of a model change their layout, from matrices to non-zeros or back. An optimizer that
+holds a replaced parameter refuses to step. State that was saved in the other layout is converted."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _FITTED: weakref.WeakKeyDictionary[Optimizer, object] = weakref.WeakKeyDictionar
 
 
 def watch_optimizers(model: nn.Module, replaced: Iterable[nn.Parameter]) -> None:
-    """For a model whose weights may be kept in another way from now on: optimizers that hold what was replaced refuse to step,
-    and state that they load is laid out as the weights are now."""
+    """Watches the optimizers of a model whose weights have a new layout. Those that hold a replaced parameter refuse to step,
+    and state that they load is converted to the new layout."""
     _MODELS.add(model)
     for parameter in replaced:
         setattr(parameter, _REPLACED, True)
@@ -37,7 +37,7 @@ def _refuse_replaced(step: Step) -> None:
 
 
 def _fit_state(step: Step) -> None:
-    """At the first step, and at the first after state was loaded."""
+    """Converts optimizer state, at the first step and at the first step after state was loaded."""
     states = step.optimizer.state
     if _FITTED.get(step.optimizer) is states:
         return

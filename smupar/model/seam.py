@@ -1,8 +1,8 @@
-"""The one seam round ``optimizer.step()``: what the package does before a step and after it, by name and in a fixed order.
+"""The seam around ``optimizer.step()``: everything that the package does before and after a step, by name and in a fixed order.
 
-torch calls two global hooks of ours round the step of every optimizer, the first before an optimizer's own hooks and the second
-after them. Each optimizer has a ``Seam``, an attribute that copies and pickles drop as they drop hooks, with the phases that
-apply to it; ``print(seam_of(optimizer))`` shows what will run. An optimizer without phases pays for the two calls.
+torch calls two global hooks of ours at the step of every optimizer: the first before the optimizer's own hooks, the second
+after them. Each optimizer has a ``Seam`` with the phases that apply to it. It is an attribute that copies and pickles drop, as
+they drop hooks. ``print(seam_of(optimizer))`` shows what will run. For an optimizer without phases, the cost is two calls.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Step:
 
     @cached_property
     def was_noop(self) -> bool:
-        """For the phases after the step: asked once, by the first that wants to know."""
+        """Whether the step changed nothing. This is for phases after the step; the first phase that asks finds out."""
         return step_was_noop(self.optimizer)
 
 
@@ -49,7 +49,8 @@ Owner = TypeVar("Owner")
 
 
 class Seam:
-    """The phases of one optimizer. Each belongs to an owner, who has at most one of a name: a second one replaces the first."""
+    """The phases of one optimizer. Each phase belongs to an owner. An owner has at most one phase of each name: a second one
+    replaces the first."""
 
     def __init__(self) -> None:
         self.phases: dict[str, dict[Hashable, Phase]] = {}
@@ -82,7 +83,7 @@ class Seam:
         return "\n".join(lines)
 
     def begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Runs what comes before the step; returns its arguments if a closure among them had to be wrapped."""
+        """Runs the phases before the step. Returns the step's arguments if a closure among them had to be wrapped."""
         step = Step(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
         self.run(_PREPARE, step)
@@ -101,7 +102,7 @@ class Seam:
         return ((args[0], looked, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": looked})
 
     def finish(self) -> None:
-        """Runs what comes after the step, once: whoever acts in a hook of the optimizer's own may call this first."""
+        """Runs the phases after the step, once. Code in one of the optimizer's own hooks may call this first."""
         if (step := self.step) is not None:
             self.step = None
             try:
@@ -116,7 +117,7 @@ class Seam:
 
 
 def seam_of(optimizer: Optimizer) -> Seam:
-    """The seam of an optimizer, made the first time it is asked for, with the phases that every optimizer has."""
+    """The seam of an optimizer. The first call makes it, with the phases that every optimizer has."""
     seam: Seam | None = optimizer.__dict__.get(_SEAM)
     if seam is None:
         with _LOCK:
@@ -135,7 +136,8 @@ _LOCK = threading.RLock()  # models are made, and optimizers stepped, in threads
 
 
 def on_every_step(name: str, phase: Phase, applies: Callable[[Optimizer], bool] = lambda _: True) -> None:
-    """Adds a phase, which is its own owner, to all optimizers that it applies to, now and later; only once."""
+    """Adds a phase to all optimizers that it applies to, now and later. The phase is its own owner. A second call changes
+    nothing."""
     with _LOCK:
         if (name, phase) not in _EVERYWHERE:
             _install()
@@ -146,8 +148,8 @@ def on_every_step(name: str, phase: Phase, applies: Callable[[Optimizer], bool] 
 
 @cache
 def _install() -> None:
-    """The only hooks that belong to no model and no optimizer. torch.compile must not trace
-    them: it would not see the masks of parameters."""
+    """Installs the only hooks that belong to no model and no optimizer. torch.compile must not trace them, since it would not
+    see the masks of parameters."""
     register_optimizer_step_pre_hook(torch.compiler.disable(_before))
     register_optimizer_step_post_hook(torch.compiler.disable(_after))
 
@@ -189,8 +191,8 @@ def unwrap_optimizer(optimizer: Any) -> Any:
 
 
 def step_was_noop(optimizer: Optimizer) -> bool:
-    """Whether the step that an optimizer has just made changed nothing: torch.distributed.checkpoint makes such a step with a
-    learning rate of 0 to create state, and a fused optimizer skips one where a GradScaler found an overflow."""
+    """Whether the last step of an optimizer changed nothing. There are two such steps: torch.distributed.checkpoint makes one
+    with a learning rate of 0 to create state, and a fused optimizer skips one if a GradScaler found an overflow."""
     overflow = getattr(optimizer, "found_inf", None)  # from a GradScaler; nobody else waits here for the GPU
     if overflow is not None and bool(overflow):
         return True

@@ -1,4 +1,5 @@
-"""Tensors that FSDP2 may have sharded: the whole, this rank's shard, and one laid out like another; masking in place."""
+"""Helpers for tensors that FSDP2 may have sharded: the full tensor, this rank's shard, a tensor sharded like another, and
+masking in place."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from torch import Tensor
 
 
 def like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """``tensor`` on the device of ``parameter``; under FSDP2 its own shard of it, as every rank has drawn the whole."""
+    """``tensor`` on the device of ``parameter``. Under FSDP2 this is the rank's shard of it, since every rank has drawn the
+    full tensor."""
     if not is_sharded(parameter):
         return tensor.to(parameter.device)
     from torch.distributed.tensor import DTensor, distribute_tensor
@@ -18,7 +20,7 @@ def like(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 def sharded_like(parameter: Tensor, shard: Tensor) -> Tensor:
-    """The tensor that is sharded like a parameter and of which this rank holds ``shard``."""
+    """A tensor that is sharded like a parameter. ``shard`` is the part of this rank."""
     from torch.distributed.tensor import DTensor
 
     assert isinstance(parameter, DTensor)
@@ -27,17 +29,17 @@ def sharded_like(parameter: Tensor, shard: Tensor) -> Tensor:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """A DTensor, asked without importing torch.distributed."""
+    """Whether a tensor is a DTensor, without importing torch.distributed."""
     return hasattr(tensor, "placements")
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, on every rank, of which FSDP2 may have given this one a shard."""
+    """The full tensor, on every rank, if FSDP2 has sharded it; otherwise the tensor itself."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard, or the tensor."""
+    """This rank's shard, or the tensor itself if it is not sharded."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
@@ -50,5 +52,5 @@ def num_ranks() -> int:
 
 
 def zero_off_mask(tensor: Tensor, mask: Tensor) -> None:
-    """In place; a product would turn an inf off the mask into nan."""
+    """Sets weights off the mask to 0, in place. (A product with the mask would turn an inf into nan.)"""
     tensor.masked_fill_(mask.logical_not(), 0)

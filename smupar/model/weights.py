@@ -1,13 +1,14 @@
-"""A weight matrix of a model, however it is kept: what the rest of the library asks about one, and what it does to one.
+"""A weight matrix of a model, in any of the three ways of keeping it, with everything that the rest of the library asks about
+it or does to it.
 
 ``MaskedWeight``      a parameter of its full shape, with a mask beside it or none, as biases have; it may be sharded over ranks
 ``CompressedWeight``  a parameter of the non-zeros alone, in a ``SparseLinear``
 ``StackedWeight``     the same weight of many models, in tensors with a leading dimension of models
 
-Optimizer groups, learning rates and traces go by the parameter's name and need none of this. Whoever wants the matrix, the
+Optimizer groups, learning rates and traces go by the parameter's name and need none of this. Code that needs the matrix, the
 mask, the optimizer state or the dense gradient asks ``weight_of(model, name)`` or ``weights(model, plan)``. Masks are moved and
-updates measured on tensors with a row for each model, so that one model and a stack of many share the code: what that needs
-(``shape``, ``rows``, ``set_mask``, ``dense_grad``, ``multiply``, ``scale``, ``snapshot``, ``restore``) all kinds have.
+updates are measured on tensors with a row for each model, so that one model and a stack of many share the code. For this all
+three classes have ``shape``, ``rows``, ``set_mask``, ``dense_grad``, ``multiply``, ``scale``, ``snapshot`` and ``restore``.
 """
 
 from __future__ import annotations
@@ -49,13 +50,14 @@ class MaskedWeight:
 
     @property
     def mask(self) -> Tensor | None:
-        """The mask, if there is one: the buffer itself, which may be sharded, or a new tensor where there is no such buffer."""
+        """The mask, if there is one. It is the buffer itself, which may be sharded, or a new tensor if there is no such
+        buffer."""
         mask = getattr(self.module, f"{self.leaf}{MASK}", None)
         return mask if isinstance(mask, Tensor) else None
 
     @property
     def mask_buffers(self) -> tuple[str, ...]:
-        """Full names of the buffers that say where the mask is: the same on every rank."""
+        """Full names of the buffers that hold the mask or its index. They are the same on every rank."""
         return () if self.mask is None else (f"{self.name}{MASK}",)
 
     @property
@@ -64,7 +66,7 @@ class MaskedWeight:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the parameter and of what says where its mask is."""
+        """Bytes of the parameter and of its mask or index."""
         return sum(part.numel() * part.element_size() for part in (self.parameter, self.mask) if part is not None)
 
     def full(self) -> Tensor:
@@ -72,7 +74,7 @@ class MaskedWeight:
         return whole(self.parameter.detach())
 
     def full_mask(self) -> Tensor:
-        """The whole mask, on every rank; of ones where there is none."""
+        """The whole mask, on every rank; all ones if there is no mask."""
         mask = self.mask
         return local(self.parameter).new_ones(self.shape, dtype=torch.bool) if mask is None else whole(mask)
 
@@ -102,8 +104,8 @@ class MaskedWeight:
         return self.full().flatten()[None], self.full_mask().flatten()[None]
 
     def set_mask(self, new: Tensor, models: Sequence[int] = ONLY) -> MaskChange:
-        """Moves the mask to ``new``, (models, entries), with all that goes along: weights that stay keep value, gradient and
-        optimizer state, and all of these are 0 where a weight is dropped or new."""
+        """Changes the mask to ``new``, (models, entries). Weights that stay keep value, gradient and optimizer state. For
+        weights that are dropped or new, all of these become 0."""
         new = new.view(self.shape)
         if num_ranks() > 1:
             dist.broadcast(sent := new.to(torch.uint8), 0)  # equal by construction; a rounding apart they would stay apart
@@ -136,12 +138,12 @@ class MaskedWeight:
 
     @property
     def dense_gradient(self) -> DenseGradient:
-        """Where the gradient without a mask is kept, on request. The hook that masks the gradient fills it, and for compressed
-        weights the layer's backward pass (``model/compressed.Product``); where the hook is lost, nobody does."""
+        """Where the gradient without a mask is kept, on request. The hook that masks the gradient fills it; for compressed
+        weights the layer's backward pass does (``model/compressed.Product``). If the hook is lost, it stays empty."""
         return gradient_mask(self.parameter) or DenseGradient()
 
     def dense_grad(self, models: Sequence[int] = ONLY) -> Tensor:
-        """The gradient without a mask, where it was asked for, (models, entries), summed over ranks."""
+        """The gradient without a mask, (models, entries), summed over ranks, if it was asked for."""
         shard, grad = local(self.parameter), self.dense_gradient.value
         if grad is None:  # on other ranks it has one
             grad = shard.new_zeros(shard.shape if self.stores_zeros else self.shape)
@@ -164,11 +166,11 @@ class MaskedWeight:
         self.parameter.mul_(factor)
 
     def snapshot(self) -> Tensor:
-        """A copy of the values for ``restore``, which holds whatever the mask will be then."""
+        """A copy of the values for ``restore``. It is valid for any later mask."""
         return self.parameter.detach().clone()
 
     def restore(self, values: Tensor, models: Sequence[int] = ONLY) -> None:
-        """Goes back to a snapshot's values where the mask is now."""
+        """Goes back to the values of a snapshot, for the weights that the present mask keeps."""
         self.parameter.copy_(values)
         self.zero_off_mask()
 
@@ -183,16 +185,16 @@ class MaskedWeight:
         self.parameter.copy_(self.laid_out(matrix.to(device)))
 
     def is_foreign(self, shape: Sequence[int]) -> bool:
-        """Whether a tensor of this shape belongs to the weight kept the other way: as non-zeros, or as a matrix."""
+        """Whether a tensor of this shape belongs to the weight in its other form, non-zeros or matrix."""
         return self.is_masked and len(shape) == 1 < len(self.shape) and shape[0] == int(self.full_mask().sum())
 
     def converted(self, foreign: Tensor) -> Tensor:
-        """Such a tensor, laid out like the parameter."""
+        """A tensor of the other form, converted to the form of the parameter."""
         return self.laid_out(foreign.new_zeros(self.shape).masked_scatter_(self.full_mask().to(foreign.device), foreign))
 
 
 class CompressedWeight(MaskedWeight):
-    """A weight of one model of which only the non-zeros are kept; its layer has the index that says where they lie."""
+    """A weight of one model that keeps only its non-zeros. Its layer has the index that says where they lie."""
 
     stores_zeros, masks_gradient = False, True
     module: SparseLinear
@@ -228,7 +230,7 @@ class CompressedWeight(MaskedWeight):
             self.module.set_mask(mask.to(self.parameter.device))
 
     def zero_off_mask(self) -> None:
-        """There is nothing off it."""
+        """Does nothing, since only weights on the mask are stored."""
 
     def _write_mask(self, new: Tensor) -> MaskChange:
         if num_ranks() > 1 and int(new.sum()) != len(self.parameter):
@@ -258,8 +260,8 @@ class CompressedWeight(MaskedWeight):
 
 @dataclass
 class StackedWeight:
-    """A weight of every model of a stack; ``values`` and ``state`` are the tensors that the stack's step writes to. Its methods
-    do what those of ``MaskedWeight`` do."""
+    """The same weight of every model of a stack. ``values`` and ``state`` are the tensors that the stack's step writes to. The
+    methods do the same as those of ``MaskedWeight``."""
 
     name: str
     values: Tensor  # (models, *shape)
@@ -308,7 +310,7 @@ Weight = MaskedWeight | StackedWeight
 
 
 def weight_of(model: nn.Module, name: str, optimizers: Sequence[torch.optim.Optimizer] = ()) -> MaskedWeight:
-    """A parameter of a model as a weight; with its optimizers, where their state should go along with the mask."""
+    """A parameter of a model as a weight. Give its optimizers if their state must change when the mask moves."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     kind = CompressedWeight if isinstance(module, SparseLinear) and leaf == "weight" else MaskedWeight

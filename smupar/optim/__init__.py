@@ -1,1 +1,1 @@
-"""Learning rates: groups for any optimizer, the guard of their ratios, and rates of single layers that change."""
+"""Learning rates: groups for any optimizer, a guard of the ratios between them, and rates of single layers that change."""

@@ -37,16 +37,16 @@ def param_groups(
     no_decay: NoDecay | None = None,
     extra: Iterable[Mapping[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
-    """Groups with each parameter's own learning rate; pass them to the optimizer in place of ``model.parameters()``.
+    """Optimizer groups with the learning rate of each parameter. Pass them to the optimizer in place of ``model.parameters()``.
 
-    lr            base learning rate, a number or a tensor; never changed
-    optimizer     name or class of the optimizer that will get the groups: decides the family's row of Table 1
+    lr            base learning rate, a number or a tensor; the tensor is not changed
+    optimizer     name or class of the optimizer that will get the groups; it decides which factors of Table 1 apply
     decay         "independent": decay divided by the LR factor, so that LR times decay stays what was tuned;
                   "coupled": the same decay everywhere, as in the paper's reference code
-    eps           "constant", or "width": epsilon shrinks like the gradients, with the width
-    eps_value     base epsilon; default the optimizer's own for "constant", 1e-8 for "width"
-    only          "hidden" | "rest": two optimizers on one model, such as Muon on the hidden weights and AdamW on the rest
-    no_decay      globs, or a function (name, parameter) -> bool, of the parameters without weight decay
+    eps           "constant", or "width": epsilon shrinks as the width grows, as gradients do
+    eps_value     base epsilon; default for "constant" the optimizer's own, for "width" 1e-8
+    only          "hidden" | "rest", for two optimizers on one model, such as Muon for hidden weights and AdamW for the rest
+    no_decay      parameters without weight decay: globs, or a function (name, parameter) -> bool
     extra         groups of your own, appended as copies; parameters in them are left out of the plan's groups
     """
     family, weight_decay = family_of(optimizer), float(weight_decay)
@@ -143,7 +143,7 @@ def _warn_of_forgetting(groups: list[dict[str, Any]], optimizer: object) -> None
 
 
 def _warn_of_decay_in_gradient(optimizer: object) -> None:
-    """For optimizers that use the direction of a gradient which the decay is part of."""
+    """Warns about optimizers that add weight decay to the gradient and then use only its direction."""
     facts = facts_of(optimizer)
     if facts.eps and not decouples_decay(optimizer):
         warnings.warn(
@@ -167,9 +167,10 @@ def groups_by_optimizer(
     decayed: str = "all",
     **settings: Any,
 ) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Every optimizer of a run by name, with its groups. With a ``rest_lr`` the named one takes the hidden weights and an AdamW
-    at that rate the rest; Muon takes hidden matrices only, so there ``rest_lr`` is ``lr`` by default. Epsilon goes to those
-    that have one, weight decay to the roles of ``DECAYED[decayed]``; ``settings`` are those of ``param_groups``."""
+    """Every optimizer of a run by name, with its groups. With a ``rest_lr`` the named optimizer takes the hidden weights, and
+    AdamW takes the rest at that learning rate. Muon takes hidden matrices only, so its ``rest_lr`` is ``lr`` by default.
+    Epsilon goes to the optimizers that have one, weight decay to the roles of ``DECAYED[decayed]``. ``settings`` are those of
+    ``param_groups``."""
     choice("decayed", decayed, DECAYED)
     if decayed != "all":
         settings["no_decay"] = lambda name, _: plan[name].role not in DECAYED[decayed]

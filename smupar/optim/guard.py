@@ -16,14 +16,15 @@ _SAME = 1e-4
 
 
 class LRRatioWarning(UserWarning):
-    """The learning rates of two groups no longer have the ratio the plan gave them."""
+    """The learning rates of two groups no longer have the ratio that the plan gave them."""
 
 
 def guard(optimizer: Any) -> None:
-    """Watches the ratios between groups: warns at the first step whose learning rates the plan did not mean.
+    """Watches the ratios between the learning rates of groups, and warns at the first step where they differ from the plan.
 
-    Schedulers that set absolute values (OneCycleLR with one max_lr, CosineAnnealingLR with eta_min) erase the factors.
-    ``audit`` calls it; it costs a comparison of a few numbers at each step. Groups not made by ``param_groups`` are ignored.
+    Schedulers that set absolute values erase the factors: OneCycleLR with one max_lr, CosineAnnealingLR with eta_min.
+    ``audit`` calls this function. It costs a comparison of a few numbers at each step. Groups that ``param_groups`` did not
+    make are ignored.
     """
     for each in optimizers(optimizer):
         if seam_of(each).owner(_Guard) is None:
@@ -58,7 +59,8 @@ def _same(a: float, b: float) -> bool:
 
 
 def wrong_groups(optimizer: torch.optim.Optimizer) -> tuple[float, list[dict[str, Any]]]:
-    """The base rate that most groups of ``param_groups`` agree on (the earlier one in a draw), and the groups that do not."""
+    """The base learning rate that most groups of ``param_groups`` agree on (the first, if there is a draw), and the groups that
+    differ."""
     groups = [group for group in optimizer.param_groups if "lr_factor" in group]
     on_gpu = any(isinstance(group["lr"], Tensor) and group["lr"].device.type != "cpu" for group in groups)
     if len(groups) < 2 or on_gpu:  # reading a GPU tensor at each step would stall it

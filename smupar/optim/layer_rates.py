@@ -1,8 +1,8 @@
-"""Learning rates of single hidden weights that change from step to step, beside whatever scheduler there is.
+"""Learning rates of single hidden weights that change from step to step, together with any scheduler.
 
-The factor is written into ``group["lr"]`` before the optimizer steps and the scheduled value restored after it, so a scheduler
-never sees it. Weight decay that is independent of the learning rate stays so. That needs a group for each hidden weight: the
-groups of ``param_groups`` are split, which must happen before a scheduler is made.
+The factor is written into ``group["lr"]`` before the optimizer steps, and the scheduled value is restored after the step. So a
+scheduler never sees the factor. Weight decay that is independent of the learning rate stays so. Every hidden weight needs a
+group of its own, so the groups of ``param_groups`` are split. That must happen before a scheduler is made.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _WEIGHT = "hidden_weight"
 
 
 class LayerRates:
-    """Learning-rate factors of hidden weights, by name: ``corrections`` multiply the plan's, ``measured`` replace it."""
+    """Learning-rate factors of hidden weights, by name: ``corrections`` multiply the plan's factor, ``measured`` replaces
+    it."""
 
     def __init__(self, names: list[str]) -> None:
         self.names = names
@@ -53,7 +54,7 @@ def measured_or_corrected(measured: Tensor, corrected: Tensor) -> Tensor:
 
 
 def layer_rates(model: nn.Module, plan: Plan, optimizer: Any) -> LayerRates:
-    """The rates of an optimizer (or several on one model), made the first time it is asked for."""
+    """The rates of an optimizer, or of several on one model. The first call makes them."""
 
     def hidden() -> dict[int, str]:
         return {id(p): n for n, p in unwrapped(model).named_parameters() if n in plan and plan[n].role == "hidden"}
@@ -92,7 +93,7 @@ def _refuse_groups(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> N
 
 
 def _refuse_other_model(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
-    """Rates are by name, and two models may share names."""
+    """Refuses an optimizer that was split for another model: rates go by name, and two models may share names."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if id(parameter) in names and group.get(_WEIGHT) != names[id(parameter)]:

@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there, and folders in which one process works at a time."""
+"""Writes files and folders atomically, and locks folders so that one process works in them at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Writes a file so that either the old or the new content is there, whenever the power fails."""
+    """Writes a file so that it has either the old or the new content, even if the power fails."""
     # The process id keeps ranks apart that write the same file at the same time.
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
@@ -39,7 +39,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill under another name, which gets its final name when the block ends without an error."""
+    """A folder under a temporary name. It gets its final name when the block ends without an error."""
     unfinished = path.with_name(f"{path.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -53,14 +53,14 @@ def refuse_existing(path: Path) -> None:
 
 
 def refuse_other_files(folder: Path, what: str, is_ours: Callable[[str], bool] = lambda name: False) -> None:
-    """Raises if the folder holds anything but files of ours, told by their names, although there is no ``what`` in it."""
+    """Raises if a folder holds files whose names are not ours. The caller has looked for ``what`` in it and found none."""
     if not all(is_ours(path.name) for path in folder.iterdir()):
         raise ValueError(f"{folder} holds other files and no {what}: choose another --out")
 
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Makes the folder, if need be, and locks it; the lock ends with the process, however the process ends."""
+    """Makes the folder if it does not exist, and locks it. The lock ends when the process ends, in any way."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: choose another --out")
     try:

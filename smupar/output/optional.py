@@ -1,4 +1,4 @@
-"""Packages that only some commands need: imported when they are needed, with an error that says what to install."""
+"""Imports packages that only some commands need, when they are needed. If one is missing, the error says what to install."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def optional(module: str, purpose: str) -> Any:
-    """A module of the extra ``data``, or one line that says how to get it."""
+    """Imports a module of the extra ``data``. If it is missing, the error is one line that says how to get it."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
@@ -18,5 +18,5 @@ def optional(module: str, purpose: str) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """What another library has to say, short enough for an error of one line."""
+    """The first line of another library's error, short enough for an error of one line."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

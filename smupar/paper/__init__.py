@@ -1,1 +1,2 @@
-"""The paper's figures and tables: one short file each, which ends with a ``FIGURE`` of what to run, to draw and to claim."""
+"""The paper's figures and tables: one short file each. It ends with a ``FIGURE``, which says what to run, to draw and to
+claim."""

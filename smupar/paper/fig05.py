@@ -48,8 +48,8 @@ def what(scale: Scale) -> str:
 
 
 def claim(report: Report) -> Claim:
-    """Sizes are read at attention and feed-forward blocks, as in the paper. Gradients are read at the first step: later ones
-    also depend on how far a model has come."""
+    """Sizes are read at attention and feed-forward blocks, as in the paper. Gradients are read at the first step, since later
+    gradients also depend on how far a model has been trained."""
     last = max(slope.step for slope in report.slopes)
     parts = []
     for rule in ("sp", "mup"):

@@ -24,7 +24,7 @@ def claim(rows: Rows) -> Claim:
 
 
 def _better(rows: Rows) -> Claim:
-    """SmuPar loses least where each rule has the learning rate that is best for it when dense."""
+    """Whether SmuPar has the lowest loss if each rule uses the best learning rate of its dense model."""
     smupar, others = curves(rows, "smupar"), {title(rule): curves(rows, rule) for rule in ("sp", "mup")}
     gaps = []
     for index, curve in enumerate(smupar):

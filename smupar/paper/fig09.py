@@ -1,4 +1,5 @@
-"""Figure 9: Iso-Parameter scaling: wider and sparser with as many kept weights, loss over the learning rate."""
+"""Figure 9: loss over the learning rate in Iso-Parameter scaling. Models become wider and sparser, with the same number of kept
+weights."""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ def runs(scale: Scale) -> list[RunConfig]:
     width = partial(iso_width, sp.model.width, head_dim=sp.model.head_dim)
 
     def has_lower_lr(run: RunConfig) -> bool:
-        """A learning rate that differs from the narrowest model's follows the width already."""
+        """Whether Table 4 gives this run of SP a lower learning rate. One that differs from the narrowest model's already
+        follows the width."""
         return run.rule == "sp" and run.lr == sp.lr and run.model.width > _WIDER * sp.model.width
 
     runs = runs_of(scale, "iso-pretraining", width=width)

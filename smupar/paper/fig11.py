@@ -1,4 +1,4 @@
-"""Figure 11: Iso-WPN scaling: wider and sparser with as many kept weights per neuron, under SP."""
+"""Figure 11: Iso-WPN scaling under SP. Models become wider and sparser, with the same number of kept weights per neuron."""
 
 from __future__ import annotations
 

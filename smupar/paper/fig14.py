@@ -15,7 +15,7 @@ def ablated(rows: Rows, axis: str = "lr") -> Claim:
 
 
 def _worse(ablation: list[Curve], smupar: list[Curve], name: str) -> Claim:
-    """The optimum of the ablation moves further, or it loses more at the value tuned when dense, at the sparsest level."""
+    """Whether the optimum of the ablation moves farther, or the dense-tuned value costs it more at the highest sparsity."""
     move, ours = farthest_move(ablation), farthest_move(smupar)
     last = len(smupar) - 1
     cost, our_cost = (at_dense_optimum(curves, last) for curves in (ablation, smupar))

@@ -1,4 +1,5 @@
-"""What a figure is, and what the files of figures share: reading curves off results, drawing them, claims with their numbers.
+"""Defines a figure, and what the files of figures share: reading curves from results, drawing them, and claims with their
+numbers.
 
 Each figure or table is one file that ends with ``FIGURE = Figure(...)``; reproduce.py runs it, publish.py writes its page. A
 figure must say its title, what the paper shows, and a claim that can fail. All else is optional, and happens in this order:
@@ -87,7 +88,8 @@ class Figure:
 def runs_of(
     scale: Scale, experiment: str, rules: Iterable[str] = RULES, *, width: Callable[[float], int] | None = None
 ) -> list[RunConfig]:
-    """A run for every rule and sparsity of an experiment, with the first seed. ``width``: of a sparsity, where it varies."""
+    """A run for every rule and sparsity of an experiment, with the first seed. ``width`` maps a sparsity to its width, if that
+    varies."""
     return unique(
         scale.run(experiment, rule=as_rule(rule, sparsity), width=width(sparsity) if width else None, sparsity=sparsity)
         for rule in rules
@@ -111,7 +113,7 @@ def sweep_rules(scale: Scale, experiment: str, rules: Iterable[str] = RULES, axi
 def curve(
     rows: Rows, rule: str, sparsity: float, *, axis: str = "lr", keep: Callable[[RunConfig], bool] | None = None
 ) -> Curve:
-    """Mean loss over seeds, over the swept values, of one rule and sparsity. ``keep`` tells runs apart that share both."""
+    """Mean loss over seeds, over the swept values, for one rule and sparsity. ``keep`` selects among runs that share both."""
     results: dict[float, list[Result]] = {}
     for row in rows:
         is_wanted = row.config.rule in (rule, as_rule(rule, sparsity)) and row.config.sparsity == sparsity
@@ -134,7 +136,7 @@ def sparsities(rows: Rows) -> list[float]:
 
 
 def at_dense_optimum(curves: Sequence[Curve], index: int) -> float:
-    """Loss of a curve at the value of the grid that is best for the first curve."""
+    """The loss of a curve at the grid value that is best for the first curve."""
     losses = dict(zip(curves[index].values, curves[index].losses, strict=True))
     return losses.get(curves[0].best_value, math.inf)
 
@@ -174,7 +176,7 @@ def over_sparsity(lines: dict[str, dict[float, float]], heading: str, y_label: s
 
 
 def is_stable(rows: Rows, rule: str = "smupar", axis: str = "lr") -> Claim:
-    """The best value of the rule stays over sparsities."""
+    """Whether the best value of the rule moves by at most a factor of ``STABLE`` over sparsities."""
     moves = curves(rows, rule, axis)
     move = farthest_move(moves)
     text = f"{title(rule)}'s best {_AXES[axis]} moves {times(move)}{edge(moves)}, at most {STABLE:g}x asked"
@@ -182,7 +184,7 @@ def is_stable(rows: Rows, rule: str = "smupar", axis: str = "lr") -> Claim:
 
 
 def moves_more(rows: Rows, rule: str, axis: str = "lr") -> Claim:
-    """The best value of the rule moves farther than SmuPar's."""
+    """Whether the best value of the rule moves farther than SmuPar's."""
     theirs = curves(rows, rule, axis)
     move, ours = farthest_move(theirs), farthest_move(curves(rows, "smupar", axis))
     text = f"{title(rule)}'s moves {times(move)}{edge(theirs)}, more than SmuPar's {times(ours)}"

@@ -159,7 +159,8 @@ def _table(done: Reproduced) -> dict[str, Any]:
 
 
 def _slopes(done: Reproduced) -> dict[str, Any]:
-    """How sizes in hidden layers and blocks grow with density, at the first step and the last; of a coordinate check alone."""
+    """How sizes in hidden layers and blocks grow with density, at the first and at the last step. Only a coordinate check has
+    these."""
     path = done.folder / "check.json"
     if not path.exists():
         return {}

@@ -1,4 +1,4 @@
-"""Running a figure or table: its runs, its picture, its rows, and whether what the paper says of it holds here.
+"""Runs a figure or table: its runs, its picture, its rows, and whether the paper's claim about it holds here.
 
 All figures of a scale share one folder of runs, by the hash of their configurations, so Figures 1, 6, 8 and 14 train each model
 once.
@@ -123,7 +123,7 @@ def reproduce(name: str, scale: Scale, how: EngineConfig, *, out: str, data_dir:
 def _trained(
     name: str, fig: Figure, configs: Sequence[RunConfig], place: Place, how: EngineConfig
 ) -> tuple[list[Result], dict[str, str]]:
-    """The results of a figure's runs, of which ``configs`` are the first, and the sha256 of the files that they read."""
+    """The results of a figure's runs, and the sha256 of the files that they read. ``configs`` are the first runs."""
     scale = place.scale
     if how.engine != "ray":  # which runs them on other machines
         _refuse_device(name, scale, configs, pick_device(how.device), asked=how.device != "auto")
@@ -135,8 +135,8 @@ def _trained(
 
 
 def _definition(fig: Figure, configs: Sequence[RunConfig], scale: Scale) -> StudyDefinition:
-    """The runs of a figure, those that depend on their results, and where something is swept more seeds round each optimum.
-    What is stored is the same for all figures of a scale, which share the study."""
+    """The study of a figure: its runs, runs that depend on their results, and in a sweep more seeds around each optimum. All
+    figures of a scale share one study, so what is stored is the same for all."""
     stages: list[Stage] = [lambda study: configs]
     if fig.then:
         stages.append(partial(fig.then, scale))
@@ -197,7 +197,7 @@ def dry_run(name: str, scale: Scale) -> str:
 
 
 def _cost_fields(config: RunConfig) -> RunConfig:
-    """The run with only those fields that decide its cost."""
+    """The run with only the fields that decide its cost."""
     return RunConfig(
         model=config.model, base_width=config.base_width, sparsity=config.sparsity, steps=config.steps,
         batch_size=config.batch_size, seq_len=config.seq_len, dtype=config.dtype, dynamic=config.dynamic,

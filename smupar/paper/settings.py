@@ -1,4 +1,4 @@
-"""Table 4 of the paper as data, and what the smaller scales make of it."""
+"""Table 4 of the paper as data, and how the smaller scales reduce it."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ _SIZES: dict[str, dict[str, Size]] = {
         "cpu": Size(128, 2, 8, 64, 60, (0.0, 0.9375), (-9.0, -8.0, -7.0, -6.0, -5.0)),
     },
 }
-# Scale small shares its runs with the studies of docs/measured-updates.md, whose init and alpha are rounded.
+# Scale small shares its runs with the studies of docs/lab/measured-updates.md, whose init and alpha are rounded.
 _SMALL_INIT, _SMALL_ALPHA_INPUT = 0.0866, 9.17
 # Width and best learning rate of a dense model under SP, by Figure 6 at each scale; SP's falls as 1 / width. What the paper
 # prints for its pretraining was tuned for wider models and far longer runs, and would make SP look bad here for want of tuning.
@@ -233,7 +233,7 @@ class Scale:
         return _of(TABLE_4[experiment].lr, rule, TABLE_3["lr"])
 
     def _init_std(self, experiment: str, rule: str, width: int) -> float:
-        """The printed init. Where SP's follows the width, smaller scales let it follow theirs."""
+        """The printed init. If SP's init follows the width, at smaller scales it follows their width."""
         printed = TABLE_4[experiment]
         value = _of(printed.init_std, rule, TABLE_3["init_std"])
         if self.name == "paper":
@@ -254,17 +254,18 @@ def _of(values: dict[str, float] | None, rule: str, default: float) -> float:
 
 
 def iso_width(width: int, sparsity: float, head_dim: int) -> int:
-    """Iso-Parameter: as many kept hidden weights as the dense model of ``width``, rounded to whole heads."""
+    """The width at which a sparse model keeps as many hidden weights as the dense model of ``width`` (Iso-Parameter), rounded
+    to whole heads."""
     return max(1, round(width / math.sqrt(1 - sparsity) / head_dim)) * head_dim
 
 
 def wpn_width(width: int, sparsity: float) -> int:
-    """Iso-WPN: as many kept weights per neuron as the dense model of ``width``."""
+    """The width at which a sparse model keeps as many weights per neuron as the dense model of ``width`` (Iso-WPN)."""
     return round(width / (1 - sparsity))
 
 
 def table_4() -> str:
-    """Table 4 in words, and what the smaller scales make of it."""
+    """Table 4 as text, and how the smaller scales reduce it."""
     header = ["experiment", "figures", "scale", "width", "depth", "head", "batch x T", "steps", "LR", "init std", "schedule"]
     lines = [header]
     for name, printed in TABLE_4.items():
@@ -291,7 +292,7 @@ def table_4() -> str:
 
 
 def _used(experiment: str, scale: str, printed: dict[str, float] | None, name: str) -> dict[str, float] | None:
-    """What a scale makes of a printed hyperparameter at the experiment's width."""
+    """The value that a scale uses for a printed hyperparameter, at the experiment's width."""
     if printed is None:
         return None
     at = Scale(scale)  # type: ignore[arg-type]

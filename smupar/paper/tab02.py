@@ -45,7 +45,7 @@ def labelled(results: Results, runs_by_id: dict[str, RunConfig]) -> Results:
 
 
 def claim(results: Results) -> Claim:
-    """The claim is that the table is complete; what its numbers say is for the reader."""
+    """Claims only that the table is complete. The reader judges its numbers."""
     is_complete = all(set(numbers) == set(results.documents) for _, numbers in results.models)
     text = f"{len(results.models)} models on {len(results.documents)} tasks, {sum(results.documents.values()):,} documents"
     return Claim(is_complete and bool(results.models), f"{text}, by lm-eval {results.lm_eval}")

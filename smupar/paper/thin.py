@@ -1,4 +1,5 @@
-"""Beyond the paper: how few weights per neuron can SmuPar bear? Its derivation is a law of large numbers over them."""
+"""Beyond the paper: with how few weights per neuron does SmuPar still work? Its derivation is a law of large numbers over
+them."""
 
 from __future__ import annotations
 

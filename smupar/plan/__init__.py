@@ -1,4 +1,4 @@
-"""From Table 1, a model and densities to a plan. Nothing here changes a model.
+"""Makes a plan from Table 1, a model and densities. Nothing here changes a model.
 
 layers, parameters, neighbours  what a model's parameters are
 role_table, roles               which row of Table 1 each belongs to

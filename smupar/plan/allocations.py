@@ -13,7 +13,7 @@ from smupar.plan.settings import match_globs
 
 
 def as_density(value: float | Fraction, what: str = "density") -> Fraction:
-    """The exact fraction a user means by a float such as 1 / 3; checked to lie in (0, 1]."""
+    """The exact fraction that a user means by a float such as 1 / 3. It must lie in (0, 1]."""
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value <= 1:
         raise ValueError(f"{what} must lie in (0, 1], got {value!r}: it is the share of weights that is kept, 1 - sparsity")
     exact = value if isinstance(value, Fraction) else Fraction(float(value))
@@ -29,7 +29,8 @@ def round_half_up(value: Fraction) -> int:
 
 @dataclass(frozen=True)
 class Allocation:
-    """How one overall density is spread over tensors: every tensor gets min(1, scale * share) with one common scale."""
+    """How one overall density is divided among tensors. The density of each tensor is min(1, scale * share), with one common
+    scale."""
 
     density: float
     name: str
@@ -73,7 +74,7 @@ def erk(density: float) -> Allocation:
 
 
 def allocate(density: float | Mapping[str, float] | Allocation, shapes: Mapping[str, Shape]) -> dict[str, Fraction]:
-    """The density of each hidden weight; those that no glob names stay dense."""
+    """The density of each hidden weight. A weight that no glob matches stays dense."""
     if isinstance(density, Allocation):
         return density.densities(shapes)
     if isinstance(density, Mapping):

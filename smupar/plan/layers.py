@@ -1,7 +1,7 @@
-"""One table of the layers that smupar knows, asked by everybody who must tell a Linear from a convolution.
+"""One table of the layers that smupar knows. All code that must tell a Linear from a convolution asks it.
 
-A kind of layer says which of its parameters is a weight matrix, which dimensions of it one output reads and which dimension is
-written, what the layer reads (rows, images or indices), how far its forward pass is understood, and how to multiply by a
+A kind of layer says which of its parameters is a weight matrix, which dimensions of the matrix are inputs and which is the
+output, what the layer reads (rows, images or indices), how far smupar understands its forward pass, and how to multiply by a
 weight. ``register_layer`` adds a layer of the user's own.
 """
 
@@ -35,7 +35,7 @@ Product = Callable[[nn.Module, Tensor, Tensor], Tensor]  # (layer, weight, input
 
 @dataclass(frozen=True)
 class _ProductOfWeight:
-    """A product as users write it, (weight, input) -> output. Equal functions make equal products."""
+    """A product as users write it: (weight, input) -> output. Two products are equal if their functions are."""
 
     function: Callable[[Tensor, Tensor], Tensor]
 
@@ -89,7 +89,7 @@ class LayerKind:
         return x @ (weight.T if (self.in_dims[0] if in_dim is None else in_dim) == 1 else weight)
 
     def output(self, layer: nn.Module, x: Tensor) -> Tensor:
-        """The layer's output on rows of its input; where the layer is the user's, what its weight contributes to it."""
+        """The layer's output on rows of its input. For a user's layer, only what its weight contributes to the output."""
         if self.is_registered:
             return self.multiply(layer, getattr(layer, self.weights), x)
         return layer.forward(x)
@@ -130,7 +130,7 @@ def is_depthwise(module: nn.Module, scaling: tuple[int, ...]) -> bool:
 
 
 def is_plain_lookup(module: nn.Module) -> bool:
-    """Whether its forward pass is torch's own and writes nothing, so that it may be run to look at a row."""
+    """Whether the forward pass of a lookup is torch's own and changes nothing. Then it may be run to look at a row."""
     return type(module) is nn.Embedding and module.max_norm is None
 
 
@@ -145,12 +145,13 @@ def has_running_statistics(module: nn.Module) -> bool:
 
 
 def draws_random_numbers(module: nn.Module) -> bool:
-    """Whether its forward pass is random as it stands."""
+    """Whether its forward pass draws random numbers in its present mode."""
     return isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0
 
 
 def reads_weights_of_its_layers(module: nn.Module) -> bool:
-    """Whether it may use the weights of the layers in it without calling them, as nn.TransformerEncoderLayer in evaluation."""
+    """Whether a module may use the weights of its layers without calling these, as nn.TransformerEncoderLayer does in
+    evaluation."""
     return isinstance(module, nn.TransformerEncoderLayer)
 
 
@@ -227,18 +228,18 @@ def register_layer(
     lookup: bool = False,
     product: Callable[[Tensor, Tensor], Tensor] | str | None = None,
 ) -> None:
-    """Tells smupar what a layer of your own does with its weight, so that it is treated like torch's layers.
+    """Tells smupar what a layer of your own does with its weight. It is then treated like torch's layers.
 
-    layer     the class; classes derived from it count as well
-    in_dim    dimension of the weight that is summed over, or a tuple of them: 1 of a weight stored as (out, in), 0 of (in, out)
-    out_dim   dimension that is written
+    layer     the class; subclasses count as well
+    in_dim    dimension of the weight that is summed over, or a tuple of these: 1 if stored as (out, in), 0 if (in, out)
+    out_dim   dimension of the weight that corresponds to outputs
     weight    name of the parameter
-    lookup    the layer's input is an index, as in an embedding
-    product   (weight, x) -> output without bias, for x of shape (rows, in); it is what ``coord_check`` and ``record_updates``
-              measure with. "linear" says that the forward pass is x @ W.T or x @ W, plus ``bias``, and nothing else: then
-              ``sparsify_storage`` can keep only the non-zeros. Without a product the layer is not measured by itself.
+    lookup    True if the layer's input is an index, as in an embedding
+    product   (weight, x) -> output without bias, for x of shape (rows, in). ``coord_check`` and ``record_updates`` use it to
+              measure the layer; without it the layer is not measured by itself. "linear" says that the forward pass is
+              x @ W.T or x @ W, plus ``bias``, and nothing else. Then ``sparsify_storage`` can keep only the non-zeros.
 
-    The weight then gets its role, its mask, its init and its factors without ``roles={...}``. Call it once, beside the class.
+    Call it once, beside the class. The weight then gets its role, mask, init and factors without ``roles={...}``.
     """
     in_dims = _checked_dims(layer, in_dim, out_dim)
     if not (isinstance(weight, str) and weight.isidentifier()):
@@ -291,7 +292,7 @@ def _check_product(layer: type[nn.Module], product: object, dims: tuple[int, ...
 
 
 def check_registered(module: nn.Module) -> None:
-    """Refuses a module that is not what its class was registered as."""
+    """Refuses a module that does not fit what was registered for its class."""
     kind = kind_of(module)
     if not kind.is_registered:
         return

@@ -1,4 +1,5 @@
-"""Rules x roles x densities -> Plan. Nothing here changes a model, and both models may live on the meta device."""
+"""``make_plan``: rules, roles and densities become a Plan. Nothing here changes a model, and both models may live on the meta
+device."""
 
 from __future__ import annotations
 
@@ -48,21 +49,21 @@ class Settings(TypedDict, total=False):
 
 
 def make_plan(model: nn.Module, *, base: nn.Module, **settings: Unpack[Settings]) -> Plan:
-    """The plan of ``parameterize``, without touching the model.
+    """Makes the plan that ``parameterize`` would carry out, without touching the model.
 
-    base          the same class at base width, where hyperparameters were tuned
+    base          the same model at base width, the width at which hyperparameters were tuned
     rule          "sp" | "mup" | "smupar" (default) | "smupar-init-only" | "smupar-lr-only"
     density       share of hidden weights kept: a float, {"glob": float} (first match wins) or an allocation such as
-                  erk(1 / 16); default 1, or what an N:M pattern says
+                  erk(1 / 16); default 1, or N / M for an N:M pattern
     base_density  density at which hyperparameters were tuned, default 1
     pattern       "random" (default) | "bernoulli" | "fan_in" | "2:4" | "2:4-transposable" | "block-16" | "neuron"
-    seed          of masks and weights; both depend on (seed, parameter name) only
-    init_std      base init std: a float, "fan_in" (default: each tensor's 1 / sqrt(base fan-in)), or {"glob": either}
+    seed          seed of masks and initial weights, which depend on (seed, parameter name) only
+    init_std      init std at base width: a float, "fan_in" (default; 1 / sqrt(base fan-in) of each tensor), or {"glob": either}
     alpha_input   tuned factor on the embedding's output
     alpha_output  tuned factor on the unembedding's output
-    masks         {"name": bool tensor}, or a file of them or of a state dict: masks of your own; densities are read off them
-    roles         {"glob": role or ("hidden", in_dim)} where inference needs help
-    delta         the same class at any third width: shows which dimensions scale where model and base are equally wide
+    masks         your own masks: {"name": bool tensor}, or a file with these or with a state dict; they set the densities
+    roles         {"glob": role or ("hidden", in_dim)}, for parameters whose role cannot be inferred
+    delta         the same model at any third width; shows which dimensions scale if model and base are equally wide
     """
     settings["masks"] = read_masks(settings.get("masks"))
     plan = planned(model, base, settings)
@@ -71,7 +72,7 @@ def make_plan(model: nn.Module, *, base: nn.Module, **settings: Unpack[Settings]
 
 
 def planned(model: nn.Module, base: nn.Module, settings: Settings) -> Plan:
-    """The plan, as a pure function of models and settings, whose masks have been read.
+    """The plan, as a pure function of models and settings. Masks in the settings have been read from their file.
 
     Its warnings are left to the caller, so that they point at the user's line.
     """
@@ -204,7 +205,7 @@ def _row(role: ParamRole, sparsity: Sparsity, numbers: _Numbers, base_std: float
 
 
 def _output_width(roles: list[ParamRole]) -> Fraction:
-    """m_d of the logits: the unembedding's, or the embedding's where a model makes its logits out of our sight."""
+    """m_d of the logits: that of the unembedding, or of the embedding if the model makes its logits where no hook sees it."""
     readouts = [role.width_in for role in roles if role.role == "unembedding"]
     tables = [role.width_out for role in roles if role.role == "embedding"]
     return next(iter(readouts + tables), None) or max((role.width_out for role in roles), default=Fraction(1))

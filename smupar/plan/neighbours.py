@@ -1,6 +1,6 @@
-"""What parameters tell about each other: which come first and last, which sizes layers read and write.
+"""What the parameters of a model tell about each other: which come first and last, and which sizes layers read and write.
 
-Where model and base are equally wide, no dimension shows that it scales; then sizes tell, as well as they can.
+If model and base are equally wide, shapes do not show which dimensions scale. Then this is inferred from equal sizes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ RoleSetting = str | tuple[str, int]
 
 
 class Neighbours:
-    """The parameters of a model, and where each stands among the others. ``asked`` has the roles that the user gave."""
+    """The parameters of a model, and the place of each among the others. ``asked`` has the roles that the user gave."""
 
     def __init__(self, tensors: list[ParameterView], asked: Mapping[str, RoleSetting]) -> None:
         self.equal_widths = not any(tensor.scaling for tensor in tensors)
@@ -28,7 +28,7 @@ class Neighbours:
         self.inputs = _input_layers(self.matrices)
 
     def is_side_table(self, tensor: ParameterView) -> bool:
-        """Whether it is a table that no layer reads, beside one that layers read."""
+        """Whether it is a lookup table that no layer reads, while another lookup table is read by layers."""
         if not tensor.is_input or not tensor.is_lookup or tensor.makes_logits:
             return False
         tables = [table for table in self.matrices if table.is_lookup]
@@ -44,7 +44,7 @@ class Neighbours:
         return tensor is self.matrices[-1]
 
     def is_guess(self, tensor: ParameterView) -> bool:
-        """Whether only the sizes of others suggest that it writes what scales."""
+        """Whether only the sizes of other parameters suggest that its output scales."""
         return tensor.name in self.sizes and self.sizes[tensor.name].is_guess
 
 
@@ -108,7 +108,7 @@ class Sizes:
 def scaling_from_sizes(
     tensors: list[ParameterView], asked: Mapping[str, RoleSetting]
 ) -> tuple[list[ParameterView], dict[str, Sizes]]:
-    """The parameters with the dimensions that would scale, and the sizes of those matrices that only sizes tell about.
+    """The parameters with the dimensions that are taken to scale, and the matrices for which this follows from sizes alone.
 
     An input that some layer writes is internal, and so is an output that some layer reads. Sizes that are related but not
     equal leave doubt (``role_table.DOUBTS``).

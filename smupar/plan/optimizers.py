@@ -1,8 +1,8 @@
-"""What the package knows about optimizers: one row for each, and nowhere else.
+"""Everything that the package knows about optimizers, with one row for each.
 
 A row says which family of learning rates in Table 1 an optimizer belongs to, how it uses weight decay, what it keeps for each
-weight and how it can be run. ``facts_of`` also answers for an optimizer that nobody has heard of: then no family is known,
-and its updates may mix the entries of a matrix. Needs nothing, not even torch.
+weight and how it can be run. ``facts_of`` also answers for an unknown optimizer: it has no family, and its updates may mix the
+entries of a matrix. This file imports nothing outside of the standard library, not even torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class OptimizerFacts:
     no_moves: str = ""  # why masks cannot move under it
 
     def num_states_with(self, momentum: float) -> int:
-        """How many state tensors it keeps for a weight: none for SGD without momentum."""
+        """How many state tensors it keeps for each weight; none for SGD without momentum."""
         return 0 if self.family == "sgd" and momentum == 0 else self.num_states
 
 
@@ -75,21 +75,22 @@ def name_of(optimizer: object) -> str:
 
 
 def facts_of(optimizer: object) -> OptimizerFacts:
-    """The row of an optimizer, given by its name, its class or an instance; for an unknown one the worst is assumed."""
+    """The row of an optimizer, which is given by its name, its class or an instance. For an unknown optimizer the worst is
+    assumed."""
     name = name_of(optimizer)
     return OPTIMIZERS.get(name.lower()) or OptimizerFacts(name, mixes_entries=True)
 
 
 def decouples_decay(optimizer: object, group: Mapping[str, Any] | None = None) -> bool:
-    """Whether an optimizer keeps weight decay apart from the gradient: an option of its groups where torch has one, else a fact
-    of its row. Without a group, an instance is asked for its defaults."""
+    """Whether an optimizer keeps weight decay separate from the gradient. Where torch has an option for it, the group decides
+    (without a group, the defaults of an instance). Otherwise the row decides."""
     options = getattr(optimizer, "defaults", {}) if group is None else group
     return bool(options.get("decoupled_weight_decay", facts_of(optimizer).decoupled))
 
 
 def has_adamw_beside(optimizer: object, rest_lr: float | None) -> bool:
-    """Whether an AdamW trains all that is not hidden: beside Muon, which takes hidden matrices only, and beside any optimizer
-    if the rest has a learning rate of its own."""
+    """Whether a second optimizer, AdamW, trains everything that is not hidden. That is so with Muon, which takes hidden
+    matrices only, and with any optimizer if the rest has a learning rate of its own."""
     return rest_lr is not None or facts_of(optimizer).hidden_only
 
 
@@ -104,7 +105,7 @@ def names_with(fact: str) -> tuple[str, ...]:
 
 
 def family_of(optimizer: object) -> str:
-    """The LR family of an optimizer; one that has no rule is refused with the remedy."""
+    """The LR family of an optimizer. An optimizer without a rule is refused, and the error names the remedy."""
     facts = facts_of(optimizer)
     if facts.no_rule:
         raise ValueError(facts.no_rule)

@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class ParameterView:
-    """One parameter of the model, beside the same one of the base."""
+    """One parameter of the model, beside the same parameter of the base."""
 
     name: str
     path: str  # of the module that uses it
@@ -82,7 +82,7 @@ class ParameterView:
         return math.prod((Fraction(self.shape[dim], self.base_shape[dim]) for dim in dims), start=Fraction(1))
 
     def base_fan_in(self, in_dims: tuple[int, ...]) -> int:
-        """How many inputs one output reads at base width, if it reads these dimensions."""
+        """How many inputs one output has at base width, if these are its input dimensions."""
         grouped = self.groups if GROUPED_DIM not in in_dims else 1  # the dimension that is read has the channels of all groups
         return math.prod(self.base_shape[dim] for dim in in_dims) // grouped
 
@@ -146,7 +146,8 @@ def _how_unclear(module: nn.Module) -> int:
 
 
 def _holder(modules: dict[str, nn.Module], name: str) -> tuple[str, nn.Module, str]:
-    """(path, module, name there) of a parameter's user: fc.parametrizations.weight.original is fc's weight."""
+    """(path, module, name there) of the module that uses a parameter. For fc.parametrizations.weight.original this is fc, as
+    weight."""
     path, _, leaf = name.rpartition(".")
     if kind_of(modules[path]) is PARAMETRIZED and leaf == "original":
         path, leaf = parent_path(parent_path(path)), path.rpartition(".")[2]

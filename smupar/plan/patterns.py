@@ -1,7 +1,7 @@
 """Which weights are kept: patterns (where in a tensor), allocations (how many in each tensor), and how masks are drawn.
 
-A mask is a bool tensor, True where the weight is kept. It is a pure function of (seed, parameter name): drawn on the CPU,
-so the same on every device, rank and run, and never from the global random state. Counts are known without drawing, so
+A mask is a bool tensor, True where the weight is kept. It is a pure function of (seed, parameter name). It is drawn on the CPU
+and never from the global random state, so it is the same on every device, rank and run. Counts are known without drawing, so
 that plans work on models that have no memory.
 """
 
@@ -51,7 +51,8 @@ class Pattern:
         return 1.0
 
     def count(self, shape: Shape, in_dims: Dims, density: Fraction) -> int | None:
-        """How many weights ``draw`` keeps, or None if that is random. Raises ValueError where the pattern does not fit."""
+        """How many weights ``draw`` keeps, or None if that is random. Raises ValueError if the pattern does not fit the
+        shape."""
         return round_half_up(density * math.prod(shape))
 
     def mask(self, row: Any, live_neurons: tuple[int, int], seed: int) -> Tensor:
@@ -127,8 +128,8 @@ class NM(Pattern):
 
 
 class TransposableNM(NM):
-    """N:M along the inputs and along the outputs, so that the backward pass is N:M as well. Every M x M tile has row and
-    column sums N: it is a circulant matrix with rows and columns shuffled."""
+    """N:M along the inputs and along the outputs, so that the backward pass is N:M as well. Every M x M tile is a circulant
+    matrix with shuffled rows and columns, so each row and column of it has N ones."""
 
     def count(self, shape: Shape, in_dims: Dims, density: Fraction) -> int | None:
         if len(shape) != 2:
@@ -168,9 +169,9 @@ class SquareBlocks(Pattern):
 class Neuron(Pattern):
     """Whole neurons are removed: the network becomes a narrower dense one.
 
-    Neurons are indices along a dimension that scales with width. One set of live indices, repeated with the greatest
-    common divisor of all those dimensions as period, serves every tensor: so the layer that makes a neuron, its bias and
-    all its readers agree, also through fused, gated and grouped layers.
+    Neurons are indices along a dimension that scales with width. One set of live indices serves every tensor. It repeats with a
+    period, the greatest common divisor of all those dimensions. So the layer that makes a neuron, its bias and all its readers
+    agree, even through fused, gated and grouped layers.
     """
 
     whole_neurons = True
@@ -188,7 +189,7 @@ class Neuron(Pattern):
 
 
 def num_live_neurons(period: int, density: Fraction) -> int:
-    """How many of each ``period`` neurons live, if that comes within a tenth of the density."""
+    """How many of each ``period`` neurons live. Refused if this is not within a tenth of the density."""
     num_live = round_half_up(density * period)
     if num_live == 0:
         raise ValueError(f"density {float(density):g} leaves none of {period} neurons; raise it")
@@ -204,8 +205,8 @@ def num_live_neurons(period: int, density: Fraction) -> int:
 def _exact_random(num: int, num_kept: int, rng: torch.Generator) -> Tensor:
     """A flat mask with exactly ``num_kept`` ones, uniform over all such masks.
 
-    16-bit Bernoulli draws out of 64-bit random numbers come close to the count, and flipping uniformly chosen entries
-    repairs the rest: several times faster than a permutation or a sort.
+    16-bit Bernoulli draws out of 64-bit random numbers come close to the count. Then uniformly chosen entries are flipped until
+    it is exact. This is several times faster than a permutation or a sort.
     """
     threshold = round(num_kept / num * 2**16)
     words = torch.empty(-(-num // 4), dtype=torch.int64).random_(-(2**63), None, generator=rng)
@@ -250,8 +251,8 @@ def parse_pattern(text: str | Pattern) -> Pattern:
 
 
 def read_masks(masks: Mapping[str, Tensor] | str | PathLike[str] | None) -> dict[str, Tensor]:
-    """Masks by name, from a mapping or from a file: a state dict saved with torch.save or as safetensors, of which the
-    ``<param>_mask`` entries count, or only masks. Files are never unpickled beyond plain tensors."""
+    """Masks by name, from a mapping or from a file. The file holds masks, or a state dict, in which the ``<param>_mask``
+    entries count. It was saved with torch.save or as safetensors, and nothing but plain tensors is unpickled."""
     if masks is None or isinstance(masks, Mapping):
         return {name: torch.as_tensor(mask) for name, mask in (masks or {}).items()}
     path = Path(masks)

@@ -1,6 +1,7 @@
-"""The Plan: one row for each parameter with every number that parameterization will use. Prints, saves, compares.
+"""The Plan: one row for each parameter, with every number that parameterization will use. A plan can be printed, saved and
+compared.
 
-``make.make_plan`` makes one, ``parameterize`` carries it out; optimizer groups, audits and reports read it.
+``make.make_plan`` makes a plan, and ``parameterize`` carries it out. Optimizer groups, audits and reports read it.
 Multipliers and densities are exact fractions, so that identities of Table 1 hold bit for bit at any width.
 """
 
@@ -35,7 +36,7 @@ PLAN_FILE = "smupar_plan.json"  # beside the weights of a Hugging Face model: th
 
 @dataclass(frozen=True)
 class PlanRow:
-    """Everything the plan says about one parameter."""
+    """Everything that the plan says about one parameter."""
 
     name: str
     role: str
@@ -60,7 +61,7 @@ class PlanRow:
         return self.lr_factors[family]
 
     def decay_factor(self, family: str) -> float:
-        """The factor on weight decay with which learning rate times decay stays what the user tuned."""
+        """The factor on weight decay that keeps learning rate times decay at the value that the user tuned."""
         return 1 / self.lr_factor(family)
 
     @property
@@ -70,7 +71,7 @@ class PlanRow:
 
 @dataclass
 class Plan:
-    """All rows, and the settings they come from. ``pending`` holds what only the user can set, until it is settled."""
+    """All rows, and the settings that they come from. ``pending`` lists what only the user can set, until it is settled."""
 
     rule: str
     rows: tuple[PlanRow, ...]
@@ -101,7 +102,7 @@ class Plan:
 
     @property
     def hidden_sparsity(self) -> float:
-        """Share of all hidden weights together that is zero."""
+        """The share of zeros among all hidden weights."""
         hidden = [row for row in self if row.role == "hidden"]
         total = sum(math.prod(row.shape) for row in hidden)
         return 1 - float(sum(math.prod(row.shape) * row.density for row in hidden) / total) if total else 0.0
@@ -113,8 +114,9 @@ class Plan:
         return get_rule(self.rule).attention_scale(int(head_dim))
 
     def settle(self, reminder: str) -> None:
-        """Tells the plan that something it cannot set itself is done, or need not be: "attention_scale", "output_factor" or
-        "input_factor". A plan that does not ask for it stays as it is, so that one script serves every rule."""
+        """Tells the plan that you have set what it cannot set itself, or that it need not be set. ``reminder`` is
+        "attention_scale", "output_factor" or "input_factor". If the plan has no such reminder nothing happens, so one script
+        works for every rule."""
         if reminder not in REMINDERS:
             raise ValueError(f"no plan has a reminder called {reminder!r}: choose one of {', '.join(REMINDERS)}")
         self.pending.pop(reminder, None)
@@ -154,7 +156,7 @@ class Plan:
             raise ValueError(f"the plan is incomplete or damaged ({error}); write it again with plan.to_json()") from error
 
     def diff(self, other: Plan) -> list[str]:
-        """One line for each thing that differs, empty if the plans are equal."""
+        """One line for each difference; empty if the plans are equal."""
         lines = [
             f"{name}: {getattr(self, name)} -> {getattr(other, name)}"
             for name in ("rule", "pattern", "seed", "base_density", "alpha_input", "alpha_output", "output_factor")

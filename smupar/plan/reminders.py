@@ -21,7 +21,7 @@ _HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "d_head")
 def make_reminders(
     model: nn.Module, roles: list[ParamRole], rule: Rule, output_factor: float, input_factor: float
 ) -> dict[str, str]:
-    """Reminder -> what to do, for everything the model asks of its user under this rule."""
+    """Reminder -> what to do, for everything that the user must set under this rule."""
     texts = (_about_attention(model, rule), _about_output(roles, output_factor), _about_input(roles, input_factor))
     return {name: text for name, text in zip(REMINDERS, texts, strict=True) if text}
 
@@ -83,7 +83,7 @@ def _unreached(roles: list[ParamRole], role_name: str) -> list[str] | None:
 def shows_scale(model: nn.Module, scale_of: Callable[[int], float]) -> bool:
     """Whether every attention of the model keeps the scale of the plan in an attribute, beside the size of its heads.
 
-    An attention that keeps either of them elsewhere is not seen: then its user must say that the scale is set.
+    If an attention keeps either of these elsewhere, it is not seen, and the user must say that the scale is set.
     """
     seen = [f"{path}." for path, module in model.named_modules() if _shows(module, scale_of)]
     weights = [f"{path}." for path, part in attentions(model) if any(parameter.ndim > 1 for parameter in part.parameters())]

@@ -1,6 +1,6 @@
-"""How roles are decided: by the first line that holds of one ordered table of conditions. docs/any_model.md prints it.
+"""Roles are decided by an ordered table of conditions: the first line that holds decides. docs/any_model.md prints it.
 
-A second table says when the sizes of a model that is as wide as its base leave doubt; it comes first.
+A second table comes first. It is for models that are as wide as their base, and says when sizes leave doubt.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ASK = "ask"
 
 
 def case_of(tensor: ParameterView, neighbours: Neighbours) -> Case:
-    """The line of the tables that decides about a parameter, unless the user did."""
+    """The line of the tables that decides the role of a parameter, unless the user gave it."""
     sizes = neighbours.sizes.get(tensor.name)
     doubts = (case for case in DOUBTS if sizes is not None and case.holds(sizes))
     return next(doubts, None) or next(case for case in ROLE_TABLE if case.holds(tensor, neighbours))

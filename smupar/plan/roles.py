@@ -1,7 +1,8 @@
 """Which row of Table 1 each parameter belongs to, and its width multipliers against a base model.
 
-A dimension *scales* when its size differs between the model and the base (or a third model, ``delta``). The module that
-owns a parameter tells which dimensions it reads and writes. What shapes and modules leave open is asked for, never guessed.
+A dimension *scales* when its size differs between the model and the base (or a third model, ``delta``). The module that owns a
+parameter says which dimensions it reads and writes. If shapes and modules leave a role open, the user is asked; it is never
+guessed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Reading settings: one of several words, or values by parameter name, ``{"glob": value}``, where the first glob that matches
-wins and none may go unused."""
+"""Reads settings: one of several words, or values by parameter name, ``{"glob": value}``. The first glob that matches wins, and
+a glob that matches nothing is refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def match_globs(settings: Mapping[str, T], names: Iterable[str], *, what: str, among: str) -> dict[str, T]:
-    """The setting of each name that a glob matches; names that none matches are left out.
+    """The setting of each name that a glob matches. Names that no glob matches are left out.
 
     ``what`` names the argument and ``among`` the kind of names in errors.
     """
@@ -34,5 +34,5 @@ def choice(what: str, value: object, allowed: Iterable[object]) -> None:
 
 
 def layer_glob(name: str) -> str:
-    """The name with layer numbers as stars, so that one line serves every block."""
+    """The name with stars in place of layer numbers, so that one line stands for all blocks."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))

@@ -1,4 +1,5 @@
-"""Which share of every weight is kept: masks of the user's own, densities spread over layers, whole neurons."""
+"""The share of every weight that is kept. It follows from the user's own masks, from densities of layers, or from whole
+neurons."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class Sparsity:
         return self.densities.get(role.name, Fraction(1))
 
     def num_kept(self, role: ParamRole) -> int | None:
-        """How many weights the mask keeps; None where the pattern leaves it to chance."""
+        """How many weights the mask keeps; None if the pattern makes that number random."""
         density = self.density(role)
         exact = role.name in self.given or density == 1
         counted = exact or self.pattern.count(role.shape, role.in_dims, density) is not None
@@ -85,7 +86,7 @@ def make_sparse(
     base: Allocation,
     masks: Mapping[str, Tensor],
 ) -> Sparsity:
-    """What is kept of every weight if hidden weights have ``density`` and those of the base had ``base``."""
+    """What is kept of every weight if hidden weights have ``density``, and hidden weights of the base had ``base``."""
     hidden = {role.name: role for role in roles if role.role == "hidden"}
     base_densities = base.densities({name: role.shape for name, role in hidden.items()})
     given = _given_masks(model, roles, masks)
@@ -173,7 +174,7 @@ def _without_neurons(
 
 
 def _refuse_flattened(model: nn.Module, roles: list[ParamRole]) -> None:
-    """Refuses a layer that reads a flattened image: several of its inputs come from one channel, and nothing tells which."""
+    """Refuses a layer that reads a flattened image. Several of its inputs come from one channel, and nothing shows which."""
     modules = dict(model.named_modules(remove_duplicate=False))
     channels: set[int] = set()  # written by convolutions
     features: set[int] = set()  # written by linear layers

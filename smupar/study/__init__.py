@@ -1,1 +1,2 @@
-"""Many runs: what to run (sweep, transfer, tune) is apart from running it (engines), storing it (store) and a page (report)."""
+"""Studies of many runs. What to run (sweep, transfer, tune), running it (engines), storing it (store) and reporting it (report)
+are separate."""

@@ -1,4 +1,4 @@
-"""The configurations of studies, as frozen dataclasses; no torch in here."""
+"""The configurations of studies, as frozen dataclasses. This file does not import torch."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ EngineName = Literal["auto", "serial", "stacked", "ray"]
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How the runs of a study are executed; the results are the same."""
+    """How the runs of a study are executed. The results do not depend on it."""
 
     engine: EngineName = "auto"
-    """serial: one after the other; stacked: as many at once as fit; auto: the faster, measured; ray: on a cluster."""
+    """serial: one run after the other; stacked: as many at once as fit; auto: the faster of these; ray: on a cluster."""
     device: str = "auto"
     """auto: a GPU if there is one."""
     address: str = "auto"
-    """Address of the Ray cluster; local starts one on this machine."""
+    """Address of the Ray cluster; local starts a cluster on this machine."""
 
 
 @dataclass(frozen=True)
@@ -36,20 +36,20 @@ class TransferConfig:
     run: RunConfig = field(default_factory=lambda: RunConfig(**SHORT))
     axis: Literal["lr", "init_std", "alpha_input", "alpha_output"] = "lr"
     values: tuple[float, ...] = ()
-    """Default: 2^-11 .. 2^-4 for lr, an eighth to eight times the tuned value for others."""
+    """Values to sweep. Default: 2^-11 .. 2^-4 for lr, and 1/8 to 8 times the tuned value for others."""
     rules: tuple[str, ...] = ("sp", "mup", "smupar")
-    """Rules of Table 1 to compare, and measured: SmuPar's init, with updates that follow those of the proxy at its best value.
-    With --dynamic gmp or imp also moment: SmuPar by the density of the moment; smupar takes the last one, as in the paper."""
+    """Rules of Table 1 to compare. measured: SmuPar's init, and updates that follow those of the proxy at its best value.
+    moment, only with --dynamic gmp or imp: SmuPar with the density of the moment (smupar takes the last, as in the paper)."""
     sparsities: tuple[float, ...] = (0.0, 0.75, 0.9375)
     """Sparsities of the targets."""
     widths: tuple[int, ...] = (256,)
     """Widths of the targets."""
     seeds: int = 1
-    """Seeds at the best value of each curve and its two neighbours; other values have one."""
+    """Number of seeds at the best value of each curve and its two neighbours; other values have one seed."""
     proxy_depth: int | None = None
-    """Depth of the proxy; default that of the targets."""
+    """Depth of the proxy; default the depth of the targets."""
     proxy_steps: int | None = None
-    """Steps of the proxy's runs; default those of the targets, with --dynamic imp those of one round."""
+    """Steps of the proxy's runs. Default: as many as the targets have; with --dynamic imp as many as one round has."""
 
     def __post_init__(self) -> None:
         for name in ("rules", "sparsities", "widths"):
@@ -91,7 +91,7 @@ class TuneConfig:
     run: RunConfig = field(default_factory=lambda: RunConfig(model=ModelConfig(width=64), sparsity=0.0, **SHORT))
     """The proxy; its own values of the searched hyperparameters do not matter."""
     num_samples: int = 350
-    """Number of runs. A search can be made longer later, and keeps its finished runs."""
+    """Number of runs. You can extend a search later; it keeps its finished runs."""
     method: Literal["random", "tpe"] = "random"
     """random: independent samples; tpe: Optuna's sampler, which learns from earlier rounds."""
     # The paper does not print its ranges: these are ours, around its best values. All are uniform in the logarithm.
@@ -100,9 +100,9 @@ class TuneConfig:
     alpha_input_range: tuple[float, float] = (1.0, 30.0)
     alpha_output_range: tuple[float, float] = (0.1, 10.0)
     search_seed: int = 0
-    """Seed of the samples; --seed is that of the runs."""
+    """Seed of the samples; --seed is the seed of the runs."""
     round_size: int = 16
-    """Samples of tpe that run at once."""
+    """For tpe: how many samples run at once."""
 
     def __post_init__(self) -> None:
         for name, least in (("num_samples", 1), ("round_size", 1), ("search_seed", 0)):

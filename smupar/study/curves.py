@@ -1,4 +1,4 @@
-"""Curves of a study, drawn twice: as a picture, and as SVG for a page, where points say their numbers when hovered."""
+"""Draws the curves of a study twice: as a picture, and as SVG for a page, where points show their numbers when hovered."""
 
 from __future__ import annotations
 
@@ -78,26 +78,7 @@ def draw_png(panels: Sequence[Panel], path: Path, title: str = "", *, columns: i
         unused.set_visible(False)
     shared = [line.label for line in panels[-1].lines]  # one legend for all panels that have the same lines
     for number, (panel, axis) in enumerate(zip(panels, axes, strict=True)):
-        low, high = y_range([other for other in panels if other.y_label == panel.y_label])
-        for line in panel.lines:
-            colour = colormaps["viridis"](0.9 * line.colour)
-            points = sorted(line.points, key=lambda point: point.x)
-            shown = [min(point.y, high) for point in points]
-            style = ("--" if line.dashed else "-") if line.joined else "none"
-            grey = {"color": "0.45"} if line.dashed else {"color": colour}
-            axis.plot([p.x for p in points], shown, linestyle=style, marker="o", markersize=3, label=line.label, **grey)
-            if line.best is not None and points:
-                scale = math.log2 if panel.log_x else float
-                nearest = min(points, key=lambda point: abs(scale(point.x) - scale(line.best)))  # type: ignore[arg-type]
-                axis.plot(nearest.x, min(nearest.y, high), marker="*", markersize=13, markeredgecolor="white", **grey)
-        if panel.marked_x is not None:
-            axis.axvline(panel.marked_x, color="0.6", linewidth=1, linestyle=":")
-        if panel.log_x:
-            axis.set_xscale("log", base=2)
-        axis.set_ylim(low, high)
-        axis.set_title(panel.title, fontsize=10)
-        axis.set_xlabel(panel.x_label)
-        axis.grid(True, alpha=0.25)
+        _draw_panel(panel, axis, *y_range([other for other in panels if other.y_label == panel.y_label]), colormaps["viridis"])
         if panel is panels[-1] or [line.label for line in panel.lines] != shared:
             axis.legend(fontsize=8, loc="best")
         if number % columns == 0 or panel.y_label != panels[number - 1].y_label:
@@ -105,6 +86,27 @@ def draw_png(panels: Sequence[Panel], path: Path, title: str = "", *, columns: i
     if title:
         figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=150)
+
+
+def _draw_panel(panel: Panel, axis: Any, low: float, high: float, colours: Any) -> None:
+    for line in panel.lines:
+        points = sorted(line.points, key=lambda point: point.x)
+        shown = [min(point.y, high) for point in points]
+        style = ("--" if line.dashed else "-") if line.joined else "none"
+        colour = {"color": "0.45" if line.dashed else colours(0.9 * line.colour)}
+        axis.plot([p.x for p in points], shown, linestyle=style, marker="o", markersize=3, label=line.label, **colour)
+        if line.best is not None and points:
+            scale = math.log2 if panel.log_x else float
+            nearest = min(points, key=lambda point: abs(scale(point.x) - scale(line.best)))  # type: ignore[arg-type]
+            axis.plot(nearest.x, min(nearest.y, high), marker="*", markersize=13, markeredgecolor="white", **colour)
+    if panel.marked_x is not None:
+        axis.axvline(panel.marked_x, color="0.6", linewidth=1, linestyle=":")
+    if panel.log_x:
+        axis.set_xscale("log", base=2)
+    axis.set_ylim(low, high)
+    axis.set_title(panel.title, fontsize=10)
+    axis.set_xlabel(panel.x_label)
+    axis.grid(True, alpha=0.25)
 
 
 # A page

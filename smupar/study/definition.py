@@ -42,7 +42,7 @@ class StudyDefinition:
 
 
 def with_more_seeds(stages: Sequence[Stage], axis: str, seeds: int) -> list[Stage]:
-    """Each stage, followed by one that runs further seeds of its runs round the best value of the axis."""
+    """Each stage, followed by a stage that runs more seeds of its runs around the best value of the axis."""
     return [stage for first in stages for stage in (first, partial(_more_seeds_of, first, axis, seeds))]
 
 
@@ -51,7 +51,7 @@ def _more_seeds_of(stage: Stage, axis: str, seeds: int, study: Study) -> list[Ru
 
 
 def more_seeds(study: Study, first: Sequence[RunConfig], axis: str, seeds: int) -> list[RunConfig]:
-    """Further seeds where they count: at the best value of every curve and its two neighbours. Their results may move the best
+    """More seeds where they matter: at the best value of every curve and its two neighbours. Their results may move the best
     value, so a study asks again until none is missing."""
     curves: dict[str, list[RunConfig]] = {}
     for config in first:
@@ -69,12 +69,12 @@ def more_seeds(study: Study, first: Sequence[RunConfig], axis: str, seeds: int) 
 
 
 def seeds_of(config: RunConfig, seeds: int) -> list[RunConfig]:
-    """The run, and those that differ from it in their seed alone."""
+    """The run, and the runs that differ from it only in their seed."""
     return [replace(config, seed=config.seed + number) for number in range(seeds)]
 
 
 def by_seeds(results: Sequence[Result]) -> list[list[Result]]:
-    """The results in groups that differ in their seed alone."""
+    """The results in groups of runs that differ only in their seed."""
     groups: dict[str, list[Result]] = {}
     for result in results:
         groups.setdefault(replace(result.config, seed=0).id, []).append(result)
@@ -86,7 +86,7 @@ def mean_loss(results: Sequence[Result]) -> float:
 
 
 def best_in_words(results: Sequence[Result]) -> str:
-    """The best run in one sentence; runs that differ in their seed alone count by their mean."""
+    """The best run in one sentence. Runs that differ only in their seed count by their mean."""
     best = min(by_seeds(results), key=mean_loss)
     diverged = sum(result.summary.status == "diverged" for result in results)
     row, several = row_of(best[0]), len(best) > 1

@@ -1,8 +1,8 @@
-"""Executing the runs of a study: one after the other or stacked, with the same results. Which is faster depends on width and
+"""Executes the runs of a study, one after the other or stacked, with the same results. Which is faster depends on width and
 tokens per step, so ``auto`` measures.
 
-Both go through ``GPTStack``, compiled once for each shape and refilled with the next runs. Runs that cannot be stacked go
-through the trainer.
+Both go through ``GPTStack``, which is compiled once for each shape and refilled with the next runs. Runs that cannot be stacked
+go through the trainer.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class StudyProgress:
 def run_study(
     folder: str | Path, definition: StudyDefinition, command: str, how: EngineConfig, *, keeps_weights: bool = False
 ) -> Iterator[tuple[Study, list[RunConfig]]]:
-    """Runs what is missing of a study. In the block, with the study and its runs, no other process works in its folder."""
+    """Runs what is missing of a study. Yields the study and its runs. Within the block no other process works in its folder."""
     with Study.open(folder, definition.stored, command, keeps_weights=keeps_weights) as study:
         yield study, [config for propose in definition.stages for config in settle(study, propose, how)]
 
@@ -108,7 +108,7 @@ def settle(study: Study, propose: Stage, how: EngineConfig) -> Sequence[RunConfi
 
 
 def _refuse_other_files(study: Study, configs: Sequence[RunConfig]) -> None:
-    """Raises if runs of the study read another text or trace of the same name: configurations hold names only."""
+    """Raises if earlier runs of the study read another text or trace of the same name, since configurations hold only names."""
     for config in {(config.data, config.valid_data): config for config in configs}.values():
         facts = data.open_text(config).facts
         study.remember("text", facts.name, facts.sha256)
@@ -117,8 +117,7 @@ def _refuse_other_files(study: Study, configs: Sequence[RunConfig]) -> None:
 
 
 def _refuse_impossible(configs: Sequence[RunConfig]) -> None:
-    """Raises before the first run, not when its turn comes, if a run names what does not exist. Warns of masks that hardly
-    move."""
+    """Raises before the first run if any run names something that does not exist. Warns of masks that hardly move."""
     distinct = {(c.rule, c.pattern, c.allocation, c.optimizer.lower(), c.sparsity, c.model): c for c in configs}
     for config in distinct.values():
         family_of(config.optimizer)
@@ -133,7 +132,7 @@ def _refuse_impossible(configs: Sequence[RunConfig]) -> None:
 def execute(
     study: Study, configs: Sequence[RunConfig], *, engine: EngineName = "auto", device: str = "auto", address: str = "auto"
 ) -> None:
-    """Runs those that have no result in the study yet."""
+    """Runs the configurations that have no result in the study yet."""
     _run_all(study, study.missing(configs), EngineConfig(engine, device, address))
 
 
@@ -183,7 +182,7 @@ def run_group(study: Study, group: list[RunConfig], engine: EngineName, device: 
 
 
 def _train_stack(study: Study, stack: GPTStack, part: Sequence[RunConfig], progress: StudyProgress) -> None:
-    """Trains a stack to its end. ``part``: the runs whose results are kept, the first of the stack."""
+    """Trains a stack to its end. ``part`` has the runs whose results are kept; they are the first of the stack."""
     steps, keeper = part[0].steps, _StackKeeper(len(part), progress)
     cadence = Cadence(steps, log_every=max(1, steps // _NUM_ROWS), valid_every=steps, look_every=_LOOK_EVERY)
     with Stop.on_signals() as stop:
@@ -217,13 +216,13 @@ class _StackKeeper:
         self.rows[index].append(row)
 
     def save(self, progress: Sequence[Progress]) -> None:
-        """Saves nothing: a stack that is stopped begins again."""
+        """Saves nothing, since a stack that is stopped begins again."""
 
 
 def _faster_stack(
     group: list[RunConfig], text: Corpus, device: torch.device, size: int, *, measure: bool
 ) -> tuple[GPTStack, int]:
-    """A stack of ``size`` runs, or of one run where that is faster, and how many runs it has."""
+    """A stack of ``size`` runs, or of one run if that is faster; and the number of its runs."""
     if size == 1:
         return GPTStack(group[:1], text, device), 1
     several_seeds = len({config.seed for config in group}) > 1

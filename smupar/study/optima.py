@@ -1,4 +1,4 @@
-"""Where the best value of a hyperparameter lies on a curve of losses, and how far it moves from one curve to another."""
+"""Finds the best value of a hyperparameter on a curve of losses, and how far it moves from one curve to another."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ class Curve:
         return math.isinf(self.best_loss)
 
     def excess(self, value: float) -> float:
-        """What a value costs, relative to the best loss: between the swept values on a straight line over the logarithm."""
+        """What a value costs, relative to the best loss. Between swept values it is interpolated linearly over the
+        logarithm."""
         return math.inf if self.diverged else _interpolated(self.values, self.losses, value) / self.best_loss - 1
 
 
@@ -61,12 +62,13 @@ def moved(proxy: Curve, curve: Curve) -> float:
 
 
 def farthest_move(curves: Sequence[Curve]) -> float:
-    """The largest factor between the optimum of the first curve, the proxy's or the dense model's, and another's."""
+    """The largest factor between the optimum of the first curve (the proxy or the dense model) and that of another curve."""
     return max(moved(curves[0], other) for other in curves[1:])
 
 
 def move_in_words(curves: Sequence[Curve]) -> str:
-    """The farthest move, and what the ends of the grid leave open: optima on the same end may be any factor apart."""
+    """The farthest move, as text. It says what the ends of the grid leave open: two optima on the same end may be any factor
+    apart."""
     factor = farthest_move(curves)
     if math.isinf(factor) or not any(curve.on_edge for curve in curves):
         return times(factor)

@@ -1,8 +1,8 @@
-"""Runs of a study on a Ray cluster. A task is a part of the study that can be stacked; each GPU runs one at a time, or each
-core where there are no GPUs.
+"""Runs of a study on a Ray cluster. A task is a part of the study that can be stacked. Each GPU runs one task at a time;
+without GPUs each core does.
 
-Workers write results into the study's folder, which must be on a file system that all nodes share. Runs that a lost worker had
-not finished are done by others.
+Workers write results into the study's folder, which must be on a file system that all nodes share. If a worker is lost, other
+workers do its unfinished runs.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _run_all(ray: Any, study: Study, todo: list[RunConfig], progress: StudyProgr
 
 
 def split(configs: Sequence[RunConfig], *, num_slots: int, resource: str) -> list[list[RunConfig]]:
-    """Parts that can be stacked, the costliest first. They cost about the same, so that every slot has something to do."""
+    """Parts that can be stacked, the most expensive first. They cost about the same, so that every slot has something to do."""
     grouped = [(estimate(group[0]).dense_flops, group) for group in groups(configs)]
     total = sum(each * len(group) for each, group in grouped)
     parts: list[tuple[float, list[RunConfig]]] = []
@@ -156,7 +156,7 @@ def _collect(ray: Any, pending: dict[Any, int], parts: _PartsProgress) -> tuple[
 
 
 class _PartsProgress:
-    """What the driver knows of the parts, shown as the study's progress."""
+    """What the driver knows about the parts, shown as the progress of the study."""
 
     def __init__(self, ray: Any, progress: StudyProgress) -> None:
         self.ray, self.progress = ray, progress
@@ -189,7 +189,7 @@ class _PartsProgress:
         progress.steps(sum(state.steps for state in states) - int(progress.bar.n), running)
 
     def _ask(self) -> None:
-        """Reads the workers' reports if they are there. They are for the eye only, so nothing waits for them."""
+        """Reads the reports of workers if there are any. They are only shown, so nothing waits for them."""
         if self._answer is None:
             self._answer = self.reports.get.remote()
         if self.ray.wait([self._answer], timeout=0)[0]:
@@ -200,7 +200,8 @@ class _PartsProgress:
 
 
 def _start_reports(ray: Any) -> Any:
-    """An actor that holds what workers tell about their parts. It is on the driver's node, so that it lives as long."""
+    """An actor that holds the reports of workers about their parts. It is on the driver's node, so that it lives as long as the
+    driver."""
 
     # Inside a function, so that Ray sends the class itself and the actor does not have to load torch.
     class Reports:

@@ -1,4 +1,5 @@
-"""The page of a study: what it found, curves that say their numbers when hovered, the table, the command. Self-contained."""
+"""The page of a study: what it found, curves that show their numbers when hovered, the table, and the command. The page needs
+no other file."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ FROM_JSON: dict[str, Callable[[dict[str, Any]], StudyDefinition]] = {
 
 def write_report(study: Study, definition: StudyDefinition | None = None) -> str:
     """Writes report.html, picture.png, table.csv and table.json into the study's folder. Returns what the study found, and a
-    line that says where it is. ``definition`` comes from whoever has run all of the study; without it, study.json says what the
+    line that says where it is. Pass the ``definition`` if all of the study has been run. Without it, study.json says what the
     study is, and the report says if runs are missing."""
     described = study.describe()
     if not study.results():
@@ -45,7 +46,8 @@ def write_report(study: Study, definition: StudyDefinition | None = None) -> str
 
 
 def _unfinished(study: Study, definition: StudyDefinition) -> str:
-    """A sentence if runs are missing, by the first stage that misses some: what follows it is not known yet."""
+    """A sentence if runs are missing. It counts those of the first stage that misses some, since later stages are not known
+    yet."""
     for propose in definition.stages:
         configs = propose(study)
         missing, num_runs = len(study.missing(configs)), len({config.id for config in configs})

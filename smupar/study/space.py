@@ -14,7 +14,7 @@ _RUN = {field.name for field in dataclasses.fields(RunConfig)} - {"model"}
 
 
 def unique(configs: Iterable[RunConfig]) -> list[RunConfig]:
-    """Each run once, in the order in which they come first."""
+    """Each run once, in order of first appearance."""
     return list({config.id: config for config in configs}.values())
 
 

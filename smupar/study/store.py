@@ -49,7 +49,7 @@ class Result:
 
 
 class Study:
-    """``with Study.open(...) as study``: one process at a time adds runs. ``Study(folder)`` is for those who read."""
+    """``with Study.open(...) as study`` is for adding runs, by one process at a time. ``Study(folder)`` is for reading."""
 
     def __init__(self, folder: str | Path, *, keeps_weights: bool = False) -> None:
         self.folder = Path(folder)
@@ -80,7 +80,8 @@ class Study:
 
     @contextlib.contextmanager
     def _undone_if_nothing_ran(self, is_new: bool) -> Iterator[None]:
-        """A command that fails before its first run has a mistake: it must not keep the right one out of the folder."""
+        """Undoes the folder if a command fails before its first run. The command has a mistake, and must not block the folder
+        for the corrected one."""
         file, runs = self.folder / "study.json", set(self.runs.glob("*"))
         before = file.read_text() if file.exists() else None
         try:
@@ -143,8 +144,8 @@ class Study:
         return [Result(config, summary) for config, summary in ended if summary is not None]
 
     def trace_to_follow(self, config: RunConfig) -> Path:
-        """Where other runs find the trace of a finished one: in the study's folder, under a name made from its content. The
-        file is written by ``Study.open`` alone; whoever only reads the study gets its name."""
+        """The file in which other runs find the trace of a finished run. It is in the study's folder, under a name made from
+        its content. Only an open study writes it; a reader only gets the name."""
         text = (self.runs / config.id / TRACE_FILE).read_text()
         path = self.folder.resolve() / f"proxy-{hashlib.sha256(text.encode()).hexdigest()[:8]}.trace.json"
         if self.may_write and not path.exists():
@@ -191,7 +192,7 @@ def row_of(result: Result) -> dict[str, Any]:
 
 
 def _has_grown(study: Study, asked: dict[str, Any]) -> bool:
-    """Whether it asks for more runs than before; raises if it is another study."""
+    """Whether a study asks for more runs than before. Raises if it is another study."""
     there = study.describe()
     if there.get("format") != FORMAT or there["version"] != asked["version"]:
         raise ValueError(
@@ -206,7 +207,7 @@ def _has_grown(study: Study, asked: dict[str, Any]) -> bool:
 
 
 def _comparable(definition: dict[str, Any]) -> dict[str, Any]:
-    """All fields by name, so that those that differ can be told. Fields of runs that came later have the values of before."""
+    """All fields by name, to compare studies. A field that was added later has the value that older runs had."""
     return {**LATER_FIELDS, **flat({**definition, "axes": None}), "axes": definition.get("axes")}
 
 

@@ -22,7 +22,7 @@ def define_sweep(run: RunConfig, axes: Mapping[str, Sequence[Any]]) -> StudyDefi
 
 
 def sweep_from_json(stored: dict[str, Any]) -> StudyDefinition:
-    """A sweep as study.json describes it. Of runs that somebody's script proposed, it knows those that are there."""
+    """A sweep as study.json describes it. If a user's script proposed the runs, only those that exist are known."""
     axes = stored.get("axes", {})
     if {"run", "axes"} <= stored.keys():
         return define_sweep(RunConfig.from_json(json.dumps(stored["run"])), axes)
@@ -34,7 +34,8 @@ def _read(results: Sequence[Result], axes: Mapping[str, Sequence[Any]]) -> Findi
 
 
 def sweep_panels(results: Sequence[Result], axes: Mapping[str, Sequence[Any]]) -> list[Panel]:
-    """Mean loss over seeds, over the numeric axis with most values, one curve for each combination of the others."""
+    """Mean loss over seeds, over the numeric axis with the most values. There is one curve for each combination of the other
+    axes."""
     axes = {name: values for name, values in axes.items() if name != "seed"}
     numeric = {name: values for name, values in axes.items() if all(type(value) in (int, float) for value in values)}
     if not numeric:

@@ -165,7 +165,7 @@ def _setups(config: TransferConfig) -> list[_Setup]:
 
 
 def _run(config: TransferConfig, setup: _Setup, value: float, trace: str | None = None) -> RunConfig:
-    """The run of a setup at one value of the axis. Where two of these set a field, the later one counts."""
+    """The run of a setup at one value of the axis. If two parts set the same field, the later one counts."""
     fields = {
         **_rule_fields(config.run, setup, trace),
         **_dense_fields(config.run, setup),

@@ -102,7 +102,8 @@ def tune(config: TuneConfig, how: EngineConfig | None = None, *, out: str = "run
 
 
 def define_search(config: TuneConfig) -> StudyDefinition:
-    """What is stored decides which samples come first: not their number, nor what random search does not use. It is flat."""
+    """Defines the search. What is stored decides which samples are drawn. It does not hold their number, nor settings that
+    random search does not use. It is flat."""
     unused = {"num_samples", *TUNED} | ({"round_size"} if config.method == "random" else set())
     values = asdict(config)
     run = values.pop("run")

@@ -1,4 +1,4 @@
-"""Measuring updates around ``optimizer.step()``: recording them, and following those of another run."""
+"""Measures updates at ``optimizer.step()``, to record them or to follow those of another run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from smupar.updates.trace import Guide, Trace, averages_after, due, held
 
 
 class UpdatesWarning(UserWarning):
-    """A trace is doubtful, or cannot be followed as it should."""
+    """A trace is doubtful, or cannot be followed fully."""
 
 
 class _Meter:
@@ -76,7 +76,7 @@ class _Meter:
 
     @property
     def place(self) -> int:
-        """The step, from 0 again after each period."""
+        """The number of the step, which starts again at 0 after each period."""
         return self.step % self.period if self.period else self.step
 
     @torch.no_grad()
@@ -89,7 +89,7 @@ class _Meter:
 
     @torch.no_grad()
     def _measure(self, step: Step) -> None:
-        """After an optimizer's update; the step ends with the last optimizer's."""
+        """Measures after the update of an optimizer. The step ends when the last optimizer has made its update."""
         if step.was_noop:
             return
         if due(self.place):
@@ -99,7 +99,7 @@ class _Meter:
             self._end_step()
 
     def _read_probes(self, optimizer: torch.optim.Optimizer) -> None:
-        """Writes down gains and factors of the layers that were looked at before the update."""
+        """Records gains and factors of the layers that were looked at before the update."""
         groups = {n: g for n, g in group_of_weight(optimizer).items() if n in self.probes and self.probes[n].before is not None}
         if not groups:
             return
@@ -131,13 +131,13 @@ class _Meter:
             self.start_again()
 
     def follow(self) -> None:
-        """After a measured step of all optimizers: the place for what is done with ``gains``."""
+        """Called after a measured step of all optimizers. Subclasses use ``gains`` here."""
 
     def start_again(self) -> None:
-        """After the last step of a period."""
+        """Called after the last step of a period."""
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON, exact."""
+        """The state as JSON, with exact numbers."""
         return {"step": self.step, "trace": self.trace.to_json()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -155,7 +155,7 @@ def _is_measurable(model: nn.Module, plan: Plan, name: str) -> bool:
 
 
 class Recorder(_Meter):
-    """What ``record_updates`` returns; as a context it hands out the trace and takes its hooks away at the end."""
+    """What ``record_updates`` returns. As a context manager it returns the trace, and removes its hooks at the end."""
 
     def __enter__(self) -> Trace:
         return self.trace
@@ -165,10 +165,11 @@ class Recorder(_Meter):
 
 
 def record_updates(model: nn.Module, plan: Plan, optimizer: Any, *, period: int | None = None) -> Recorder:
-    """Writes down, while the proxy trains, what each update does to every hidden layer's output.
+    """Records, while the proxy trains, what each update does to every hidden layer's output.
 
-    ``with record_updates(model, plan, optimizer) as trace: ...train...`` and then ``trace.save("proxy.trace.json")``. Before a
-    scheduler, DDP and torch.compile. The run itself is not changed. ``period`` as in ``follow_updates``.
+    ``with record_updates(model, plan, optimizer) as trace: ...train...`` and then ``trace.save("proxy.trace.json")``. Call it
+    after ``param_groups`` and before a scheduler, DDP and torch.compile. The training itself is not changed. ``period`` is as
+    in ``follow_updates``.
     """
     recorder = Recorder(model, plan, optimizer, period)
     _warn(recorder)
@@ -176,7 +177,7 @@ def record_updates(model: nn.Module, plan: Plan, optimizer: Any, *, period: int 
 
 
 class Follower(_Meter):
-    """What ``follow_updates`` returns: ``trace`` is the target's own, ``proxy`` the one it follows."""
+    """What ``follow_updates`` returns: ``trace`` is the target's own trace, ``proxy`` is the trace that it follows."""
 
     def __init__(
         self, model: nn.Module, plan: Plan, optimizer: Any, trace: Trace, steps: int | None, period: int | None
@@ -249,13 +250,14 @@ def follow_updates(
 ) -> Follower:
     """Sets each hidden layer's learning rate, step by step, so that an update does as much as it did in the proxy.
 
-    trace   of the proxy, or its file
-    steps   length of this run; default that of the proxy's. With another one, first steps are compared with
-            first steps by their number, and the last with the last.
-    period  steps after which the run starts again and the trace is followed from its beginning, as in the rounds of IMP
+    trace   trace of the proxy, or the file that holds it
+    steps   length of this run; default the length of the proxy's run. If it differs, first steps are compared with first
+            steps by their number, and the last step with the last.
+    period  for runs that start again after so many steps, as in the rounds of IMP; the trace starts again with them
 
-    Call it after ``param_groups`` and before a scheduler, DDP and torch.compile, then train as usual. The plan should be
-    SmuPar's, for its init and for everything that is not hidden. With GMP the density correction gives way to what is measured.
+    Call it after ``param_groups`` and before a scheduler, DDP and torch.compile, then train as usual. Use a plan of SmuPar: its
+    init stays, and so do its learning rates for everything that is not hidden. With GMP the measured learning rates replace its
+    density correction.
     """
     follower = Follower(model, plan, optimizer, trace if isinstance(trace, Trace) else Trace.load(trace), steps, period)
     _warn(follower)

@@ -21,14 +21,14 @@ _INPUT = "smupar_input"
 
 
 def some_rows(x: Tensor) -> Tensor:
-    """The first tokens of a batch; repeated where there are fewer, so that a mean is over them alone."""
+    """The first tokens of a batch. If there are too few, they are repeated, so that a mean is over them alone."""
     rows = x.reshape(-1, x.shape[-1])[:NUM_TOKENS]
     return rows if len(rows) == NUM_TOKENS else rows.repeat(-(-NUM_TOKENS // max(1, len(rows))), 1)[:NUM_TOKENS]
 
 
 @contextmanager
 def exact() -> Iterator[None]:
-    """Two products of which the small difference counts: no TF32, no autocast."""
+    """Turns off TF32 and autocast, for two products whose small difference is needed."""
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
     matmul.fp32_precision = "ieee"
@@ -95,7 +95,7 @@ class LayerProbe(Probe):
         self.inputs.copy_(some)
 
     def missed(self) -> bool:
-        """Whether the layer was used, as its gradient shows, and no input was seen."""
+        """Whether no input was seen although the layer was used, as its gradient shows."""
         grad = self.weight.parameter.grad
         return grad is not None and bool(local(grad).any()) and not bool(self.inputs.any())
 
@@ -105,12 +105,12 @@ class LayerProbe(Probe):
             delattr(self.module, self.buffer)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy, or one that is loaded, is read by nobody."""
+        """Drops the reader, since no meter reads a probe that was copied or loaded."""
         return {**self.__dict__, "reader": None}
 
 
 def remove_copied_probes(model: nn.Module) -> None:
-    """Removes probes that a deepcopy brought along; raises if somebody still reads them."""
+    """Removes probes that came with a deepcopy. Raises if another meter still reads them."""
     for module in model.modules():
         for key, hook in list(module._forward_pre_hooks.items()):
             probe = getattr(hook, "__self__", None)

@@ -18,8 +18,8 @@ from smupar.updates.trace import Guide, Trace, averages_after, due, held
 class StackedUpdates:
     """Measures the updates of all models of a stack, and sets the learning rates of those that have a trace to follow.
 
-    ``before`` a step with the start of its batch, ``after`` it with the shares of the learning rate that it used, both with its
-    number from 0 on. All numbers stay on the device until the traces are asked for.
+    Call ``before`` at each step with the start of its batch, and ``after`` with the shares of the learning rate that it used.
+    Both take the number of the step, from 0 on. All numbers stay on the device until the traces are asked for.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class StackedUpdates:
 
 
 def _wanted(trace: Trace | None, names: Sequence[str], steps: Sequence[int], num_steps: int) -> dict[str, list[float]]:
-    """What updates of a model should do at each measured step; not a number where it follows nothing."""
+    """What updates of a model should do at each measured step; nan if it follows no trace."""
     if trace is None:
         return {name: [math.nan] * len(steps) for name in names}
     guide = Guide(trace, names, num_steps)

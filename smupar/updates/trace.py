@@ -23,7 +23,7 @@ _EVERY, _FIRST = 5, 20  # the first steps are all measured, then every fifth
 
 
 def due(step: int) -> bool:
-    """Whether step number ``step``, from 0, is measured."""
+    """Whether a step is measured; steps are counted from 0."""
     return step < _FIRST or step % _EVERY == 0
 
 
@@ -85,7 +85,7 @@ class Trace:
             raise ValueError(f"{path}: {error}") from error
 
     def effect(self, name: str, step: float) -> float:
-        """The effect at a step, for a layer of the trace: between measured steps on a straight line over the logarithm."""
+        """The effect at a step, for a layer of the trace. Between measured steps its logarithm is interpolated linearly."""
         values = self.effects[name]
         after = bisect_left(self.at, step)
         if after == 0 or after == len(self.at):
@@ -141,8 +141,8 @@ class Guide:
 def same_moment(step: int, num_steps: int, other_num_steps: int) -> float:
     """The step of a run of another length that a step corresponds to.
 
-    Updates do most in the first steps, and for as many steps however long the run will be; what they do at the end belongs to
-    the end. So first steps correspond by their number and the last step to the last, with one curve between them.
+    Updates do most in the first steps. This phase has the same number of steps in long and short runs, so first steps
+    correspond by their number. The last step corresponds to the last, and one curve lies between them.
     """
     step = min(step, num_steps)  # after its end a run stays at the end
     return step / (1 + step * (1 / other_num_steps - 1 / num_steps))
@@ -180,8 +180,8 @@ def _by_kind(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _sources(number: int, count: int, traced: Sequence[str]) -> list[tuple[str, float]]:
-    """The layers of the trace that layer ``number`` of ``count`` of a kind looks at, with their shares: the one of that number,
-    or where the depth differs those at the same share of the depth."""
+    """The layers of the trace that correspond to layer ``number`` of ``count``, with their shares. This is the layer of the
+    same number; if the depth differs, the layers at the same share of the depth."""
     if count == len(traced):
         return [(traced[number], 1.0)]
     low, share = divmod(number / max(1, count - 1) * (len(traced) - 1), 1)

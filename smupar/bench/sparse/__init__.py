@@ -1,9 +1,10 @@
-"""What sparse execution buys: training steps, dense and sparse side by side in one run.
+"""Measures how much faster sparse execution is: training steps, dense and sparse side by side in one run.
 
-The floor is what the machine cannot beat: activations cross memory once into and once out of every layer, weights and optimizer
-state once, at the speed of a copy; every non-zero takes six FLOPs for a token, two in a product alone, at the speed of a dense
-product. Both speeds are measured in the same run. Indices count in a training step, with 8 bytes for a non-zero; the floors of
-a layer's passes and of a product count none, so that they hold for backends that need next to none.
+The floor is a time that the machine cannot beat. It counts memory at the speed of a copy: activations into and out of every
+layer, weights and optimizer state once. And it counts FLOPs at the speed of a dense product: six for each non-zero and token,
+or two in a product alone. Both speeds are measured in the same run. In a training step indices count too, with 8 bytes for each
+non-zero. They do not count in the floors of a layer's passes and of a product, so that these hold for backends with hardly any
+index.
 
 run     ``bench_sparse``, for the device at hand
 rows    what is measured, as rows of a table; stacks of hidden layers; the floor

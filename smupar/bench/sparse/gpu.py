@@ -1,7 +1,7 @@
 """A layer, its product and hidden layers on a GPU: dense bf16, our backends, cuSPARSE. Timed by the GPU's own clock.
 
-Each side is timed as torch runs it, and captured in a CUDA graph: what the host does for a layer of ours, about a
-millisecond, keeps a GPU waiting that is fast enough.
+Each side is timed as torch runs it, and captured in a CUDA graph. The host needs about a millisecond for one of our layers, and
+a fast GPU waits for it unless the work is captured.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def bench(
     repeats: int,
     machine: Machine,
 ) -> Iterator[Part]:
-    """Measures case by case. What cannot be measured here is noted, and the benchmark goes on."""
+    """Measures case by case. If a case cannot be measured here, this is noted, and the benchmark goes on."""
     layers: list[tuple[str, str, int, float]] = [("2:4", "2:4-transposable", each, 1 / 2) for each in widths]
     layers += [("csr", "random", width, density) for density in densities]
     layers += [("csr", "random", each, 1 / 128) for each in widths if each != width or 1 / 128 not in densities]
@@ -84,7 +84,8 @@ def bench(
 
 
 class Contestants:
-    """What is timed in turns, by side: as it is and captured. A side that cannot be made or run is noted and left out."""
+    """The calls that are timed in turns, by side, as they are and captured. A side that cannot be made or run is noted and left
+    out."""
 
     def __init__(self, width: int, density: float, tokens: int) -> None:
         self.width, self.density, self.tokens = width, density, tokens
@@ -163,8 +164,8 @@ def _refuse_missing(backend: str) -> None:
 
 
 def _mask(pattern: str, width: int, density: float) -> Tensor:
-    """A 2:4 mask is drawn small and repeated: every line of it has as many weights, so the kernels do not see the difference.
-    Blocks repeated would leave whole lines of them empty."""
+    """A 2:4 mask is drawn small and repeated. Every line of it has the same number of weights, so kernels do not notice. Blocks
+    are not repeated, since this would leave whole lines of blocks empty."""
     if pattern == "random":
         return torch.rand(width, width, device=_GPU, generator=torch.Generator(_GPU).manual_seed(0)) < density
     size = _DRAWN if pattern.startswith("2:4") and width % _DRAWN == 0 else width
@@ -251,7 +252,7 @@ def _steps(pattern: str, depth: int, backend: str, sides: Contestants, repeats: 
 
 
 def _peak_bytes(call: Call) -> int:
-    """Most that a call allocates at a time, once what stays, such as AdamW's state, is there."""
+    """The most memory that a call allocates at a time, not counting what stays, such as AdamW's state."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()
@@ -263,7 +264,7 @@ def _peak_bytes(call: Call) -> int:
 
 
 def _captured(call: Call) -> Call:
-    """The same as a CUDA graph."""
+    """The call as a CUDA graph."""
     done = torch.zeros((), device=_GPU)
 
     def captured() -> Tensor:
@@ -278,7 +279,7 @@ def _captured(call: Call) -> Call:
 
 
 def _timed(calls: dict[str, Call], repeats: int) -> dict[str, float]:
-    """Median seconds of a call; sides in turns, each several times between two looks at the clock."""
+    """Median seconds of a call. Sides take turns, and each is called several times between two readings of the clock."""
     rough = {side: max(1e-6, synced_seconds_of(call, 2)) for side, call in calls.items()}
     nums = {side: min(50, max(2, round(_ROUND_SECONDS / seconds))) for side, seconds in rough.items()}
     return in_turns(calls, repeats, lambda side, call: synced_seconds_of(call, nums[side]))

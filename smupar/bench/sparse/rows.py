@@ -33,7 +33,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Part:
-    """What a case gave: its rows, and in words what was not measured."""
+    """The result of a case: its rows, and notes on what was not measured."""
 
     rows: list[Row]
     missed: list[str]
@@ -57,7 +57,8 @@ def measure_machine(device: torch.device) -> Machine:
 
 
 def synced_seconds_of(call: Call, num: int = 1) -> float:
-    """Seconds of a call by the GPU's clock, from an idle GPU on: the time that the host takes to start the first counts."""
+    """Seconds of a call by the GPU's clock, starting with an idle GPU. So the time that the host takes to start the first call
+    counts."""
     torch.cuda.synchronize()
     return gpu_seconds_of(call, num)
 
@@ -112,8 +113,8 @@ def step_floor(width: int, tokens: int, depth: int, density: float, machine: Mac
 
 
 def layer_floor(width: int, tokens: int, density: float, machine: Machine) -> float:
-    """Seconds of forward and backward in bfloat16: activations as in half a step, weights read twice, their gradient written;
-    no indices."""
+    """Seconds of forward and backward in bfloat16. Activations count as in half a step, weights are read twice, and their
+    gradient is written. Indices do not count."""
     num = density * width * width
     return _floor(5 * 2 * tokens * width + num * 3 * 2, 6 * num * tokens, machine)
 

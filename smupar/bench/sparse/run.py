@@ -35,8 +35,8 @@ def bench_sparse(
     gpt: ModelConfig | None = _GPT,
 ) -> str:
     """Dense and sparse over density and over width. On a CPU: steps of a stack of hidden layers and of a GPT. On a GPU: forward
-    and backward of a layer, steps of a stack, and a product alone. ``device``: default a GPU if there is one. ``out``: a folder
-    for the numbers as JSON, written after each case, and the picture."""
+    and backward of a layer, steps of a stack, and a product alone. ``device`` is a GPU by default, if there is one. ``out`` is
+    a folder for the picture and for the numbers as JSON, which are written after each case."""
     device = _pick(device)
     folder = None if out is None else Path(out)
     if folder is not None:

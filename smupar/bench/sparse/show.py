@@ -64,8 +64,8 @@ def _line(row: Row, long: int, on_gpu: bool) -> str:
 
 
 def draw(rows: list[Row], width: int) -> Any:
-    """Time against density at one width, and against width at one density, with the floor; dense at that one width takes 1.
-    Times are those of training steps on a CPU, and of a layer's passes on a GPU."""
+    """Draws time against density at one width, and against width at one density, with the floor. Times are relative to dense at
+    that one width. Times are those of training steps on a CPU, and of a layer's passes on a GPU."""
     figure = new_figure(figsize=(11, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     on_gpu = any(row.what == "layer" for row in rows)
@@ -90,7 +90,7 @@ def draw(rows: list[Row], width: int) -> Any:
 
 
 def _draw_sides(panel: Any, axis: str, chosen: list[Row], unit: float, colors: dict[str, str], ours: str) -> None:
-    """A line for each side over one axis, and the floor of csr, which is called ``ours``."""
+    """Draws a line for each side over one axis, and the floor. The side csr is called ``ours``."""
     for side in dict.fromkeys(row.side for row in chosen):
         points = sorted((getattr(row, axis), row.seconds / unit) for row in chosen if row.side == side)
         label, color = ours if side == cpu.OURS else side, colors[side.removesuffix(gpu.CAPTURED)]

@@ -1,7 +1,8 @@
 """``coord_check``: trains the same few steps at every width and density under every rule, and compares sizes.
 
-Its loop is not the trainer's (lm/run/loop.py). It has the user's model, loss and batches; it looks inside each step, before and
-after the update, so nothing can run ahead; and what is left of a run are sizes, not a model, losses or a checkpoint.
+Its loop is not the trainer's (lm/run/loop.py), for three reasons. It trains the user's model, with the user's loss and batches.
+It looks inside each step, before and after the update, so nothing can run ahead. And a run leaves sizes, not a model, losses or
+a checkpoint.
 """
 
 from __future__ import annotations
@@ -60,17 +61,17 @@ def coord_check(
 ) -> Report:
     """Trains a few steps at every width and density, and judges whether activations, gradients and updates keep their size.
 
-    make_model    width -> model, with nothing but the width different
+    make_model    width -> model; models may differ in nothing but their width
     loss_fn       (model, batch) -> scalar loss
-    batches       at least ``steps`` of them; every run gets the same ones
-    rules         side by side; SP and muP beside others are baselines: judged and shown, but ``report.ok`` is not about them
-    widths        default: the base width; at least two widths or two densities make an axis
+    batches       at least ``steps`` batches; every run gets the same ones
+    rules         rules to compare; SP and muP beside others are baselines, which do not count for ``report.ok``
+    widths        default the base width; there must be at least two widths or two densities
     lr            base learning rate, or one for each rule
-    optimizer     a class, given ``param_groups``, or a function (model, plan) -> optimizer or list of them
-    prepare       (model, plan): for what only you can set, such as the attention scale
-    scheduler     optimizer -> scheduler, stepped after each step
+    optimizer     a class that takes ``param_groups``, or a function (model, plan) -> optimizer or list of optimizers
+    prepare       function (model, plan) that sets what only you can set, such as the attention scale
+    scheduler     optimizer -> scheduler; its step() is called after each step
     allocation    density -> what ``parameterize`` takes as density, such as smupar.erk
-    settings      as for ``parameterize``
+    settings      settings of ``parameterize``
     """
     training = _Training(loss_fn, optimizer, lr, weight_decay, scheduler, prepare, allocation, settings)
     rule_list = (rules,) if isinstance(rules, str) else tuple(rules)
@@ -248,7 +249,8 @@ class _GridRun:
         ]
 
     def _probe(self, batch: Any) -> None:
-        """Runs the first batch again without a trace: the same dropout each time, and running statistics put back."""
+        """Runs the first batch again and leaves no trace: dropout is the same each time, and running statistics are
+        restored."""
         norms = filter(has_running_statistics, self.model.modules())
         statistics = [(norm, name, buffer.clone()) for norm in norms for name, buffer in norm.named_buffers(recurse=False)]
         with self.recorder.probe(), torch.random.fork_rng():
@@ -287,7 +289,7 @@ class _GridRun:
 
 
 def _decay_faults(all_optimizers: list[torch.optim.Optimizer]) -> Iterator[Finding]:
-    """Groups whose decay per step differs: decay follows the learning rate's factor."""
+    """Finds groups whose decay per step differs, because decay follows the factor on the learning rate."""
     for optimizer in all_optimizers:
         groups = [group for group in optimizer.param_groups if "lr_factor" in group and group.get("weight_decay")]
         usual = next((group["weight_decay"] for group in groups if group["lr_factor"] == 1), None)

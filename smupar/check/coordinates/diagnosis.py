@@ -1,6 +1,6 @@
-"""What is wrong, in words: which layers, which quantity, from which step, in which direction, why, and what to do.
+"""Says what is wrong: which layers, which quantity, from which step, in which direction, why, and what to do.
 
-What an audit of the models found is taken first: it has seen the cause. Otherwise the pattern of slopes tells it.
+Findings of the audit come first, since they name the cause. Without them the cause is inferred from the pattern of slopes.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _from_slopes(rule: str, failing: list[Slope], has_readout: bool) -> list[Dia
 
 
 def folded(slopes: Iterable[Slope]) -> list[str]:
-    """The places of slopes, with equal places of all blocks as one."""
+    """The places of slopes, where the same place in all blocks counts as one."""
     places = dict.fromkeys(slope.place for slope in slopes)
     globs = {place: layer_glob(place) for place in places}
     return list(dict.fromkeys((globs[place] if globs[place].strip("*.") else place) or "logits" for place in places))

@@ -1,7 +1,8 @@
 """Sizes of one training run, per layer and step.
 
 For a layer Y = X W: the output Y, the gradient with respect to its input through this layer alone, and dY = X dW, what one
-update does to the output on the same inputs. All on up to ``MAX_ROWS`` rows of each batch, so memory does not grow with it.
+update does to the output on the same inputs. All three are measured on up to ``MAX_ROWS`` rows of each batch, so memory does
+not grow with the batch.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Reading(Cell):
 
     @property
     def norm(self) -> float:
-        """The norm of all entries together; that of a weight gradient is called the gradient flow."""
+        """The norm of all entries together. For the gradient of a weight it is called the gradient flow."""
         return self.rms * math.sqrt(self.num_entries)
 
 
@@ -101,7 +102,8 @@ class SizeRecorder:
             self._watch_gradient(path, module, x, y)
 
     def _is_first(self, path: str, quantity: str) -> bool:
-        """Whether a quantity is taken for the first time in this pass: a layer may be used again, and its first use counts."""
+        """Whether a quantity is measured for the first time in this pass. A layer may be used several times, and its first use
+        counts."""
         if (path, quantity) in self._taken:
             return False
         self._taken.add((path, quantity))
@@ -141,7 +143,7 @@ class SizeRecorder:
             self._taken.clear()
 
     def before_update(self) -> dict[str, Tensor]:
-        """Takes the sizes of gradients, after the backward pass. Returns the weights, for ``after_update``."""
+        """Measures the sizes of gradients, after the backward pass. Returns the weights, for ``after_update``."""
         parameters = dict(self.model.named_parameters())
         weights = {}
         for path, (name, _) in self.layers.items():
@@ -162,7 +164,7 @@ class SizeRecorder:
 
     @torch.no_grad()
     def after_update(self, weights: dict[str, Tensor]) -> None:
-        """Takes the effects of the update on the outputs, of weights alone, after the optimizer's step."""
+        """Measures the effects of the update on the outputs, for weights without biases, after the optimizer's step."""
         parameters = dict(self.model.named_parameters())
         for path, (name, _) in self.layers.items():
             if path in self._inputs:
@@ -175,13 +177,13 @@ class SizeRecorder:
         self._taken.clear()
 
     def unmeasured(self) -> list[str]:
-        """Hidden weights whose output or update was not seen: not a known layer, or used without being called."""
+        """Hidden weights whose output or update was not seen, because the layer is unknown or is used without being called."""
         seen = {(path, quantity) for _, path, quantity, *_ in self.sizes}
         measured = {name for path, (name, _) in self.layers.items() if (path, Y) in seen and (path, DY) in seen}
         return [row.name for row in self.plan if row.role == "hidden" and row.name not in measured]
 
     def uncalled(self) -> list[str]:
-        """Layers with a forward factor whose weight the model uses, if at all, without calling them: nothing applies it."""
+        """Layers with a forward factor that the model never calls. If it uses their weight, it does so without the factor."""
         uses = [(path, factor) for row in self.plan for path, factor in row.forward if path in self.layers]
         called = {path for _, path, quantity, *_ in self.sizes if quantity == Y}
         return [path for path, factor in uses if factor != 1 and path not in called]
@@ -232,8 +234,8 @@ def _rows(module: nn.Module, values: Tensor, *, output: bool = False) -> Tensor:
 
 
 def _spread(num_rows: int) -> Tensor:
-    """Up to MAX_ROWS row numbers, evenly apart. Their step has no factor in common with the number of rows: one that divides
-    the length of a sequence would see the same few positions of each, such as the class token of every image."""
+    """Up to MAX_ROWS row numbers at equal distances. The distance has no factor in common with the number of rows. If it
+    divided the length of a sequence, it would see the same few positions of each, such as the class token of every image."""
     if num_rows <= MAX_ROWS:
         return torch.arange(num_rows)
     step = -(-num_rows // MAX_ROWS)

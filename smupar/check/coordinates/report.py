@@ -1,4 +1,4 @@
-"""The answer of a coordinate check: verdict, words, table, picture, page, JSON."""
+"""The report of a coordinate check: verdict, explanation, table, picture, page and JSON."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ BASELINES = ("sp", "mup")
 
 @dataclass
 class Report:
-    """Everything measured, and what it means. ``ok`` is about the rules under test: all but the baselines SP and muP, or all
-    where nothing else was run."""
+    """Everything that was measured, with verdicts. ``ok`` is about the rules under test. These are all rules but the baselines
+    SP and muP, or all rules if only baselines were run."""
 
     readings: list[Reading]
     faults: Mapping[Cell, list[Finding]]
@@ -51,7 +51,7 @@ class Report:
         return {rule: FAIL if rule in faulty else measured[rule] for rule in self.rules}
 
     def axis_verdict(self, rule: str, axis: str) -> str:
-        """What the sizes alone say over one axis."""
+        """The verdict over one axis, from sizes alone."""
         return overall(slope for slope in self.slopes if slope.rule == rule and slope.axis == axis)
 
     @property
@@ -62,7 +62,7 @@ class Report:
     # Words
 
     def explain(self) -> str:
-        """The verdict of each rule, why, and what to do."""
+        """The verdict of each rule, the reason, and what to do."""
         return "\n".join(line for rule in self.rules for line in self._explain(rule))
 
     def _explain(self, rule: str) -> list[str]:
@@ -111,7 +111,7 @@ class Report:
         return figure
 
     def to_html(self, path: str | Path) -> None:
-        """One page that needs no other file: verdicts, picture, table of slopes."""
+        """Writes one page that needs no other file, with verdicts, picture and table of slopes."""
         picture = io.BytesIO()
         self.plot().savefig(picture, dpi=130, format="png")
         Path(path).write_text(_page(self, base64.b64encode(picture.getvalue()).decode()))

@@ -2,7 +2,7 @@
 
 A rule that works keeps sizes flat. Slopes are fitted for each seed and step; their mean over seeds comes with a 95 % confidence
 interval. The spread is pooled over places of one kind. Places of one run are not independent, so at most three count. Step 1
-and the mean of all later steps decide: a single later step of a run is chaotic, most of all in its gradients.
+and the mean of all later steps decide, since single later steps are chaotic, most of all in their gradients.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Slope:
 
 
 def slopes(readings: Iterable[Reading]) -> list[Slope]:
-    """Every slope that the grid allows, judged where Table 1 promises something."""
+    """Every slope that the grid allows. Slopes about which Table 1 makes a promise are judged."""
     readings = list(readings)
     axes = [axis for axis in ("width", "density") if len({getattr(reading, axis) for reading in readings}) > 1]
     return [slope for axis in axes for slope in _judged(_fitted(readings, axis))]
@@ -125,7 +125,7 @@ def thresholds(slope: Slope) -> tuple[float, float]:
 
 
 def judge(slope: Slope) -> str:
-    """One of the four verdicts, or "" where nothing is promised."""
+    """One of the four verdicts, or "" if nothing is promised."""
     if slope.quantity not in JUDGED or (slope.quantity == GRAD_X and slope.role == "embedding"):
         return ""  # no rule speaks of the gradient that flows out of the network into its data
     if _is_known_exception(slope):

@@ -1,4 +1,4 @@
-"""Which way of keeping a layer is fastest: a training step of a layer like it, measured for each of them in turns."""
+"""Finds the fastest way of keeping a layer. It measures a training step of a similar layer for each way, in turns."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Work:
 
 
 def timing_of(layer: nn.Module, mask: Tensor, backends: list[str], work: Work, known: Measured) -> Timing:
-    """How long a training step of the layer takes; ``known`` has the timings of layers like it and gets new ones. On several
-    ranks all take what the first measured: they must choose alike."""
+    """How long a training step of the layer takes. ``known`` has the timings of similar layers, and gets new ones. On several
+    ranks all use the timings of the first rank, since they must choose alike."""
     weight: Any = layer.weight
     density = float(f"{float(mask.sum()) / mask.numel():.2g}")
     key = (type(layer), tuple(weight.shape), density, weight.dtype, weight.device, work, *backends)

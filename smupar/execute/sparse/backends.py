@@ -1,5 +1,5 @@
 """The backends: ways of keeping a sparse layer, by name. They share one kind of layer, ``SparseLinear``, and differ in the
-kernel that multiplies. A new one is a ``Kernel``, its line in ``_ON_GPU``, and its name among the choices of
+kernel that multiplies. A new backend needs a ``Kernel``, a line in ``_ON_GPU``, and its name among the choices of
 ``Execution.storage`` in ``lm/config/run``."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
 def missing(backend: str, device: torch.device) -> str | None:
-    """What a backend would need to run on a device, or None."""
+    """What a backend lacks to run on a device; None if it can run."""
     if device.type == "cpu" and backend == "csr":
         return None
     if device.type != "cuda":
@@ -58,7 +58,7 @@ def out_dim_of(layer: nn.Module) -> int | None:
 
 
 def layer_refusal(layer: nn.Module, leaf: str, parent: nn.Module, num_users: int) -> str | None:
-    """Why no backend can hold a layer, or None."""
+    """Why no backend can hold a layer; None if one can."""
     weight = getattr(layer, leaf)
     if leaf != "weight" or out_dim_of(layer) is None:
         return f"a {type(layer).__name__} is not a plain linear layer (nn.Linear, transformers' Conv1D)"
@@ -77,7 +77,7 @@ def layer_refusal(layer: nn.Module, leaf: str, parent: nn.Module, num_users: int
 
 
 def refusal(backend: str, layer: nn.Module, mask: Tensor, dtype: torch.dtype) -> str | None:
-    """Why a backend cannot hold a linear layer that gets activations of this dtype, or None."""
+    """Why a backend cannot hold a linear layer that gets activations of this dtype; None if it can."""
     weight: Any = layer.weight
     on_gpu = weight.device.type == "cuda"
     dtypes = gpu.VALUE_DTYPES if on_gpu else _CPU_DTYPES
@@ -98,7 +98,8 @@ def refusal(backend: str, layer: nn.Module, mask: Tensor, dtype: torch.dtype) ->
 
 
 def compress(layer: nn.Module, mask: Tensor, backend: str = "csr", *, out_dim: int | None = None) -> SparseLinear:
-    """Makes a SparseLinear of a plain linear layer, in place; ``out_dim`` is for a class that is not in the table of layers."""
+    """Turns a plain linear layer into a SparseLinear, in place. ``out_dim`` is for classes that are not in the table of
+    layers."""
     weight, original = layer.get_parameter("weight"), type(layer)
     out_dim = out_dim_of(layer) if out_dim is None else out_dim
     assert out_dim is not None
@@ -116,7 +117,7 @@ def compress(layer: nn.Module, mask: Tensor, backend: str = "csr", *, out_dim: i
 
 
 def expand(layer: SparseLinear) -> None:
-    """Makes the layer again what it was before ``compress``, with its present values and mask."""
+    """Undoes ``compress``. The layer keeps its present values and mask."""
     mask, original = layer.weight_mask, layer.original
     weight = nn.Parameter(layer.expand(layer.weight.detach()), requires_grad=layer.weight.requires_grad)
     del layer.weight_columns, layer.weight_row_starts

@@ -1,7 +1,7 @@
 """Square blocks that are kept or dropped whole (pattern "block-64"), on a GPU: dense products of blocks by Triton.
 
-Values stay where the parameter has them, row by row: a block is found by where it starts and how far its rows are apart, and
-read as it is or transposed. So forward, both gradients and any optimizer work on one tensor without repacking.
+Values stay in the order of the parameter, row by row. The start of a block and the distance of its rows are enough to read it,
+as it is or transposed. So forward, both gradients and any optimizer work on one tensor without repacking.
 """
 
 from __future__ import annotations
@@ -136,5 +136,5 @@ class Blocks(OnGpu):
 
 
 def _kernels() -> Any:
-    """The Triton kernels, imported late: Triton comes with torch for GPUs only."""
+    """The Triton kernels. They are imported late, since only torch for GPUs comes with Triton."""
     return import_module("smupar.execute.sparse.block_kernels")

@@ -1,5 +1,5 @@
-"""Products with blocks, in Triton. A block of values starts at ``origin`` and its rows are ``stride`` apart, both in sizes of a
-block, so that the compiler knows that they are aligned."""
+"""Products with blocks, in Triton. A block of values starts at ``origin``, and its rows are ``stride`` apart. Both are counted
+in block sizes, so that the compiler knows that they are aligned."""
 
 # ruff: noqa: N803  # matrices and constants are capitals
 
@@ -57,7 +57,7 @@ def sampled(
     SIZE: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """The block of A' B that a program owns, into its place among the values D."""
+    """Computes the block of A' B that a program owns, and writes it to its place among the values D."""
     k = tl.program_id(0)
     row, column = tl.load(rows + k), tl.load(columns + k)
     each = tl.arange(0, SIZE)

@@ -1,7 +1,7 @@
 """Our own kernel for CPUs: ``kernel.cpp``, compiled when it is first needed and kept in the user's cache.
 
-It is plain C to the outside: the compiler needs no header of torch, takes seconds, and the library fits any torch. Without a
-compiler torch's own products are used, with a warning that says so.
+Its interface is plain C. So the compiler needs no headers of torch and takes seconds, and the library works with any version of
+torch. Without a compiler torch's own products are used, with a warning that says so.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _BACKWARD = [_ADDRESS, _ADDRESS, _LONG, _LONG, _LONG, _ADDRESS, _ADDRESS, _ADDRE
 
 
 class NoKernel(Exception):  # noqa: N818  # an answer, not a failure: torch's products are used instead
-    """There is no kernel of our own here; the text says why."""
+    """Our own kernel is not available here; the text says why."""
 
 
 def library() -> ctypes.CDLL:
-    """The compiled kernel, or ``NoKernel``."""
+    """The compiled kernel. Raises ``NoKernel`` if there is none."""
     loaded = _library()
     if isinstance(loaded, str):
         raise NoKernel(loaded)

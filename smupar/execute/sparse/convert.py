@@ -1,4 +1,4 @@
-"""``sparsify_storage``: a model's masked linear layers, from one way of keeping them to another."""
+"""``sparsify_storage`` changes the way in which a model keeps its masked linear layers."""
 
 from __future__ import annotations
 
@@ -76,19 +76,19 @@ def sparsify_storage(
     passes: int = 1,
     dtype: torch.dtype | None = None,
 ) -> StorageReport:
-    """Makes masked linear layers keep and multiply only their non-zeros, in place. Says what it chose.
+    """Makes masked linear layers keep and multiply only their non-zeros, in place. Returns a report of what it chose.
 
     backend   "csr": non-zeros anywhere, on a CPU or an NVIDIA GPU; "2:4", "block": masks of pattern "2:4-transposable" and
-              "block-N", on an NVIDIA GPU; "dense": back to matrices with masks; "auto": for each layer the fastest of those
-              that can hold it, dense among them, measured once for each kind of layer in this model
-    tokens    rows of the activations that "auto" measures with
-    passes    forward and backward passes before a step of the optimizer, as it measures them: micro-batches
-    dtype     of the activations: what autocast will make of them; None: autocast's if it is on here, else the weights'. GPUs
-              multiply bfloat16 only
+              "block-N", on an NVIDIA GPU; "dense": back to matrices with masks; "auto": for each layer the fastest backend
+              that can hold it, or dense; it is measured once for each kind of layer in this model
+    tokens    number of rows of the activations, for the measurements of "auto"
+    passes    number of micro-batches for each step of the optimizer, for the measurements of "auto"
+    dtype     dtype of the activations under the autocast that you will train with; None: autocast's dtype if autocast is on
+              now, else that of the weights. GPUs multiply bfloat16 only
 
-    Each such weight becomes a parameter of non-zero values under its old name. So call it after ``parameterize`` and before
-    ``param_groups``, a sparsifier, DDP and torch.compile. On bad input, and where a kernel turns out not to work, the model is
-    left untouched; to be able to, all weights are held both ways until the last is converted.
+    Each of these weights becomes a parameter of non-zero values under its old name. So call it after ``parameterize`` and
+    before ``param_groups``, a sparsifier, DDP and torch.compile. On bad input, or if a kernel turns out not to work, the model
+    is left untouched. For this all weights are held in both forms until the last is converted, which takes memory.
     """
     _refuse(model, plan)
     if backend not in (AUTO, DENSE, *BACKENDS):
@@ -114,7 +114,7 @@ def _masked(model: nn.Module, plan: Plan) -> list[MaskedWeight]:
 
 
 def _decide(model: nn.Module, masked: list[MaskedWeight], backend: str, work: Work) -> list[StoredLayer]:
-    """What becomes of each weight; refuses if a named backend cannot hold one of them."""
+    """Decides how each weight will be kept. Refuses if a backend was named that cannot hold one of them."""
     users = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     refusals = {weight.name: _refusal(model, weight, backend, users, work.dtype) for weight in masked}
     refused = {name: why for name, why in refusals.items() if why}
@@ -143,8 +143,8 @@ def _carry_out(model: nn.Module, plan: Plan, layers: list[StoredLayer]) -> Stora
 
 
 def dense_state_dict(model: nn.Module) -> dict[str, Any]:
-    """The state dict that the model would have with all its weights dense: matrices and masks. Models whose weights are dense
-    and models that keep only non-zeros both load it, as both load the state dict of a sparse model."""
+    """The state dict that the model would have with all its weights dense: matrices and masks. Dense models load it, and so do
+    models that keep only non-zeros. Both also load the state dict of a model that keeps only non-zeros."""
     model = unwrapped(model)
     state = dict(model.state_dict())
     for key in [key for key in state if is_compressed(state, key)]:
@@ -200,7 +200,7 @@ def _choice(weight: MaskedWeight, backend: str, refusal: str | None, work: Work,
 
 
 def _with_matrix(layer: nn.Module) -> nn.Module:
-    """The layer, or, if it keeps only its non-zeros, a copy of it that has the matrix."""
+    """The layer itself; if it keeps only its non-zeros, a copy that has the matrix."""
     if not isinstance(layer, SparseLinear):
         return layer
     twin = copy.copy(layer)
@@ -224,7 +224,7 @@ def _keep(model: nn.Module, chosen: StoredLayer, tried: set[tuple[object, ...]])
 
 
 def _try(layer: SparseLinear) -> None:
-    """Makes a product and its gradients: kernels for GPUs are compiled only then, and what fails should fail here."""
+    """Computes a product and its gradients. Kernels for GPUs are compiled only then, so errors show up here."""
     sizes = layer.matrix_shape[1 - layer.out_dim], layer.matrix_shape[layer.out_dim]
     kernel, values, index = layer.kernel, layer.weight.detach(), layer.index()
     x, grad = (torch.zeros(1, size, dtype=kernel.dtype, device=layer.weight.device) for size in sizes)

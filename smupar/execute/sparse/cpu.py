@@ -33,7 +33,7 @@ class CsrView(KernelIndex):
         return values if self.order is None else values.index_select(0, self.order)
 
     def back(self, values: Tensor) -> Tensor:
-        """Undo ``values``: reorder to parameter order."""
+        """Undoes ``values``: reorders to the order of the parameter."""
         return values if self.order is None else torch.empty_like(values).index_copy_(0, self.order.long(), values)
 
 
@@ -151,7 +151,7 @@ def _csr(view: CsrView, values: Tensor, num_columns: int) -> Tensor:
 
 @cache
 def best_kernel() -> Kernel:
-    """Ours, or torch's where ours cannot be compiled."""
+    """Our kernel, or torch's if ours cannot be compiled."""
     try:
         library()
         return Compiled()

@@ -1,7 +1,7 @@
-"""cuSPARSELt's product with a 2:4 matrix, planned once for a size. torch's own call plans again each time, which takes the host
-about as long as a GPU multiplies at width 4096.
+"""cuSPARSELt's product with a 2:4 matrix, planned once for a size. torch's own call makes a new plan each time. At width 4096
+that takes the host about as long as the GPU takes to multiply.
 
-Called through ctypes: torch brings the library along, but not its header.
+The library is called through ctypes, since torch comes with the library but not with its header.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CUSPARSELT_MATMUL_ALG_DEFAULT = 0
 
 
 def missing() -> str | None:
-    """What 2:4 products would need of cuSPARSELt, or None."""
+    """What cuSPARSELt lacks for 2:4 products; None if it has everything."""
     version = torch.backends.cusparselt.version() if torch.backends.cusparselt.is_available() else None
     if version is None or not hasattr(torch, "_cslt_compress"):
         return f"cuSPARSELt, which torch {torch.__version__} was built without"
@@ -53,7 +53,7 @@ def _call(name: str, *args: object) -> None:
 
 
 class Struct:
-    """One of the library's structures, which it lays out as it likes."""
+    """One of the library's opaque structures."""
 
     def __init__(self) -> None:
         self.room = ctypes.create_string_buffer(_BYTES + _ALIGNMENT)
@@ -97,7 +97,7 @@ class MatmulPlan:
         self._measure_workspace()
 
     def search(self, matrix: Tensor, rows: Tensor) -> None:
-        """Times the library's algorithms and keeps the one that it found the fastest."""
+        """Lets the library time its algorithms, and keeps the fastest."""
         self._run("MatmulSearch", matrix, rows)
         self._measure_workspace()
 
@@ -136,8 +136,8 @@ def _sizes(num_rows: int, num_columns: int, leading: int) -> tuple[ctypes.c_int6
 
 
 def _destroy(matrix: Struct, rows: Struct, result: Struct, product: Struct, choice: Struct, plan: Struct) -> None:
-    """Gives back what the library keeps for a plan. A product's descriptor is all in its structure; of a choice the library
-    keeps something from 0.8 on."""
+    """Frees what the library keeps for a plan. The descriptor of a product lies in its structure alone. For the choice of an
+    algorithm the library keeps memory of its own from version 0.8 on."""
     library = _library()
     library.cusparseLtMatmulPlanDestroy(plan)
     if hasattr(library, "cusparseLtMatmulAlgSelectionDestroy"):

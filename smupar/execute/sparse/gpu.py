@@ -1,7 +1,7 @@
 """What the kernels for NVIDIA GPUs have in common: bfloat16, and CUDA source that torch compiles when it is first needed.
 
-Nothing of the weights is kept between passes: each pass packs the values again, which costs a launch. Optimizers of other
-libraries and CUDA graphs write to weights without telling torch, so nobody knows whether packed values are still right.
+No values are kept between passes: each pass packs the values again, which costs one kernel launch. This is because optimizers
+of other libraries and CUDA graphs write to weights without telling torch, so packed values could be stale.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VALUE_DTYPES = (torch.float32, torch.bfloat16)  # of parameters: what the CUDA s
 
 
 def missing(device: torch.device) -> str | None:
-    """What every kernel needs of a GPU and torch and does not find, or None."""
+    """What GPU or torch lack for any of the kernels; None if they have everything."""
     if torch.version.hip is not None:
         return "an NVIDIA GPU"
     if sys.platform != "linux":
@@ -40,7 +40,7 @@ def missing(device: torch.device) -> str | None:
 
 @cache
 def compiled(file: str, name: str, device: torch.device, *, shared: int = 0, **defines: int) -> Launch:
-    """A function of a CUDA source of this folder; ``shared``: bytes of shared memory that it is launched with."""
+    """A function from a CUDA source file in this folder. ``shared`` is the number of bytes of shared memory for its launch."""
     source = "".join(f"#define {key} {value}\n" for key, value in defines.items())
     source += "".join(Path(__file__).with_name(part).read_text() for part in ("bf16.cuh", file))
     with torch.cuda.device(device):
@@ -50,7 +50,7 @@ def compiled(file: str, name: str, device: torch.device, *, shared: int = 0, **d
 
 
 def current_stream(device: torch.device) -> ctypes.c_void_p:
-    """The stream's address. The object that torch.cuda.current_stream returns takes longer to make than a launch."""
+    """The address of the current stream. torch.cuda.current_stream makes an object, which takes longer than a launch."""
     return ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device.index))
 
 
@@ -76,7 +76,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class GpuIndex(KernelIndex):
-    """What the indices of GPU kernels have in common; each adds tensors, which nobody else writes to."""
+    """What the indices of GPU kernels have in common. Each adds tensors that no other code writes to."""
 
     shape: tuple[int, int]
     out_dim: int
@@ -99,7 +99,7 @@ class OnGpu(Kernel):
     values_grad: Callable[..., Tensor]
 
     def missing(self, device: torch.device) -> str | None:
-        """What the kernel would need to run on a GPU, or None."""
+        """What the kernel lacks to run on a GPU; None if it can run."""
         return missing(device)
 
     def forward(self, x: Tensor, index: Any, values: Tensor, bias: Tensor | None) -> Tensor:
@@ -126,8 +126,8 @@ _threads = threading.local()
 
 
 def _entered(device: torch.device) -> AbstractContextManager[object]:
-    """The context to launch kernels in. The driver launches them, and in a new thread, such as one of autograd's, it knows no
-    device until something else of torch ran there."""
+    """The context to launch kernels in. The driver launches them. In a new thread, such as one of autograd's, it has no device
+    until torch has run something there."""
     context = contextlib.nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
     seen = _threads.__dict__.setdefault("devices", set())
     if device not in seen:
@@ -137,7 +137,7 @@ def _entered(device: torch.device) -> AbstractContextManager[object]:
 
 
 def dense_grad(grad: Tensor, x: Tensor, out_dim: int) -> Tensor:
-    """The gradient of the whole matrix. A dense product and a choice of its entries take less time than a product of the
+    """The gradient of the whole matrix. Computing a dense product and picking entries takes less time than computing these
     entries alone: 167 us against 247 at width 2048, 16384 tokens, density 1/128 on an H200."""
     return grad.T @ x if out_dim == 0 else x.T @ grad
 

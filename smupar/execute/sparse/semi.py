@@ -1,13 +1,13 @@
-"""Two of every four weights, along rows and columns alike (pattern "2:4-transposable"), by cuSPARSELt: tensor cores multiply
-such a matrix in half the time.
+"""Matrices that keep two of every four weights along rows and along columns (pattern "2:4-transposable"), by cuSPARSELt. Tensor
+cores multiply such a matrix in half the time.
 
-Its packed matrix is the values row by row and then metadata, which depends on the places alone. So metadata is made once, and
-each pass writes values before it: those of the matrix, or, for the other direction, of its transpose. The gradient of the
-weights is a dense product, of which the entries at the places are taken.
+A packed matrix of cuSPARSELt holds the values row by row, and after them metadata that depends on their positions alone. So the
+metadata is made once, and each pass writes the values in front of it: those of the matrix, or for the backward pass those of
+its transpose. The gradient of the weights is a dense product, from which the entries at these positions are picked.
 
-cuSPARSELt has several algorithms for a product. When a size comes back for the third time they are timed, and the fastest is
-used from then on. So the algorithm, and with it the last bits of a product, may differ between two processes, and between the
-first products of a process and the later ones.
+cuSPARSELt has several algorithms for a product. When a size is used for the third time the algorithms are timed, and the
+fastest is used from then on. So the algorithm may differ between two processes, and between the first products of a process and
+later ones. The last bits of a product may differ with it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _choosing = threading.Lock()  # autograd has a thread for each device
 
 
 def tile_codes(mask: Tensor) -> Tensor:
-    """The places in each tile of 4 x 4 as 16 bits, the first row lowest: [tiles of rows, tiles of columns]."""
+    """The positions in each tile of 4 x 4 as 16 bits, with the first row in the lowest bits: [tiles of rows, tiles of
+    columns]."""
     tiles = mask.reshape(mask.shape[0] // 4, 4, mask.shape[1] // 4, 4).transpose(1, 2).flatten(2).int()
     codes = (tiles << torch.arange(16, dtype=torch.int32, device=mask.device)).sum(-1)
     return codes.to(torch.int16)  # the kernel reads it without a sign
@@ -119,7 +120,7 @@ def packed_transpose(values: Tensor, index: SemiIndex) -> Tensor:
 
 
 def picked(matrix: Tensor, index: SemiIndex, values: Tensor) -> Tensor:
-    """The entries of a matrix at the places, in the dtype of ``values``."""
+    """The entries of a matrix at the positions of the non-zeros, in the dtype of ``values``."""
     made = torch.empty_like(values)
     row_tiles, column_tiles = index.codes.shape
     kernel = compiled(_SOURCE, "pick", values.device, F32=int(values.dtype == torch.float32))
@@ -135,7 +136,7 @@ def _room(metadata: Tensor, num_rows: int, num_values: int) -> Tensor:
 
 
 def _metadata(mask: Tensor) -> Tensor:
-    """What cuSPARSELt writes after the values. That it does so is not documented, hence the checks."""
+    """The metadata that cuSPARSELt writes after the values. This layout is not documented, so it is checked."""
     number = torch.arange(int(mask.sum()), device=mask.device)
     metadata = []
     for digits in (number % 251, number // 251 % 251):  # numbers that bfloat16 holds exactly
@@ -155,7 +156,7 @@ def _metadata(mask: Tensor) -> Tensor:
 
 
 def _faster(plan: MatmulPlan, matrix: Tensor, rows: Tensor) -> MatmulPlan:
-    """The plan, or what cuSPARSELt's own search makes of it, if that is faster when timed."""
+    """The plan, or the plan with the algorithm that cuSPARSELt's own search finds, if that is faster when timed."""
     searched = MatmulPlan(plan.shape, plan.num_rows, rows.device)
     try:
         searched.search(matrix, rows)

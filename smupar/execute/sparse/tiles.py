@@ -1,7 +1,7 @@
 """Non-zeros anywhere in the matrix, on a GPU. A tile of the activations lies in shared memory, where every non-zero reads it.
 
-The forward product and the gradient of the input are ours (``tiles.cu``), the gradient of the weights is a dense product of
-which the entries at the non-zeros are taken.
+The forward product and the gradient of the input are ours (``tiles.cu``), the gradient of the weights is a dense product, from
+which the entries at the non-zeros are picked.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HOPPER_SHARED = 227 * 1024
 
 
 def tile_tokens(num_features: int, device: torch.device) -> int | None:
-    """How many tokens a tile has on a device, or None where no tile fits."""
+    """How many tokens a tile has on a device; None if no tile fits."""
     tokens = next((tokens for most, tokens in _TILES if num_features <= most), 0)
     while tokens >= _TOKENS_OF_A_LANE:
         if shared_bytes(num_features, tokens) <= shared_limit(device):
@@ -41,8 +41,8 @@ def tile_tokens(num_features: int, device: torch.device) -> int | None:
 
 @cache
 def shared_limit(device: torch.device) -> int:
-    """Bytes of shared memory that a block of threads can have. Off a GPU it is a Hopper's, so that an index can be made
-    anywhere."""
+    """Bytes of shared memory that a block of threads can have. Without a GPU the number of a Hopper is taken, so that an index
+    can be made anywhere."""
     if device.type != "cuda":
         return _HOPPER_SHARED
     properties: Any = torch.cuda.get_device_properties(device)
@@ -57,9 +57,10 @@ def shared_bytes(num_features: int, tokens: int) -> int:
 class SlicedEll(KernelIndex):
     """The non-zeros of one dimension of the matrix, line by line, in the sliced ELLPACK format.
 
-    Lines come in blocks of 32, in a block sorted by falling number of non-zeros, and are then cut into slices of as many lines
-    as a warp works on at once. The lines of a slice are padded to the same number of entries, a multiple of four (a run), and
-    their runs are interleaved, so that the warp reads one stretch of memory.
+    Lines come in blocks of 32. In a block they are sorted, those with the most non-zeros first, and then cut into slices. A
+    slice has as many lines as a warp works on at once. The lines of a slice are padded to the same number of entries, a
+    multiple of four; four entries are a run. The runs of the lines are interleaved, so that the warp reads one stretch of
+    memory.
 
     Two lines in one slice, with non-zeros at columns 1 3 4 6 7 and at 0 5, where . is padding:
 

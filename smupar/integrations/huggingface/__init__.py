@@ -1,11 +1,11 @@
-"""Hugging Face transformers: models, folders and the Trainer. Imported only when asked for.
+"""Hugging Face transformers: models, folders and the Trainer. It is imported only when it is used.
 
 families      what is known about each architecture: its widths, its attention scale, where queries come from
 models        ``parameterize``: a model of transformers follows a rule; the base is built from a config
 folders       ``save_pretrained`` keeps masks and plan, ``load`` puts them back, ``export`` folds every factor into the weights
 training      an optimizer from ``TrainingArguments`` and a callback, for ``transformers.Trainer``
 
-Names are looked up on first use, after the check of the version: other versions lack what the files above import.
+Names are imported on first use, after a check of transformers' version, since other versions lack what these files import.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is known about each architecture of transformers; everything else follows from shapes, as for any model."""
+"""Facts about each known architecture of transformers. Everything else follows from shapes, as for any model."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from smupar.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Family:
-    """Models whose attention modules keep their scale as ``scaling``, with heads as large at every width."""
+    """A family of models. Their attention modules keep the scale as ``scaling``, and the head size is the same at every
+    width."""
 
     intermediate: str  # the config's name for the width inside an MLP
     queries: Callable[[Any], list[Tensor]]  # views of an attention's parameters that its queries are proportional to
 
 
 def _projected(attention: Any) -> list[Tensor]:
-    """Llama and its kin, ViT. Where queries are normalised, only the norm's own weight counts."""
+    """The queries of Llama and similar models, and of ViT. If queries are normalised, only the weight of that norm scales
+    them."""
     return _parts(attention.q_norm if hasattr(attention, "q_norm") else attention.q_proj)
 
 
@@ -37,7 +39,7 @@ def _gpt2(attention: Any) -> list[Tensor]:
 
 
 def _gpt_neox(attention: Any) -> list[Tensor]:
-    """Each head has its q, k and v one after the other."""
+    """The queries of GPT-NeoX, where each head has its q, k and v one after the other."""
     return [part.view(-1, 3, attention.head_size, *part.shape[1:])[:, 0] for part in _parts(attention.query_key_value)]
 
 
@@ -92,8 +94,8 @@ def scale_queries(family: Family, attention: nn.Module, factor: float) -> None:
 
 
 def base_config(config: PreTrainedConfig, width: int = 256) -> PreTrainedConfig:
-    """The same architecture at another width, as a config: as many layers, heads of the same size and so fewer of them, the
-    same number of queries for each key, MLPs in proportion."""
+    """The config of the same architecture at another width. The number of layers, the size of heads and the number of queries
+    for each key stay the same. The number of heads and the width of MLPs change in proportion."""
     kind = config.model_type
     if kind not in FAMILIES:
         raise ValueError(

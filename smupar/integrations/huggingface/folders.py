@@ -1,4 +1,5 @@
-"""Folders of transformers: with masks and plan, as ``save_pretrained`` writes them here, or for a plain ``from_pretrained``."""
+"""Folders of transformers, of two kinds: with masks and plan, as ``save_pretrained`` writes them here, or plain, for
+``from_pretrained``."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ _BESIDE = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "add
 class _Saving:
     """A model's own ``save_pretrained``, with the plan beside the weights.
 
-    An object with the model in it, so that a deepcopy of the model saves itself and not the first one.
+    It is an object that holds the model, so that a deepcopy of the model saves itself and not the original.
     """
 
     def __init__(self, model: PreTrainedModel, plan: Plan) -> None:
@@ -51,21 +52,21 @@ class _Saving:
 
 
 def keep_plan(model: PreTrainedModel, plan: Plan) -> None:
-    """From now on ``save_pretrained`` writes the plan as well, whoever calls it: you, the Trainer, a push to the hub."""
+    """Makes ``save_pretrained`` write the plan as well, whoever calls it: you, the Trainer or a push to the hub."""
     setattr(model, "save_pretrained", _Saving(model, plan))  # noqa: B010  # an instance's attribute in a method's place
 
 
 def save(model: PreTrainedModel, plan: Plan, folder: str | PathLike[str]) -> None:
-    """``model.save_pretrained`` for a model that ``smupar.parameterize`` was called on, and not this integration."""
+    """``model.save_pretrained`` for a model that was parameterized by ``smupar.parameterize`` and not by this integration."""
     keep_plan(model, plan)
     model.save_pretrained(folder)
 
 
 def load(folder: str | PathLike[str], *, model_class: type[PreTrainedModel] | None = None) -> tuple[PreTrainedModel, Plan]:
-    """The model that ``save_pretrained`` wrote, with its masks, hooks and attention scale, and its plan. In eval mode, as from
-    ``from_pretrained``.
+    """Loads the model that ``save_pretrained`` wrote, with its masks, hooks and attention scale, and its plan. The model is in
+    eval mode, as after ``from_pretrained``.
 
-    model_class   default what the config names, if transformers has it
+    model_class   class of the model; default the class that the config names, if transformers has it
     """
     path = Path(folder)
     plan = _read_plan(path)
@@ -111,7 +112,7 @@ def _put_masks(model: nn.Module, plan: Plan, masks: dict[str, Tensor]) -> None:
 
 
 def export(folder: str | PathLike[str], out: str | PathLike[str], *, dtype: str = "fp32") -> str:
-    """Writes a folder from which a plain ``from_pretrained`` gives the same logits; returns a line that says what is in it."""
+    """Writes a folder that a plain ``from_pretrained`` reads, with the same logits. Returns a line that says what is in it."""
     source, target = Path(folder), Path(out)
     if dtype not in _DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
@@ -132,8 +133,8 @@ def export(folder: str | PathLike[str], out: str | PathLike[str], *, dtype: str 
 
 @torch.no_grad()
 def folded(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
-    """A plain model with the same logits: tables and heads take their factors, queries what the attention scale differs by. A
-    table that is also the head, with two factors, becomes two."""
+    """A plain model with the same logits. Embedding and head take up their factors, and queries take up the difference in
+    attention scale. A tied table with two factors becomes two tables."""
     family = FAMILIES.get(model.config.model_type)
     if family is None and get_rule(plan.rule).attention_exponent != SP.attention_exponent:
         raise ValueError(

@@ -1,4 +1,5 @@
-"""A model of transformers that follows a rule: roles, masks, init, factors, and the attention scale in its own field."""
+"""Makes a model of transformers follow a rule: roles, masks, init, factors, and the attention scale in the model's own
+field."""
 
 from __future__ import annotations
 
@@ -28,14 +29,14 @@ def parameterize(
     reset: bool | None = None,
     **settings: Unpack[Settings],
 ) -> Plan:
-    """``smupar.parameterize`` for a model of transformers; also sets its attention scale and lets ``save_pretrained`` keep the
-    plan. Weight matrices get a fresh init.
+    """``smupar.parameterize`` for a model of transformers. It also sets the attention scale, and lets ``save_pretrained`` save
+    the plan. Weight matrices get a fresh init.
 
     base      width at which hyperparameters were tuned, or the config or model of that width
-    settings  as for ``smupar.parameterize``
+    settings  settings of ``smupar.parameterize``
 
-    GPT-2, Llama, Mistral, Qwen2, Qwen3, GPT-NeoX and ViT are known. For others, give a config or a model as base; a warning
-    says what to confirm.
+    GPT-2, Llama, Mistral, Qwen2, Qwen3, GPT-NeoX and ViT are known. For other architectures, give a config or a model as base;
+    a warning says what to confirm.
     """
     refuse(model)
     family = FAMILIES.get(model.config.model_type)
@@ -59,13 +60,13 @@ def parameterize(
 
 
 def build(kind: type[nn.Module], config: PreTrainedConfig) -> nn.Module:
-    """A model without values."""
+    """Builds a model on the meta device, without values."""
     with torch.device("meta"):
         return kind(config)
 
 
 def refuse(model: nn.Module) -> None:
-    """What cannot follow a rule, before anything changes."""
+    """Refuses models that cannot follow a rule, before anything changes."""
     if _has_adapters(model):
         raise ValueError(
             "this model carries adapters (LoRA, PEFT), which train beside frozen weights, and no row of Table 1 is about them: "

@@ -1,4 +1,4 @@
-"""``transformers.Trainer`` as it is: an optimizer from its arguments, and a callback."""
+"""What an unchanged ``transformers.Trainer`` needs: an optimizer from its arguments, and a callback."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from smupar.updates.meter import Follower, Recorder
 
 
 def make_optimizer(model: PreTrainedModel, plan: Plan, args: TrainingArguments, **settings: Any) -> torch.optim.Optimizer:
-    """The optimizer that ``args`` ask for, at ``args.learning_rate`` as base learning rate, with the plan's groups.
+    """The optimizer that ``args`` ask for, with the plan's groups. ``args.learning_rate`` is the base learning rate.
 
     As in the Trainer itself, norms and biases do not decay. ``settings`` are those of ``smupar.param_groups``.
     """
@@ -35,8 +35,8 @@ def make_optimizer(model: PreTrainedModel, plan: Plan, args: TrainingArguments, 
 
 
 class SmuparCallback(TrainerCallback):
-    """Audits model and optimizer before the first step, moves masks after each step, and keeps the state of what moves in the
-    Trainer's checkpoints.
+    """Audits model and optimizer before the first step, moves masks after each step, and keeps the state of sparsifiers and
+    traces in the Trainer's checkpoints.
 
     sparsifier   smupar.RigL(model, plan, optimizer, ...), SET, GMP or IMP
     updates      what smupar.record_updates or smupar.follow_updates returned

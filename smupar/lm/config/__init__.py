@@ -1,1 +1,1 @@
-"""What a run and each command is made of, as frozen dataclasses; presets; checks. No torch in here."""
+"""The configurations of runs and commands as frozen dataclasses, presets, and checks. Nothing here imports torch."""

@@ -1,4 +1,4 @@
-"""What the commands other than ``train`` take, as frozen dataclasses."""
+"""The configurations of all commands but ``train``, as frozen dataclasses."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from smupar.lm.config.validation import (
 
 @dataclass(frozen=True)
 class PrepareConfig:
-    """Text into token shards. Interrupted, the same command goes on where it was."""
+    """How text becomes token shards. If it is interrupted, the same command goes on where it was."""
 
     sources: tuple[str, ...]
-    """Files or folders of text, JSONL (.jsonl, .json, also .gz) or Parquet; hf:NAME[:CONFIG] for a Hugging Face dataset,
-    streamed; or slimpajama."""
+    """Files or folders of text, JSONL (.jsonl, .json, also .gz) or Parquet; hf:NAME[:CONFIG], which streams a Hugging Face
+    dataset; or slimpajama."""
     out: str = "data/text"
     """Folder for the shards and index.json."""
     tokenizer: str = "bytes"
@@ -32,11 +32,11 @@ class PrepareConfig:
     """Split of a Hugging Face dataset."""
     encoding: str = "utf-8"
     errors: Literal["strict", "replace", "ignore"] = "strict"
-    """What to do with bytes that are not text in that encoding."""
+    """What to do with bytes that are not valid in the encoding."""
     max_tokens: int | None = None
-    """Stop after so many tokens."""
+    """Stop after this many tokens."""
     shard_tokens: int = 100_000_000
-    """Tokens in a shard, about."""
+    """Approximate number of tokens in a shard."""
 
     def __post_init__(self) -> None:
         check_positive(self, "shard_tokens", *(() if self.max_tokens is None else ("max_tokens",)))
@@ -47,11 +47,11 @@ class CheckConfig:
     """A coordinate check of the built-in GPT on the text of Python's standard library."""
 
     rules: tuple[str, ...] = ("sp", "mup", "smupar")
-    """Side by side; sp and mup are baselines, the exit code is about the others."""
+    """Rules to check side by side. sp and mup are baselines; the exit code is about the others."""
     base_width: int = 64
     widths: tuple[int, ...] = (256,)
     sparsities: tuple[float, ...] = (0.0, 0.75, 0.9375)
-    """Share of hidden weights set to zero."""
+    """Shares of hidden weights that are zero."""
     pattern: str = "random"
     optimizer: Literal["adamw", "sgd"] = "adamw"
     lr: float = 2**-6
@@ -67,7 +67,7 @@ class CheckConfig:
     device: str = "auto"
     """auto: a GPU if there is one."""
     out: str = "runs/check"
-    """Folder for check.png, check.html and check.json, which take the place of those of an earlier check."""
+    """Folder for check.png, check.html and check.json. Files of an earlier check are overwritten."""
 
     def __post_init__(self) -> None:
         check_positive(self, "steps", "seeds", "depth", "batch_size", "seq_len", "base_width")
@@ -84,11 +84,11 @@ class GenerateConfig:
     """Folder of a run, of one of its checkpoints, or of an export."""
     prompt: str = "\n"
     tokens: int = 300
-    """How many to generate; the text may end before."""
+    """How many tokens to generate; the text may end earlier."""
     temperature: float = 0.8
-    """0: always the likeliest token."""
+    """0: always take the most likely token."""
     top_k: int = 50
-    """Choose among this many tokens; 0: among all."""
+    """Choose among this many most likely tokens; 0: among all tokens."""
     seed: int = 0
     device: str = "auto"
     """auto: a GPU if there is one."""
@@ -96,17 +96,17 @@ class GenerateConfig:
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """A folder to hand on."""
+    """How a model is exported as a folder to share."""
 
     folder: str
     """Folder of a run, of one of its checkpoints, or of a Hugging Face model that smupar parameterized."""
     out: str
     """Folder to write."""
     format: Literal["dense", "sparse"] = "dense"
-    """dense: zeros stored; sparse: only the kept weights, as CSR."""
+    """dense: zeros are stored; sparse: only the kept weights are stored, as CSR."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     best: bool = False
-    """The checkpoint with the lowest validation loss instead of the last."""
+    """Take the checkpoint with the lowest validation loss instead of the last."""
 
 
 # The tasks of the paper's Table 2, in its order, as EleutherAI's harness calls them.
@@ -115,14 +115,14 @@ TASKS = ("arc_easy", "lambada_openai", "race", "piqa", "boolq")
 
 @dataclass(frozen=True)
 class TasksConfig:
-    """What models are asked."""
+    """The tasks that models are evaluated on."""
 
     tasks: tuple[str, ...] = TASKS
-    """arc_easy, lambada_openai, race, piqa, boolq."""
+    """Any of arc_easy, lambada_openai, race, piqa and boolq."""
     data_dir: str | None = None
-    """Folder with TASK.jsonl for each of them; default the harness's own datasets, which it downloads."""
+    """Folder with TASK.jsonl for each task. Default: the harness's own datasets, which it downloads."""
     limit: int | None = None
-    """Only the first so many documents of each task."""
+    """Use only this many documents of each task, from the first on."""
 
     def __post_init__(self) -> None:
         for task in self.tasks:
@@ -142,9 +142,9 @@ class ScoringConfig:
     """auto: a GPU if there is one."""
     batch_size: int = 16
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """bf16: products and activations; weights and softmax stay fp32."""
+    """bf16 is for products and activations; weights and softmax stay fp32."""
     max_length: int = 2048
-    """Longest input in tokens, older ones are cut off; a model with fewer positions takes fewer."""
+    """Longest input in tokens; earlier tokens are cut off. A model with fewer positions takes fewer tokens."""
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -153,14 +153,14 @@ class ScoringConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """Models on the downstream tasks of the paper's Table 2."""
+    """The evaluation of models on the downstream tasks of the paper's Table 2."""
 
     folders: tuple[str, ...]
     """Folders of runs, checkpoints, exports, or models that transformers reads."""
     questions: TasksConfig = field(default_factory=TasksConfig)
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
     out: str = "runs/eval"
-    """Folder for results.json, table.md, table.csv. Started again, only what is missing is computed."""
+    """Folder for results.json, table.md and table.csv. If you start it again, only what is missing is computed."""
 
     def __post_init__(self) -> None:
         refuse(

@@ -1,5 +1,5 @@
-"""Presets, the named starting points for runs: functions that return a full configuration, whose single fields flags change.
-They take the rule and the width because in the paper's settings other fields follow from these."""
+"""Presets are named starting points for runs: functions that return a full configuration. Flags change single fields of it.
+They take the rule and the width, because in the paper's settings other fields depend on these."""
 
 from __future__ import annotations
 

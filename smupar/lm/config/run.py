@@ -1,5 +1,5 @@
-"""What a run is made of, as frozen dataclasses; the command line takes its flags from them. No torch in here, so that
-``smupar --help`` stays fast.
+"""The configuration of a run, as frozen dataclasses. The command line takes its flags from them. This file does not import
+torch, so that ``smupar --help`` stays fast.
 
 ``RunConfig`` is everything that decides the result, and its hash names the run. ``Execution`` is how it is carried out:
 where, on how many devices, how often it is saved.
@@ -34,13 +34,13 @@ STANDARD_LIBRARY = "stdlib"
 
 
 def name_of_text(data: str) -> str:
-    """d and d/ are the same text; ./stdlib is a folder."""
+    """The name of a text: d and d/ are the same, and ./stdlib is a folder."""
     path = str(PurePath(data))
     return data if path == STANDARD_LIBRARY else path
 
 
 def padded_vocab(vocab_size: int) -> int:
-    """Rounded up to a multiple of 64, which matrix units like; 256 stays."""
+    """The size rounded up to a multiple of 64, which matrix units like."""
     return -(-vocab_size // 64) * 64
 
 
@@ -54,7 +54,7 @@ def changed(config: _Config, values: Mapping[str, Any]) -> _Config:
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested fields as one dictionary, in their order, by the names of the innermost ones."""
+    """Nested fields as one flat dictionary, in their order, by the names of the innermost fields."""
     fields_of: dict[str, Any] = {}
     for name, value in values.items():
         fields_of |= flat(value) if isinstance(value, Mapping) else {name: value}
@@ -62,7 +62,7 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """The fields that differ between what is stored and what is asked for, in words; empty if none does."""
+    """A sentence with the fields that differ between what is stored and what is asked for; empty if none differs."""
     changes = [(name, old.get(name), new.get(name)) for name in {**old, **new}]
     told = [f"{name} {there} there, {here} here" for name, there, here in changes if there != here]
     return "; ".join(told[:4]) + (f"; and {len(told) - 4} more" if len(told) > 4 else "")
@@ -82,19 +82,19 @@ class ModelConfig:
     head_dim: int = 32
     vocab_size: int = 256
     ff_ratio: float | None = None
-    """Inner width of the MLP over the model's; default 8/3 for SwiGLU, 4 for GELU."""
+    """Inner width of the MLP divided by the width of the model; default 8/3 for SwiGLU, 4 for GELU."""
     ff_multiple: int | None = None
     """The inner width is rounded down to a multiple of this; default head_dim."""
     positions: Literal["alibi", "rotary", "learned", "none"] = "alibi"
     activation: Literal["swiglu", "gelu"] = "swiglu"
     biases: bool = False
-    """In linear layers and norms; the unembedding never has one."""
+    """Give linear layers and norms a bias. The unembedding never has one."""
     tied: bool = True
-    """One matrix for embedding and unembedding."""
+    """Use one matrix for embedding and unembedding."""
     residual_factor: bool = False
     """Multiply both residual outputs of a block by 1 / sqrt(2 depth)."""
     context: int = 2048
-    """Longest sequence, for learned positions only."""
+    """Longest sequence; only for learned positions."""
 
     def __post_init__(self) -> None:
         check_model(self)
@@ -122,37 +122,41 @@ class RunConfig:
     base_width: int = 64
     """Width at which lr, init_std and the alphas were tuned."""
     sparsity: float | None = None
-    """Share of hidden weights set to zero, in [0, 1); of neurons with pattern neuron. Default 0.9375, or what N:M says."""
+    """Share of hidden weights that are zero, in [0, 1); with pattern neuron the share of neurons. Default 0.9375; with pattern
+    N:M the share follows from it."""
     pattern: str = "random"
     """random, bernoulli, fan_in, N:M, N:M-transposable, block-N or neuron."""
     allocation: Literal["uniform", "er", "erk"] = "uniform"
-    """How the sparsity is shared among layers."""
+    """How the sparsity is divided among layers."""
     dynamic: Literal["none", "rigl", "set", "gmp", "imp"] = "none"
-    """Masks that move: rigl grows by gradients, set at random, gmp prunes from dense to the sparsity, imp prunes in rounds and
-    goes back to the first weights after each."""
+    """Masks that move. rigl: grows weights by gradients; set: grows weights at random; gmp: prunes gradually from dense to the
+    sparsity; imp: prunes in rounds, and goes back to the first weights after each round."""
     rounds: int = 4
-    """imp: how often it prunes. The run has one round more, all of the same length, each with the whole schedule."""
+    """For imp: how often it prunes. The run has one more round than that. Rounds have the same length, and each has the whole
+    schedule."""
     mask_every: int = 100
-    """Steps between moves."""
+    """Steps between two moves of the masks."""
     mask_stop: float = 0.75
-    """Share of the run after which masks stay."""
+    """Share of the run after which masks no longer move."""
     drop_fraction: float = 0.3
-    """Share of the active weights that rigl and set drop at first; goes to 0 along a cosine."""
+    """Share of the active weights that rigl and set drop in a move, at first; it goes to 0 along a cosine."""
     correction: Literal["moment", "fixed"] = "moment"
-    """gmp, imp: learning rate by the density of the moment, or init and learning rate by the last one, as in the paper."""
+    """For gmp and imp. moment: the learning rate follows the density of the moment; fixed: init and learning rate are those
+    of the last density, as in the paper."""
     follow: str | None = None
-    """Trace of a proxy that the learning rates of hidden layers follow: measured updates."""
+    """File with the trace of a proxy, which the learning rates of hidden layers follow (measured updates)."""
     record: bool = False
-    """Measure what each update does to every hidden layer and write trace.json, for others to follow."""
+    """Measure what each update does to every hidden layer, and write trace.json for other runs to follow."""
     init_std: float = 0.087
     alpha_input: float = 9.17
     alpha_output: float = 1.095
 
     optimizer: str = "adamw"
-    """adamw, adam, sgd, muon (AdamW on what is not hidden), lion, nadam, radam, adamax, rmsprop or adagrad."""
+    """adamw, adam, sgd, muon (with AdamW for what is not hidden), lion, nadam, radam, adamax, rmsprop or adagrad."""
     lr: float = 2**-6
     rest_lr: float | None = None
-    """Learning rate of an AdamW that takes all but the hidden weights; default none, for muon lr."""
+    """Learning rate of a second optimizer, AdamW, for everything but the hidden weights. Default: no second optimizer; for muon
+    the same as lr."""
     betas: tuple[float, float] = (0.9, 0.95)
     momentum: float = 0.9
     """For sgd and muon."""
@@ -166,9 +170,9 @@ class RunConfig:
     decayed: Literal["all", "matrices", "hidden"] = "all"
     """Which parameters weight decay shrinks: all, all but norms and biases, or hidden weights alone."""
     clip: float | None = None
-    """Largest norm of the gradient."""
+    """Largest norm of the gradient; larger gradients are clipped."""
     schedule: Literal["linear", "linear-to-zero", "constant", "cosine"] = "linear"
-    """linear: to a tenth of the peak, as in most of the paper's runs; cosine: likewise to a tenth."""
+    """linear: decays to a tenth of the peak, as in most of the paper's runs; cosine: also decays to a tenth."""
     warmup: int | None = None
     """Steps of linear warm-up; default a tenth of all steps."""
     steps: int = 400
@@ -176,11 +180,11 @@ class RunConfig:
     """Sequences per step, over all ranks and micro-batches."""
     seq_len: int = 64
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """bf16: products and activations; weights and optimizer state stay fp32."""
+    """bf16 is for products and activations; weights and optimizer state stay fp32."""
     data: str = STANDARD_LIBRARY
-    """Folder made by `smupar data prepare`, or stdlib: the source of Python's standard library as bytes."""
+    """Folder made by `smupar data prepare`; or stdlib, which is the source of Python's standard library as bytes."""
     valid_data: str | None = None
-    """Folder with text to validate on; default the last 5 % of data, which are then not trained on."""
+    """Folder with text to validate on. Default: the last 5 % of data, which are then not trained on."""
     valid_batches: int = 20
     seed: int = 0
 
@@ -189,13 +193,13 @@ class RunConfig:
 
     @property
     def exact_sparsity(self) -> float | None:
-        """The sparsity, exact where the pattern fixes it: 2/3 for the pattern 1:3, also if 0.667 was typed."""
+        """The sparsity. It is exact if the pattern fixes it: 2/3 for the pattern 1:3, even if 0.667 was typed."""
         fixed = n_of_m(self.pattern)
         return 1 - fixed[0] / fixed[1] if fixed and self.sparsity else self.sparsity
 
     @property
     def normalised(self) -> RunConfig:
-        """The same run as it is hashed and stored, whichever way it was spelled."""
+        """The same run in the one spelling that is hashed and stored."""
         return replace(
             self,
             data=self.data and name_of_text(self.data),
@@ -205,7 +209,7 @@ class RunConfig:
 
     @property
     def portable(self) -> RunConfig:
-        """The normalised run with its trace reduced to a file name: its id must not depend on where the trace lies."""
+        """The normalised run with only the file name of its trace, since its id must not depend on the folder of the trace."""
         return replace(self.normalised, follow=PurePath(self.follow).name) if self.follow else self.normalised
 
     @property
@@ -227,7 +231,7 @@ class RunConfig:
 
     @property
     def round_steps(self) -> int:
-        """Steps of a round, after which the schedule of the learning rate starts again; all steps where there are no rounds."""
+        """Steps of a round, after which the learning-rate schedule starts again. Without rounds these are all steps."""
         return self.steps // (self.rounds + 1) if self.dynamic == "imp" else self.steps
 
     @property
@@ -327,7 +331,7 @@ class Execution:
     """How a run is carried out. None of this changes its result, apart from rounding."""
 
     out: str | None = None
-    """Folder of the run; default runs/<name made from the configuration>. Started again, a run goes on where it was."""
+    """Folder of the run; default runs/<name made from the configuration>. If you start a run again, it goes on where it was."""
     device: str = "auto"
     """auto: a GPU if there is one."""
     compile: bool | None = None
@@ -335,18 +339,18 @@ class Execution:
     graph: bool = False
     """Capture the whole step as a CUDA graph: for small models on one GPU, AdamW or Adam, one micro-batch per step."""
     storage: Literal["dense", "csr", "2:4", "block", "auto"] = "dense"
-    """csr: masked weights keep and multiply only their non-zeros; 2:4, block: likewise on an NVIDIA GPU, for the patterns
-    2:4-transposable and block-N; auto: where that is faster, by measuring. GPUs want --dtype bf16 for it."""
+    """csr: masked weights keep and multiply only their non-zeros; 2:4, block: the same on an NVIDIA GPU, for the patterns
+    2:4-transposable and block-N; auto: measures, and does so where it is faster. On GPUs this needs --dtype bf16."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
-    """Under torchrun: a whole model on every rank, or its shards (FSDP2)."""
+    """Under torchrun. ddp: every rank has a whole model; fsdp: every rank has a shard of it (FSDP2)."""
     micro_batch: int = 0
-    """Sequences per rank in one forward pass; gradients of the others are added to it. 0: as many as should fit on the GPU."""
+    """Sequences per rank in one forward pass; gradients accumulate over a larger batch. 0: as many as should fit on the GPU."""
     save_every: int = 0
-    """Steps between checkpoints. 0: one every five minutes; one is written at the end in any case."""
+    """Steps between checkpoints. 0: one every five minutes. One is always written at the end."""
     keep: int = 2
     """Checkpoints to keep, beside the best one."""
     valid_every: int = 0
-    """Steps between validations. 0: five times in a run."""
+    """Steps between validations. 0: five validations in a run."""
     log_every: int = 10
     """Steps between lines of metrics.jsonl; the GPU waits for the host only then."""
     tensorboard: bool = False
@@ -354,7 +358,8 @@ class Execution:
     wandb: bool = False
     """Write the metrics to Weights & Biases too; WANDB_MODE=offline keeps them in the run's folder."""
     peak_tflops: float | None = None
-    """Peak of one device for the share that is shown; default the datasheet's, else the speed of a large product here."""
+    """Peak speed of one device, for the share of peak that is shown. Default: from the datasheet, or else the measured speed of
+    a large product."""
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -368,7 +373,7 @@ class Execution:
 
 @dataclass(frozen=True)
 class MachineConfig:
-    """What a dry run computes the cost of a run for."""
+    """The machine for which a dry run computes the cost of a run."""
 
     gpus: int = 1
     """Number of GPUs, for --dry-run."""

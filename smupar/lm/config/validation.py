@@ -26,7 +26,7 @@ def _choices(kind: Any) -> dict[str, tuple[Any, ...]]:
 
 
 def check_choices(config: Any) -> None:
-    """Every choice is one of those that its annotation lists."""
+    """Refuses a choice that its annotation does not list."""
     for name, choices in _choices(config.__class__).items():
         value = getattr(config, name)
         refuse(value not in choices, f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")
@@ -49,7 +49,7 @@ def check_not_negative(config: object, *names: str) -> None:
 
 
 def check_model(model: ModelConfig) -> None:
-    """A GPT of these sizes can be built."""
+    """Refuses sizes with which no GPT can be built."""
     check_choices(model)
     check_positive(model, "width", "depth", "head_dim", "vocab_size", "context")
     width, head_dim, ratio, multiple = model.width, model.head_dim, model.ff_ratio, model.ff_multiple
@@ -69,7 +69,7 @@ def check_model(model: ModelConfig) -> None:
 
 
 def check_run(run: RunConfig) -> None:
-    """All that can be said about a run before its text and its device are known."""
+    """Refuses everything that is wrong about a run and can be seen before its text and device are known."""
     check_sparsities(run.sparsity or 0.0)
     check_choices(run)
     _check_sizes(run)
@@ -79,7 +79,7 @@ def check_run(run: RunConfig) -> None:
 
 
 def _check_sizes(run: RunConfig) -> None:
-    """Steps, batches, and the proxy beside the model."""
+    """Checks steps, batches, and the proxy beside the model."""
     check_positive(run, "steps", "batch_size", "seq_len", "base_width", "valid_batches")
     refuse(
         run.dynamic == "imp" and (run.rounds < 1 or run.steps % (run.rounds + 1)),

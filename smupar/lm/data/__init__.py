@@ -1,1 +1,1 @@
-"""Text into tokens on disk, and tokens into batches."""
+"""Turns text into tokens on disk, and tokens into batches."""

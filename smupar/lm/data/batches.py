@@ -1,8 +1,8 @@
-"""Batches: a pure function of (seed, step), whatever the number of ranks.
+"""Batches are a pure function of (seed, step), for any number of ranks.
 
-An epoch cuts the text into sequences and takes each of them once, in an order that is computed, not stored. The embedded
-default text is the source of the running Python's standard library: real text on every machine, no download. It differs
-between Python versions, so losses on it are not comparable across them.
+An epoch cuts the text into sequences and takes each of them once, in an order that is computed, not stored. The default text is
+the source of the running Python's standard library. It is on every machine and needs no download. It differs between Python
+versions, so losses on it are not comparable across them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class Corpus:
 
 
 def open_text(config: RunConfig, *, check: bool = True) -> Corpus:
-    """The text of a run, split; refused if it does not fit the model. ``check`` also compares shards with their checksums."""
+    """The text of a run, split into training and validation. It is refused if it does not fit the model. ``check`` also
+    compares shards with their checksums."""
     tokens, facts = _open(config.data, check)
     if config.valid_data is None:
         train, valid = split(tokens)
@@ -131,8 +132,8 @@ def batch(
     rows: tuple[int, int] | None = None,
     to: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of one step. ``rows``: from, to, where a rank needs a part of the batch; ``to`` carries tensors to a
-    device."""
+    """Inputs and targets of one step. ``rows`` is (from, to) if a rank needs only a part of the batch. ``to`` moves tensors to
+    a device."""
     first, last = (0, batch_size) if rows is None else rows
     count = num_sequences(tokens, seq_len)
     positions = step * batch_size + np.arange(first, last)
@@ -150,14 +151,14 @@ def batch(
 
 @lru_cache(maxsize=64)
 def _epoch(seed: int, epoch: int, room: int) -> tuple[int, np.ndarray]:
-    """Where an epoch cuts the text, each at another place, and the keys of its order."""
+    """The position of an epoch's first cut, and the keys of its order. Both differ between epochs."""
     digest = hashlib.sha256(f"{seed}/epoch/{epoch}".encode()).digest()
     rng = np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "little")))
     return int(rng.integers(room)), rng.integers(2**63, size=_ROUNDS).astype(np.uint64)
 
 
 def num_sequences(tokens: Tokens, seq_len: int, what: str = "given") -> int:
-    """Sequences in an epoch; one fewer than would fit, so that there is room to cut at other places."""
+    """Sequences in an epoch. It is one fewer than would fit, so that epochs can cut at different places."""
     if len(tokens) <= seq_len:
         raise ValueError(
             f"the {what} text has {len(tokens)} tokens, fewer than one sequence of {seq_len} and its target: "
@@ -170,8 +171,9 @@ _ROUNDS = 4
 
 
 def shuffled(positions: np.ndarray, count: int, keys: np.ndarray) -> np.ndarray:
-    """Where each position of 0 .. count - 1 goes under a permutation that the keys choose, one at a time and in no memory:
-    a Feistel network over the next even number of bits, walked on until it is back in range."""
+    """Where each position of 0 .. count - 1 goes under a permutation that the keys choose. It is computed one position at a
+    time, without memory, by a Feistel network over the next even number of bits. If the result is out of range, the network is
+    applied again."""
     half = max(1, (int(count - 1).bit_length() + 1) // 2)
     low = np.uint64((1 << half) - 1)
     bits = np.uint64(half)

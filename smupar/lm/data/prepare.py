@@ -1,8 +1,8 @@
-"""Text into token shards: ``smupar data prepare``.
+"""Turns text into token shards: ``smupar data prepare``.
 
-Resumable by counting: a shard's content depends only on the pieces of text before and in it, so progress is the shards that
-are complete and the number of pieces in them. A preparation that was killed skips those pieces and goes on, and the result
-is the same to the byte.
+It can be resumed by counting. The content of a shard depends only on the pieces of text before and in it. So progress is the
+list of complete shards and the number of pieces in them. A preparation that was killed skips those pieces and goes on, and the
+result is the same to the byte.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def _batches(pieces: Iterator[Numbered]) -> Iterator[list[Numbered]]:
 
 
 class _Bar:
-    """Bytes of the files; documents where a dataset does not say how large it is."""
+    """A progress bar. It counts bytes of files, or documents if a dataset does not say how large it is."""
 
     def __init__(self, units: list[SourceUnit], progress: PreparationState):
         sizes = [unit.size for unit in units]
@@ -245,7 +245,8 @@ def _earlier_progress(folder: Path, asked: PreparationState) -> PreparationState
 
 
 def _say_if_newer(units: Sequence[SourceUnit], written: Path) -> None:
-    """A file of the same size may hold another text. Its time is no proof of that, so this is no error."""
+    """Warns if a file is newer than the shards. It may hold another text of the same size; its time is no proof, so this is no
+    error."""
     newer = [unit.name for unit in units if unit.size is not None and Path(unit.name).stat().st_mtime > written.stat().st_mtime]
     if newer:
         more = f" and {len(newer) - 1} more were" if len(newer) > 1 else " was"
@@ -302,7 +303,8 @@ def _leave_after_bad_input(folder: Path, *, remove_folder: bool) -> None:
 
 
 def _remove_ours(folder: Path) -> None:
-    """progress.json goes last: killed before, the next call knows whose files these are."""
+    """Removes our files, and progress.json last. If this is killed before the end, the next call still knows whose files these
+    are."""
     for path in sorted(folder.iterdir(), key=lambda path: path.name == PROGRESS):
         if _OUR_FILES.fullmatch(path.name) or _OUR_TEMPORARY.fullmatch(path.name):
             path.unlink()

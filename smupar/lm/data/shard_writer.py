@@ -1,4 +1,4 @@
-"""Writes the shards of a prepared folder, so that what has its final name is complete and on disk."""
+"""Writes the shards of a prepared folder. A file that has its final name is complete and on disk."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ShardWriter:
         return self._path.with_suffix(".bin.tmp")
 
     def append(self, tokens: np.ndarray, *, ends_document: bool) -> bool:
-        """Whether this completed a shard."""
+        """Appends tokens. Returns whether this completed a shard."""
         if len(tokens):
             largest = int(tokens.max())
             if largest >= self.vocab_size:
@@ -72,7 +72,7 @@ class ShardWriter:
         return True
 
     def close(self) -> None:
-        """Complete the shard at hand, if anything is in it."""
+        """Completes the current shard, if anything is in it."""
         if self._file is None:
             return
         self._file.flush()
@@ -86,7 +86,7 @@ class ShardWriter:
         self._start()
 
     def abandon(self) -> None:
-        """Drop the shard at hand, which also gives its space back."""
+        """Drops the current shard, which also frees its disk space."""
         if self._file is not None:
             # What a full disk refused is still buffered, and closing tries once more to write it.
             with suppress(OSError):
@@ -100,7 +100,7 @@ class ShardWriter:
 def write_tokens(
     folder: str | Path, tokens: np.ndarray, tokenizer: TokenizerInfo, *, shard_tokens: int = 100_000_000
 ) -> ShardIndex:
-    """A prepared folder from tokens that exist already; its text is one document."""
+    """Makes a prepared folder from tokens. All of them count as one document."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):

@@ -31,7 +31,7 @@ _BAR_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """Which tokenizer made the tokens. Equal ``sha256``, equal tokens."""
+    """Which tokenizer made the tokens. If ``sha256`` is equal, tokens are too."""
 
     name: str
     vocab_size: int
@@ -122,7 +122,7 @@ def read_index(folder: str | Path) -> ShardIndex:
 
 
 def check_sizes(folder: str | Path, index: ShardIndex) -> None:
-    """Every shard is there and as long as it was. Cheap: nothing is read."""
+    """Checks that every shard exists and has its length. This is fast, since nothing is read."""
     for shard in index.shards:
         path = Path(folder) / shard.file
         expected = shard.num_tokens * index.dtype.itemsize
@@ -135,7 +135,7 @@ def check_sizes(folder: str | Path, index: ShardIndex) -> None:
 
 
 def verify(folder: str | Path, *, progress: bool = True) -> ShardIndex:
-    """Check the size and hash of every shard. Hashes that were right are remembered, so that the next start is quick."""
+    """Checks the size and hash of every shard. It remembers hashes that were right, so the next start is quick."""
     folder = Path(folder)
     index = read_index(folder)
     check_sizes(folder, index)
@@ -186,7 +186,8 @@ def _file_hash(path: Path, bar: tqdm[Any]) -> str:
 
 
 class Tokens:
-    """A read-only sequence over several arrays, memory-mapped or not, as if they were one. Nothing is read before its turn."""
+    """A read-only sequence over several arrays, memory-mapped or not, as if they were one. Data is read only when it is
+    needed."""
 
     def __init__(self, arrays: Sequence[np.ndarray]):
         # Plain views: every slice of a np.memmap costs microseconds of Python.
@@ -239,7 +240,7 @@ class Tokens:
 
 
 def open_tokens(folder: str | Path) -> Tokens:
-    """Map the shards into memory. Sizes are checked, hashes are not: that is ``verify``."""
+    """Maps the shards into memory. It checks sizes; ``verify`` checks hashes."""
     index = read_index(folder)
     check_sizes(folder, index)
     return Tokens([np.memmap(Path(folder) / shard.file, dtype=index.dtype, mode="r") for shard in index.shards])

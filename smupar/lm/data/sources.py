@@ -1,7 +1,7 @@
-"""Where text comes from: files, folders and Hugging Face datasets, as a stream of pieces.
+"""Reads text from files, folders and Hugging Face datasets, as a stream of pieces.
 
-A document is a text file, a line of JSONL, a row of Parquet or of a dataset. Text files come in pieces, so that a huge one
-needs little memory and all cores.
+A document is a text file, a line of JSONL, a row of Parquet or of a dataset. Text files are cut into pieces, so that a huge
+file needs little memory and uses all cores.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TextPiece(NamedTuple):
 
 
 class BrokenOffError(ValueError):
-    """Nothing is wrong with the input: the same command can go on."""
+    """The stream broke off, but the input is fine: the same command can go on."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class SourceUnit:
 
 
 def find_units(source: str, *, out: Path) -> list[SourceUnit]:
-    """What a source stands for. ``out`` is left out of the folders that are walked."""
+    """The files or the dataset that a source stands for. Folders are walked, except for ``out``."""
     if source == "slimpajama":
         return [SourceUnit(SLIMPAJAMA)]
     if source.startswith("hf:"):
@@ -88,7 +88,7 @@ def find_units(source: str, *, out: Path) -> list[SourceUnit]:
 
 
 def describe(source: str, units: list[SourceUnit]) -> dict[str, Any]:
-    """What tells one source from another without reading it: names and sizes."""
+    """Names and sizes, which identify a source without reading it."""
     if units[0].size is None:
         return {"source": source}
     root = Path(source)

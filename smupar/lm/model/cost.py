@@ -1,4 +1,5 @@
-"""What a run will cost, before it starts: parameters, FLOPs, memory, hours. Planned on the meta device, in no memory.
+"""Estimates what a run will cost before it starts: parameters, FLOPs, memory and hours. The model is planned on the meta device
+and needs no memory.
 
 Conventions: a multiplication and an addition are two FLOPs; backward is twice forward; attention counts all T keys of a
 query, masked or not, as the paper's figures do. Hours follow the usual share of peak, which counts 6 FLOPs per parameter and
@@ -41,7 +42,7 @@ class Cost:
 
 
 def estimate(config: RunConfig, *, num_ranks: int = 1, micro_batch: int = 0, sharded: bool = False) -> Cost:
-    """``micro_batch`` 0: all sequences of a rank at once."""
+    """The cost of a run. With ``micro_batch`` 0 a rank takes all its sequences at once."""
     plan = plan_on_meta(config)
     model, tokens = config.model, config.num_tokens
     rows = [row for row in plan for _ in range(_uses(row, config))]
@@ -61,7 +62,8 @@ def estimate(config: RunConfig, *, num_ranks: int = 1, micro_batch: int = 0, sha
 
 
 def fitting_micro_batch(config: RunConfig, *, num_ranks: int, sharded: bool, memory: float) -> int:
-    """The largest part of a rank's sequences, in equal parts, that should fit into so many bytes; at least one."""
+    """The largest micro-batch that should fit into this many bytes, if a rank's sequences are split into equal parts; at least
+    one sequence."""
     each = config.batch_size // num_ranks
     single = estimate(config, num_ranks=num_ranks, micro_batch=1, sharded=sharded)
     room = int((_USABLE * memory - single.state_bytes) / single.activation_bytes)
@@ -106,7 +108,7 @@ def report(config: RunConfig, how: Execution, *, gpus: int, gpu_gib: float, peak
 
 
 def _uses(row: PlanRow, config: RunConfig) -> int:
-    """In how many products a parameter takes part: a lookup is none, a tied table is the unembedding's."""
+    """In how many products a parameter takes part. A lookup is no product; a tied table counts as the unembedding."""
     if row.role == "hidden" or row.name == "unembedding.weight":
         return 1
     return int(row.name == "embedding.weight" and config.model.tied)
@@ -127,7 +129,8 @@ def _state_bytes(plan: Plan, config: RunConfig) -> float:
 
 
 def _activation_bytes(config: RunConfig) -> float:
-    """Per token: what is kept for the backward pass, with fused attention. Within 15 % of what an H200 was seen to use."""
+    """Bytes per token that are kept for the backward pass, with fused attention. On an H200 this was within 15 % of the
+    measured memory."""
     model, size = config.model, 2 if config.dtype == "bf16" else 4
     inner = (3 if model.activation == "swiglu" else 2) * model.inner_width
     block = 2 * 4 * model.width + size * (6 * model.width + inner)  # both norms' inputs are fp32
@@ -141,7 +144,8 @@ def _hours(hours: float) -> str:
 
 
 def peak_flops(device: torch.device, dtype: str, given_tflops: float | None = None) -> float:
-    """FLOP/s that one device could reach: as given, by its datasheet, or by a large product here and now."""
+    """The peak FLOP/s of one device: the given number, else that of its datasheet, else the measured speed of a large
+    product."""
     if given_tflops:
         return given_tflops * 1e12
     if device.type == "cuda":

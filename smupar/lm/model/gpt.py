@@ -69,7 +69,8 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).reshape(batch, length, width))
 
     def bias(self, q: Tensor, num_keys: int) -> Tensor:
-        """What is added to the logits: -inf for the future, ALiBi's slope times distance. The last key is the last query."""
+        """What is added to the logits: -inf for the future, and ALiBi's slope times the distance. The last key belongs to the
+        last query."""
         position = torch.arange(num_keys, device=q.device)
         distance = (position[None, :] - position[num_keys - q.shape[2] :, None]).to(q.dtype)
         slopes = alibi_slopes(self.num_heads, q.device) if self.positions == "alibi" else q.new_zeros(1)
@@ -116,7 +117,7 @@ class GPT(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Makes embedding and unembedding one tensor; again after ``to_empty``, which makes two of it."""
+        """Makes embedding and unembedding one tensor. Call it again after ``to_empty``, which unties them."""
         if self.config.tied:
             self.unembedding.weight = self.embedding.weight
 
@@ -124,7 +125,7 @@ class GPT(nn.Module):
         return self.unembedding(self.features(tokens, caches))
 
     def features(self, tokens: Tensor, caches: list[Cache] | None = None) -> Tensor:
-        """What the unembedding reads."""
+        """The input of the unembedding."""
         x = self.embedding(tokens)
         if self.config.positions == "learned":
             start = 0 if caches is None else len(caches[0])
@@ -164,7 +165,8 @@ def flex_alibi(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask) -> Tensor
 
 
 def use_flex_attention(model: GPT, length: int) -> None:
-    """ALiBi by FlexAttention for sequences of one length: never a bias in memory. For compiled models on a GPU."""
+    """Computes ALiBi by FlexAttention, without a bias in memory, for sequences of one length. This is for compiled models on a
+    GPU."""
 
     def causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return query >= key
@@ -176,7 +178,7 @@ def use_flex_attention(model: GPT, length: int) -> None:
 
 
 def use_plain_attention(model: GPT) -> None:
-    """Attention by products and a softmax: torch's fused kernels cannot be batched over models everywhere."""
+    """Computes attention by products and a softmax, because torch's fused kernels cannot always be batched over models."""
     for block in model.blocks:
         assert isinstance(block, TransformerBlock)
         block.attention.plain = True
@@ -208,7 +210,7 @@ def set_attention_scale(model: nn.Module, plan: Plan) -> None:
 
 
 def plan_on_meta(config: RunConfig) -> Plan:
-    """The plan ``build`` would carry out, for a model of any size, in no memory."""
+    """The plan that ``build`` would carry out, for a model of any size, without memory."""
     plan = make_plan(on_meta(config.model), base=_base(config), **_settings(config))
     plan.settle("attention_scale")  # build sets it
     return plan
@@ -224,7 +226,7 @@ def _base(config: RunConfig) -> GPT:
 
 
 def allocated(config: RunConfig, density: float | None) -> float | Allocation | None:
-    """A density as the run shares it among layers."""
+    """The density as the run divides it among layers."""
     if config.allocation == "uniform" or density is None:
         return density
     return {"er": er, "erk": erk}[config.allocation](density)

@@ -1,8 +1,8 @@
 """Checkpoints: a folder ``step-00000100`` with weights, masks and optimizer state as safetensors, and ``state.json``.
 
-torch.distributed.checkpoint writes and reads them, each rank its own shards, so that a run saved on two ranks goes on with
-one or four. Nothing in them is a pickle. A checkpoint is written under another name and renamed when complete: what has the
-right name is whole, whenever the process was killed.
+torch.distributed.checkpoint writes and reads them. Each rank handles its own shards, so a run that was saved on two ranks can
+go on with one or four. Nothing in them is a pickle. A checkpoint is written under another name and renamed when it is complete,
+so a checkpoint with the right name is whole even if the process was killed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PREFIX, _UNFINISHED = "step-", ".unfinished-"
 def save(
     folder: Path, step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer], state: dict[str, Any], world: World
 ) -> None:
-    """Writes ``folder/step-<step>``, or nothing: on a full disk what is there already stays as it is. If this step has a
+    """Writes ``folder/step-<step>``. If this fails, as on a full disk, earlier checkpoints stay as they are. If this step has a
     checkpoint already, only ``state`` is written."""
     final, unfinished = folder / folder_name(step), folder / f"{_UNFINISHED}{step:08d}"
     if final.exists():  # the run stopped before it had looked at these weights
@@ -88,7 +88,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 class DamagedCheckpointError(ValueError):
-    """A checkpoint that cannot be read; names it and the remedy."""
+    """A checkpoint cannot be read. The error names it and the remedy."""
 
 
 @contextlib.contextmanager
@@ -156,8 +156,8 @@ def optimizer_state(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -
 
 
 def _read_optimizer_state(folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-    """Reads into optimizers that have made no step. State of weights that the checkpoint keeps another way than the model is
-    laid out like them at the first step."""
+    """Reads into optimizers that have made no step. If the checkpoint keeps a weight in another form than the model, its state
+    is converted at the first step."""
     homes = {id(p): (o, g) for o in optimizers for g in o.param_groups for p in g["params"]}
     for key, entry in _metadata(folder).items():
         name, _, what = key.partition("/")
@@ -191,8 +191,8 @@ def _write(folder: Path, tensors: dict[str, Tensor], world: World) -> None:
 
 
 def _read_model(folder: Path, model: nn.Module) -> None:
-    """Reads weights and masks. A weight that the checkpoint keeps another way than the model (as non-zeros, as a matrix) goes
-    through a matrix; the others are read into the model's own tensors."""
+    """Reads weights and masks. If the checkpoint keeps a weight in another form than the model (non-zeros or matrix), it is
+    read as a matrix first. Other weights are read into the model's own tensors."""
     stored = _metadata(folder)
     every = [weight_of(model, name) for name, _ in model.named_parameters()]
     foreign = [weight for weight in every if weight.is_masked and is_compressed(stored, weight.name) == weight.stores_zeros]
@@ -222,7 +222,7 @@ def _read(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """The cause in one line, out of what torch wraps around it."""
+    """The cause in one line, without what torch wraps around it."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     if isinstance(error, OSError) and error.strerror:
@@ -233,7 +233,7 @@ def _reason(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """torch warns that it saves and loads in one process, which is what was asked for."""
+    """Silences torch's warning that it saves and loads in one process, which is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
         yield

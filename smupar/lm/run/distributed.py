@@ -1,5 +1,5 @@
-"""One process or many: who this process is, and how a model is spread over them. torchrun starts them, this reads its
-environment variables; without them everything here does nothing."""
+"""Runs on one process or many: the rank of this process, and how a model is distributed. torchrun starts the processes, and
+this file reads its environment variables. Without them nothing here has an effect."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class World:
         return values
 
     def any(self, *flags: bool) -> list[bool]:
-        """Each flag, if it is raised on any rank: all ranks must leave a loop at the same step."""
+        """Whether each flag is raised on any rank. All ranks must leave a loop at the same step."""
         if self.size == 1:
             return list(flags)
         raised = torch.tensor(flags, dtype=torch.int32, device=self.device)
@@ -58,7 +58,7 @@ class World:
             dist.barrier()
 
     def share_of(self, batch_size: int) -> tuple[int, int]:
-        """Which rows of a batch belong to this rank: from, to."""
+        """The rows of a batch that belong to this rank, as (from, to)."""
         if batch_size % self.size:
             raise ValueError(
                 f"batch_size {batch_size} does not divide among {self.size} ranks: choose a multiple of {self.size}"
@@ -108,8 +108,8 @@ def device_name(device: torch.device) -> str:
 
 
 def build_on_device(config: RunConfig, world: World) -> tuple[GPT, Plan]:
-    """The parameterized model of a run on this rank's device, sharded if the world says so: the same weights and masks
-    however many ranks there are. Built on meta, so that no rank ever holds more than its part."""
+    """The parameterized model of a run on this rank's device, sharded if the world says so. Weights and masks are the same for
+    any number of ranks. The model is built on meta, so that no rank ever holds more than its part."""
     model = on_meta(config.model)
     if world.sharded:
         bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -128,7 +128,7 @@ def build_on_device(config: RunConfig, world: World) -> tuple[GPT, Plan]:
 
 
 def wrap(model: GPT, world: World) -> nn.Module:
-    """What to call in training: DDP around the model, where there are several whole ones."""
+    """What to call in training: the model, or DDP around it if every rank has a whole model."""
     if world.size == 1 or world.sharded:
         return model
     # Buffers are equal on all ranks by construction and need not be sent at each forward.
@@ -139,7 +139,7 @@ def wrap(model: GPT, world: World) -> nn.Module:
 
 @contextlib.contextmanager
 def accumulate(forward: nn.Module, *, last: bool) -> Iterator[None]:
-    """Around one micro-batch: ranks exchange gradients after the last one only."""
+    """The context for one micro-batch. Ranks exchange gradients only after the last micro-batch of a step."""
     if isinstance(forward, DistributedDataParallel) and not last:
         with forward.no_sync():
             yield
@@ -150,6 +150,6 @@ def accumulate(forward: nn.Module, *, last: bool) -> Iterator[None]:
 
 
 def reshard(model: nn.Module) -> None:
-    """After a forward without backward FSDP2 leaves whole parameters in place of the shards, to be freed at any time."""
+    """Puts shards back after a forward pass without a backward pass, where FSDP2 leaves full parameters in their place."""
     if isinstance(model, FSDPModule):
         model.reshard()

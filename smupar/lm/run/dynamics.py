@@ -1,4 +1,4 @@
-"""What moves in a run, made from its configuration: masks, and learning rates that follow a trace."""
+"""Makes what moves in a run from its configuration: masks, and learning rates that follow a trace."""
 
 from __future__ import annotations
 

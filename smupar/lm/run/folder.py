@@ -65,8 +65,8 @@ class Summary:
 
 @cache
 def versions() -> dict[str, str]:
-    """What made a result, for the record of a run. The commit is there if this is a checkout, or if SMUPAR_COMMIT says so where
-    the files lie without their history."""
+    """The versions that made a result, for the record of a run. The commit is known if this is a checkout, or if SMUPAR_COMMIT
+    names it."""
     packages = {"smupar": __version__, "torch": torch.__version__, "python": sys.version.split()[0]}
     commit = os.environ.get("SMUPAR_COMMIT") or _commit(Path(__file__).parents[2])
     return packages | ({"commit": commit} if commit else {})
@@ -88,7 +88,7 @@ def default_folder(config: RunConfig) -> Path:
 
 
 class RunFolder:
-    """The folder of a run, open for writing: by the main rank only, and by one process at a time."""
+    """The folder of a run, open for writing. Only the main rank writes, and only one process at a time."""
 
     def __init__(self, path: Path, config: RunConfig, corpus: Corpus) -> None:
         self.path = path
@@ -140,7 +140,7 @@ class RunFolder:
         write_atomic(self.path / "summary.json", json.dumps(asdict(summary), indent=1))
 
     def resume_metrics(self, step: int) -> None:
-        """Drops what was written beyond the checkpoint that the run goes on from, and a line that was cut off."""
+        """Drops lines that were written after the checkpoint from which the run goes on, and a line that was cut off."""
         path = self.path / "metrics.jsonl"
         lines = []
         for line in path.read_text().splitlines() if path.exists() else []:
@@ -158,7 +158,7 @@ class RunFolder:
 
 
 def metrics_line(row: Row) -> str:
-    """A line of metrics.jsonl: without what is None, and with null for what is no number, since JSON knows no NaN."""
+    """A line of metrics.jsonl. Values that are None are left out, and nan is written as null, since JSON has no nan."""
     values = {name: value for name, value in row.items() if value is not None}
     return json.dumps({name: value if math.isfinite(value) else None for name, value in values.items()}) + "\n"
 
@@ -169,7 +169,7 @@ def read_followed(path: Path) -> Trace | None:
 
 
 def write_facts(path: Path, corpus: Corpus) -> None:
-    """What a run remembers of its text, and its tokenizer."""
+    """Writes the facts about a run's text, and its tokenizer."""
     path.mkdir(parents=True, exist_ok=True)
     write_atomic(path / "data.json", json.dumps(asdict(corpus.facts), indent=1))
     if corpus.tokenizer_file is not None:
@@ -182,7 +182,7 @@ def _is_ours(name: str) -> bool:
 
 
 def read_summary(path: Path) -> Summary | None:
-    """None while the run has not ended."""
+    """The summary of a run; None while it has not ended."""
     file = path / "summary.json"
     return _read(Summary, file, "delete it, and the same command writes it again") if file.exists() else None
 
@@ -213,7 +213,8 @@ def _read(kind: type[_Record], file: Path, remedy: str) -> _Record:
 
 
 def _with_texts_of(old: RunConfig, new: RunConfig) -> RunConfig:
-    """The new configuration with the old names of its texts: folders of text may move, and their content tells them apart."""
+    """The new configuration with the old folder names of its texts. Folders may move, since texts are identified by their
+    content."""
     if STANDARD_LIBRARY not in (old.data, new.data):
         new = replace(new, data=old.data)
     both = old.valid_data is not None and new.valid_data is not None

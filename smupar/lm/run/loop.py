@@ -99,12 +99,12 @@ class Cadence:
 
 
 class Loop:
-    """``run()`` trains to the last step, or until no run is left that has not diverged, or a signal asks to stop."""
+    """``run()`` trains to the last step, until all runs have diverged, or until a signal asks it to stop."""
 
     def __init__(
         self, runs: Stepper | GPTStack, cadence: Cadence, keeper: Keeper, stop: Stop, progress: Sequence[Progress]
     ) -> None:
-        """``progress``: where each run starts. A stack may hold further runs, which only fill it up."""
+        """``progress`` says where each run starts. A stack may hold more runs than that, which only fill it up."""
         self.runs, self.cadence, self.keeper, self.stop, self.progress = runs, cadence, keeper, stop, progress
         self.config = runs.configs[0]
         self.done = progress[0].step
@@ -128,7 +128,7 @@ class Loop:
         return "finished"
 
     def _catch_up(self) -> bool:
-        """Does the validation that was stopped in its middle last time; False if it is stopped again."""
+        """Repeats a validation that was interrupted last time. Returns False if it is interrupted again."""
         if self.done == 0 or self._has_validated() or not self.cadence.validates(self.done):
             return True
         if not self._validate():
@@ -139,8 +139,8 @@ class Loop:
         return True
 
     def _look(self, done: int) -> Status | None:
-        """All that may be due after a step; how the loop ends, if it does. The order matters: ranks agree on what to do before
-        any of them does it, rows show the validation, and a checkpoint holds both."""
+        """Does everything that may be due after a step. Returns how the loop ends, if it does. The order matters: ranks first
+        agree on what to do, rows show the validation, and a checkpoint holds both."""
         losses = self._fetch()
         self.done, seconds = done, time.perf_counter() - self.since
         seconds_of_step = seconds / len(losses)
@@ -161,7 +161,7 @@ class Loop:
         return self.stop.status if stop and not ended else None
 
     def _agree(self, seconds_of_step: float) -> tuple[bool, bool]:
-        """Whether to stop and whether a checkpoint is overdue: what holds on one rank holds on all."""
+        """Whether to stop, and whether a checkpoint is overdue. If one rank says yes, all do."""
         late = time.perf_counter() - self.saved_at > _SAVE_SECONDS and not self.cadence.save_every
         slow = seconds_of_step > _SLOW_SECONDS and not self.cadence.look_every
         stop, late, self.slow = self.runs.world.any(self.stop.asked, late, slow)
@@ -182,7 +182,7 @@ class Loop:
                 progress.add(of_runs[index], num_kept)
 
     def _validate(self) -> bool:
-        """Whether it came to its end before the loop was asked to stop."""
+        """Validates. Returns whether it finished before the loop was asked to stop."""
         losses = self.runs.validate(until=lambda: self.stop.asked)
         if losses is None:
             return False
@@ -246,7 +246,7 @@ class Loop:
         )
 
     def _tokens(self, steps: int) -> int:
-        """Tokens that one run reads in so many steps."""
+        """The number of tokens that one run reads in this many steps."""
         return steps * self.config.batch_size * self.config.seq_len
 
 

@@ -15,7 +15,7 @@ from smupar.plan.plan import Plan
 
 
 def make_optimizers(model: GPT, plan: Plan, config: RunConfig, *, capturable: bool = False) -> list[torch.optim.Optimizer]:
-    """One optimizer, or Muon and the AdamW beside it. A capturable one has its learning rates on the GPU."""
+    """One optimizer, or Muon and its AdamW. A capturable optimizer has its learning rates on the GPU."""
     name, device = config.optimizer.lower(), next(model.parameters()).device
     named = groups_by_optimizer(
         model,
@@ -44,7 +44,7 @@ def make_optimizers(model: GPT, plan: Plan, config: RunConfig, *, capturable: bo
 
 
 def set_lr(optimizers: list[torch.optim.Optimizer], share: float) -> None:
-    """Every group's learning rate as a share of its own peak, so that ratios stay."""
+    """Sets the learning rate of every group to a share of its own peak, so that ratios stay."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             peak = group.setdefault("peak_lr", float(group["lr"]))

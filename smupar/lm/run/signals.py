@@ -57,7 +57,7 @@ class Stop:
 
 @contextlib.contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM unwinds the block, so that a job that is preempted ends in order and with the exit code of a shell."""
+    """Makes SIGTERM raise in the block, so that a preempted job cleans up and ends with the usual exit code."""
     with handled({signal.SIGTERM: lambda *_: end("terminated")}):
         try:
             yield

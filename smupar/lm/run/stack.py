@@ -41,7 +41,7 @@ STACKABLE_FIELDS: tuple[str, ...] = (
 
 
 def stack_key(config: RunConfig) -> str | None:
-    """Equal for runs that can be stacked; None for one that cannot."""
+    """A key that is equal for runs that can be stacked together; None for a run that cannot be stacked."""
     if config.optimizer not in SUPPORTED:
         return None
     fixed = {name: value for name, value in asdict(config).items() if name not in STACKABLE_FIELDS}
@@ -61,7 +61,8 @@ class GPTStack:
         compile: bool | None = None,  # noqa: A002 (torch's word)
         own_batches: bool | None = None,
     ) -> None:
-        """``own_batches``: a batch for each run; default if they differ in seed. A stack that is refilled keeps to it."""
+        """``own_batches`` gives each run its own batch; it is the default if runs differ in their seed. It does not change when
+        a stack is refilled."""
         self.corpus, self.device, self.world = corpus, device, World(0, 1, device, "ddp")
         first, on_gpu = configs[0], device.type == "cuda"
         compiled = on_gpu if compile is None else compile
@@ -106,7 +107,7 @@ class GPTStack:
         return (1 - torch.as_tensor(num_kept).double() / total).tolist()
 
     def traces(self) -> list[Trace | None]:
-        """What was measured in each run, where it was."""
+        """The trace of each run; None if nothing was measured."""
         return [None] * len(self.configs) if self.updates is None else list(self.updates.traces())
 
     def _built(self, configs: Sequence[RunConfig]) -> tuple[list[GPT], list[Plan]]:
@@ -120,7 +121,7 @@ class GPTStack:
         return [model.to(self.device) for model, _ in built], [plan for _, plan in built]
 
     def save(self, folder: Path, summaries: Sequence[Summary]) -> None:
-        """Leaves what ``load_run`` reads of the first runs, which ended so, in folders named by their ids."""
+        """Writes the first runs, which ended in this way, to folders named by their ids, for ``load_run``."""
         self.stack.write_back()
         for summary, config, model in zip(summaries, self.configs, self.stack.models, strict=False):
             path = folder / config.id
@@ -143,13 +144,13 @@ class GPTStack:
         return losses
 
     def _start_of(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """As many sequences as are looked at."""
+        """The sequences at the start of a batch that are looked at."""
         num = -(-NUM_TOKENS // self.configs[0].seq_len)
         inputs, targets = (part[:, :num] if self.own_batches else part[:num] for part in batch)
         return inputs, targets
 
     def validate(self, *, until: Callable[[], bool] = lambda: False) -> list[float] | None:
-        """Mean loss of every run over the same validation batches; None if it was told to stop before."""
+        """Mean loss of every run over the same validation batches; None if it was told to stop earlier."""
         first = self.configs[0]
         total = torch.zeros(len(self.configs), dtype=torch.float64, device=self.device)
         for step in range(first.valid_batches):

@@ -36,10 +36,11 @@ def next_token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Stepper:
-    """``step(n)`` does step n of the run and returns its loss, a tensor, so that a GPU need not wait to be asked for it."""
+    """``step(n)`` does step n of the run and returns its loss. The loss is a tensor, so that the GPU does not have to wait for
+    the host."""
 
     def __init__(self, config: RunConfig, how: Execution, world: World, corpus: Corpus, trace: Trace | None = None) -> None:
-        """``trace``: the one that the run follows, where it is not to be read from the file that the configuration names.
+        """``trace`` is the trace that the run follows; by default it is read from the file that the configuration names.
 
         The order matters. Weights are laid out as they will be kept before the optimizers take them. The audit sees the
         groups as planned, before measured updates and pruning give each hidden weight a group of its own. Both add hooks and
@@ -90,7 +91,8 @@ class Stepper:
         return record_updates(*on, period=period) if self.config.record else None
 
     def state_dict(self) -> dict[str, Any]:
-        """What moves, beside masks: JSON. The weights that IMP goes back to are those that a new model starts with."""
+        """The state of sparsifier and measured updates as JSON. Masks are in the model. The weights that IMP goes back to are
+        not saved, since a new model starts with them."""
         parts = {"updates": self.updates, "sparsifier": self.sparsifier}
         states = {name: part.state_dict() for name, part in parts.items() if part is not None}
         return {name: {k: v for k, v in state.items() if k != "weights"} for name, state in states.items()}
@@ -111,7 +113,7 @@ class Stepper:
         return [1 - num_kept / sum(sizes.values())]
 
     def traces(self) -> list[Trace | None]:
-        """What was measured in the run, where it was."""
+        """The trace of the run; None if nothing was measured."""
         return [None if self.updates is None else self.updates.trace]
 
     def _compile(self, *, flex: bool) -> None:
@@ -148,7 +150,7 @@ class Stepper:
 
     @torch.no_grad()
     def validate(self, *, until: Callable[[], bool] = lambda: False) -> list[float] | None:
-        """Mean loss over the run's validation batches, the same ones each time; None if it was told to stop before."""
+        """Mean loss over the run's validation batches, the same ones each time; None if it was told to stop earlier."""
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for step in range(self.config.valid_batches):
             if self.world.any(until())[0]:

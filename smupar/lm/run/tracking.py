@@ -1,4 +1,4 @@
-"""Where the metrics of a run go beside its folder: TensorBoard and Weights & Biases, the same rows to both.
+"""Sends the metrics of a run to TensorBoard and Weights & Biases too, the same rows to both.
 
 A row is what metrics.jsonl gets. Another tool is another class with ``write`` and ``close``, and a flag of ``Execution``.
 """
@@ -18,7 +18,7 @@ from smupar.output.files import write_atomic
 
 
 class Tracker:
-    """Everything that ``how`` asks for, on the rank that writes; closed when the block ends, however it ends."""
+    """All trackers that ``how`` asks for, on the rank that writes. They are closed when the block ends, in any way."""
 
     def __init__(self, path: Path, config: RunConfig, how: Execution, first: int, *, writes: bool = True) -> None:
         self._sinks: list[_TensorBoard | _WeightsAndBiases] = []
@@ -90,8 +90,8 @@ class _WeightsAndBiases:
 
 
 def _id(path: Path) -> str:
-    """The id of this folder's run, the same when it goes on. The hash of the configuration would not do: two people may run
-    the same."""
+    """The id of this folder's run, the same when it goes on. The hash of the configuration is not enough, since two people may
+    run the same configuration."""
     file = path / "wandb" / "id"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
 """``train(config, how)`` builds, trains and reports one run, on one process or many; the loop itself is in loop.py.
 
-Started again with the same configuration and folder, a run goes on from its last checkpoint, on a CPU with the same bits.
-Batches and scheduled learning rates are pure functions of (config, step), so a checkpoint is weights, masks, optimizer state
-and how far the run is: step, last losses, best validation. Where masks move or updates are measured or followed, it also holds
-the state of those: learning rates that follow a trace depend on what was measured in the steps before.
+If a run is started again with the same configuration and folder, it goes on from its last checkpoint, on a CPU with the same
+bits. Batches and scheduled learning rates are pure functions of (config, step), so a checkpoint is weights, masks, optimizer
+state and how far the run is: step, last losses, best validation. If masks move, or updates are measured or followed, a
+checkpoint also holds the state of these, since learning rates that follow a trace depend on earlier measurements.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _train(
 
 
 def _resumed(stepper: Stepper, path: Path, folder: RunFolder | None) -> Progress:
-    """The run as its last checkpoint has it, or at its start."""
+    """Loads the last checkpoint of the run, if there is one."""
     last, progress = checkpoint.latest(path / "checkpoints"), Progress()
     if last is not None:
         state = checkpoint.load(last, stepper.model, stepper.optimizers)

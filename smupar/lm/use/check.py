@@ -20,7 +20,8 @@ from smupar.output.files import locked, refuse_other_files
 
 
 def check_gpt(config: CheckConfig, *, lr: Mapping[str, float] | None = None) -> Report:
-    """Runs ``coord_check`` on GPTs; writes check.png, .html and .json. ``lr``: of each rule, in place of the one for all."""
+    """Runs ``coord_check`` on GPTs; writes check.png, .html and .json. ``lr`` gives each rule its own learning rate, in place
+    of one for all."""
     device, folder = pick_device(config.device), Path(config.out)
     with locked(folder):  # which says before the work if it cannot be written to
         if not (folder / "check.json").exists():

@@ -1,5 +1,5 @@
-"""A folder to hand on: weights with every factor of the rule folded in, so that a plain GPT gives the same logits, and a
-model card that says what the model is and what to be careful with."""
+"""Exports a model as a folder to share. Every factor of the rule is folded into the weights, so that a plain GPT gives the same
+logits. A model card says what the model is, and what to be careful with."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def is_of_transformers(config: ExportConfig) -> bool:
 
 @torch.no_grad()
 def folded(model: GPT) -> dict[str, Tensor]:
-    """The state dict of an untied, plain GPT with the same logits: embedding and unembedding take their factors, queries the
-    rule's attention scale over the usual 1 / sqrt(head_dim)."""
+    """The state dict of an untied, plain GPT with the same logits: embedding and unembedding take up their factors, and queries
+    take up the rule's attention scale divided by the usual 1 / sqrt(head_dim)."""
     tensors = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     tensors["unembedding.weight"] = model.unembedding.weight.detach().clone()
     for path in ("embedding", "position", "unembedding"):

@@ -15,7 +15,7 @@ from smupar.lm.use.load import load_model
 
 
 def generate(config: GenerateConfig) -> Iterator[str]:
-    """The prompt and what the model makes of it, piece by piece."""
+    """The prompt and the text that the model adds to it, piece by piece."""
     if config.tokens < 1 or not 0 <= config.temperature < math.inf or config.top_k < 0:
         raise ValueError("--tokens must be above 0, --temperature and --top-k at least 0")
     model, tokenizer = load_model(config.folder, device=pick_device(config.device))
@@ -41,7 +41,8 @@ def generate(config: GenerateConfig) -> Iterator[str]:
 
 @torch.no_grad()
 def sample(model: GPT, prompt: list[int], config: GenerateConfig, *, vocab_size: int) -> Iterator[int]:
-    """Token by token, with keys and values of those before kept. A padded vocabulary's extra ids are never chosen."""
+    """Samples token by token, and keeps the keys and values of earlier tokens. The extra ids of a padded vocabulary are never
+    chosen."""
     device = model.embedding.weight.device
     rng = torch.Generator(device=device).manual_seed(config.seed)
     if model.config.positions == "learned" and len(prompt) + config.tokens > model.config.context:

@@ -39,7 +39,7 @@ class LoadedRun:
 
 
 def load_run(folder: str | Path, *, device: torch.device | None = None, best: bool = False) -> LoadedRun:
-    """The last checkpoint of a run, its best one, or, given the folder of a checkpoint, that one."""
+    """Loads the last checkpoint of a run, its best checkpoint, or the checkpoint whose folder is given."""
     path = Path(folder).resolve()
     run = path.parent.parent if path.parent.name == "checkpoints" else path
     config = read_config(run)
@@ -75,7 +75,7 @@ def is_export(path: Path) -> bool:
 
 
 def read_description(path: Path) -> dict[str, Any]:
-    """What config.json says of a run, an export or a model of transformers; nothing where there is none."""
+    """What config.json says about a run, an export or a model of transformers; empty if there is none."""
     try:
         described = json.loads((path / "config.json").read_text())
     except (OSError, ValueError):

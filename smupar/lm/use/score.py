@@ -1,8 +1,8 @@
-"""Loglikelihoods of given texts: what downstream tasks ask of a model. Needs no harness, so that it runs on a machine with a
-GPU and little else: requests come from a file, scores go to another one.
+"""Computes loglikelihoods of given texts, which is what downstream tasks ask of a model. This needs no harness, so it runs on a
+machine with a GPU and little else. Requests come from a file, and scores go to another.
 
-Computed as the harness's own ``HFLM`` does it: spaces at the end of a context belong to the continuation, the continuation's
-tokens are those of the whole text after the context's, and what is too long loses its beginning.
+It follows the harness's own ``HFLM``. Spaces at the end of a context belong to the continuation. The tokens of the continuation
+are those of the whole text that follow the tokens of the context. A text that is too long loses its beginning.
 
 requests.jsonl   a header; then task, doc, index, context, continuation
 scores.jsonl     a header that says whose; then task, doc, index, key of the texts, loglikelihood, is_greedy
@@ -50,7 +50,7 @@ class ScoreRequest:
 
     @property
     def key(self) -> str:
-        """A hash of the texts alone: scores outlive a change of --tasks or --limit."""
+        """A hash of the texts alone, so scores stay valid if --tasks or --limit change."""
         return hashlib.sha256(json.dumps([self.context, self.continuation]).encode()).hexdigest()[:16]
 
 
@@ -152,7 +152,7 @@ def _from_transformers(path: Path, device: torch.device) -> ScoringModel:
 
 
 def _fingerprint(model: nn.Module) -> str:
-    """Tells one set of weights from another by some of each: reading all would take as long as loading them."""
+    """A hash of some of the weights, to tell models apart. Reading all weights would take as long as loading them."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         some = parameter.detach().flatten()[:: max(1, parameter.numel() // 64)].float().cpu()
@@ -167,8 +167,9 @@ def _fingerprint(model: nn.Module) -> str:
 def score(
     model: ScoringModel, requests: Iterable[ScoreRequest], config: ScoringConfig, device: torch.device
 ) -> Iterator[Scored]:
-    """Batch by batch, the longest first: what does not fit into memory fails at once. Texts that differ in their last token
-    alone, like yes and no, share a pass. The model is causal, so padding on the right changes nothing before it."""
+    """Scores batch by batch, the longest first, so that a batch that does not fit into memory fails at once. Texts that differ
+    only in their last token, such as yes and no, share a pass. The model is causal, so padding on the right changes nothing
+    before it."""
     length = min(config.max_length, model.positions or config.max_length)
     asked: dict[tuple[int, ...], list[tuple[ScoreRequest, list[int]]]] = defaultdict(list)
     num_cut = 0
@@ -208,7 +209,7 @@ def score(
 
 
 def _judged(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The logarithm of each target's probability, and whether it is the likeliest."""
+    """The logarithm of each target's probability, and whether it is the most likely token."""
     log_shares = logits.float().log_softmax(-1)
     return log_shares.gather(-1, targets[:, None])[:, 0], log_shares.argmax(-1) == targets
 
@@ -242,7 +243,7 @@ def _where(request: ScoreRequest) -> str:
 
 
 def score_file(folder: str, requests: str | Path, out: str | Path, config: ScoringConfig) -> str:
-    """Scores what the file asks and ``out`` does not have yet; returns a line that says how much that was."""
+    """Scores the requests that ``out`` does not have yet. Returns a line that says how many these were."""
     _, asked = read_requests(requests)
     path = Path(out)
     device = pick_device(config.device)
@@ -271,7 +272,7 @@ def score_file(folder: str, requests: str | Path, out: str | Path, config: Scori
 
 
 def _begin(path: Path, header: dict[str, Any]) -> dict[str, Score]:
-    """The scores that are there already; refused if they are another model's, or were computed in another way."""
+    """The scores that exist already. They are refused if they belong to another model, or were computed in another way."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists() or not path.read_text().strip():
         write_atomic(path, json.dumps(header) + "\n")
