@@ -116,9 +116,9 @@ def _request(argv: list[str]) -> Request:
 def parse(argv: list[str], shown: Mapping[type, Any], *, prints: bool = True) -> Call:
     """The call that argv asks for. Help and mistakes end the program; help names the fields of ``shown`` as defaults."""
     if step := _STEPS.get(tuple(argv[:2])):
-        prog = " ".join(("smupar", *argv[:2]))
+        prog = f"smupar {argv[0]} {argv[1]}"
         return tyro.cli(parser_of(step, shown), prog=prog, args=argv[2:], console_outputs=prints)
-    call: Call = tyro.extras.subcommand_cli_from_dict(
+    return tyro.extras.subcommand_cli_from_dict(
         {name: parser_of(command, shown) for name, command in COMMANDS.items()},
         prog="smupar",
         description="Tune a small dense model, train wide sparse ones with the same hyperparameters. "
@@ -126,4 +126,3 @@ def parse(argv: list[str], shown: Mapping[type, Any], *, prints: bool = True) ->
         args=argv,
         console_outputs=prints,
     )
-    return call

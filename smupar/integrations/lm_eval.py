@@ -14,15 +14,14 @@ import json
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from importlib import import_module
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from smupar.integrations.eval_table import Number, Results, TaskResults, write_results
 from smupar.lm.config.commands import EvalConfig, TasksConfig
 from smupar.lm.use import score
-from smupar.lm.use.score import Score, ScoreRequest
-from smupar.output.optional import first_line
+from smupar.output.optional import first_line, optional
 
 # Resamples for standard errors that have no formula, perplexity's. The harness's own number takes minutes on few cores.
 _RESAMPLES = 1000
@@ -51,8 +50,7 @@ def evaluate(config: EvalConfig) -> Results:
 
 def write_requests(config: TasksConfig, out: str | Path) -> str:
     """Writes all that is asked to a file; returns a line that says what is in it."""
-    tasks = load_tasks(config)
-    requests, digest = _requests(tasks, config)
+    requests, digest = _requests(load_tasks(config), config)
     header = {
         "tasks": list(config.tasks),
         "data_dir": None if config.data_dir is None else str(Path(config.data_dir).resolve()),
@@ -74,10 +72,10 @@ def tabulate(requests: str | Path, scores: Sequence[str | Path], out: str | Path
         identity, answers = score.read_scores(file)
         missing = [request for request in asked if request.key not in answers]
         if missing:
-            first = f"document {missing[0].doc} of {missing[0].task}"
             raise ValueError(
-                f"{file} lacks {len(missing):,} of the {len(asked):,} scores that {requests} asks for, the first is {first}: "
-                f"smupar eval score {identity.get('folder')} --requests {requests} --out {file}"
+                f"{file} lacks {len(missing):,} of the {len(asked):,} scores that {requests} asks for, the first is document "
+                f"{missing[0].doc} of {missing[0].task}: smupar eval score {identity.get('folder')} --requests {requests} "
+                f"--out {file}"
             )
         models.append(({name: value for name, value in identity.items() if name != "format"}, answers))
     tasks = load_tasks(config)
@@ -98,7 +96,7 @@ def tabulate(requests: str | Path, scores: Sequence[str | Path], out: str | Path
     return results
 
 
-def _by_chance(task: Any, requests: list[ScoreRequest]) -> float:
+def _by_chance(task: Any, requests: list[score.ScoreRequest]) -> float:
     """Accuracy of drawing a choice at random; no word is guessed among all words."""
     if task.OUTPUT_TYPE != "multiple_choice":
         return 0.0
@@ -109,18 +107,13 @@ def _by_chance(task: Any, requests: list[ScoreRequest]) -> float:
 # The harness
 
 
-def _module(name: str) -> Any:
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("smupar eval needs the harness: pip install 'smupar[eval]'") from error
+_module = partial(optional, purpose="smupar eval", extra="eval")
 
 
 def load_tasks(config: TasksConfig) -> dict[str, Any]:
     """The harness's task objects, from its own definitions or from local copies."""
     if config.data_dir is not None:
-        documents = {name: read_documents(name, config.data_dir) for name in config.tasks}
-        return {name: _local_task(name, documents[name]) for name in config.tasks}
+        return {name: _local_task(name, read_documents(name, config.data_dir)) for name in config.tasks}
     tasks = _module("lm_eval.tasks")
     try:
         loaded = tasks.get_task_dict(list(config.tasks), tasks.TaskManager())
@@ -131,7 +124,7 @@ def load_tasks(config: TasksConfig) -> dict[str, Any]:
     return {name: loaded[name] for name in config.tasks}
 
 
-def _requests(tasks: dict[str, Any], config: TasksConfig) -> tuple[list[ScoreRequest], str]:
+def _requests(tasks: dict[str, Any], config: TasksConfig) -> tuple[list[score.ScoreRequest], str]:
     """What the tasks ask, and a hash of it and of the documents, which hold the right answers."""
     requests, digest = [], hashlib.sha256()
     for name, task in tasks.items():
@@ -139,18 +132,18 @@ def _requests(tasks: dict[str, Any], config: TasksConfig) -> tuple[list[ScoreReq
             task.build_all_requests(limit=config.limit, rank=0, world_size=1)
         for instance in task.instances:
             context, continuation = instance.args
-            requests.append(ScoreRequest(name, instance.doc_id, instance.idx, context, continuation))
+            requests.append(score.ScoreRequest(name, instance.doc_id, instance.idx, context, continuation))
             digest.update(json.dumps([name, context, continuation, instance.doc], default=str, sort_keys=True).encode())
     return requests, digest.hexdigest()
 
 
-def _metrics(tasks: dict[str, Any], scores: dict[str, Score], limit: int | None) -> dict[str, TaskResults]:
+def _metrics(tasks: dict[str, Any], scores: dict[str, score.Score], limit: int | None) -> dict[str, TaskResults]:
     """The numbers of each task, by the harness's own evaluation of a model that looks its answers up."""
     harness, base = _module("lm_eval.evaluator"), _module("lm_eval.api.model").LM
 
     class Stored(base):  # type: ignore[misc, valid-type]
         def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
-            answers = [scores[ScoreRequest("", 0, 0, *request.args).key] for request in requests]
+            answers = [scores[score.ScoreRequest("", 0, 0, *request.args).key] for request in requests]
             return [(answer.loglikelihood, answer.is_greedy) for answer in answers]
 
         def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:

@@ -24,7 +24,6 @@ from tqdm import tqdm
 from smupar.execute.timing import seconds_of
 from smupar.lm.config.run import Execution, RunConfig
 from smupar.lm.data import batches as data
-from smupar.lm.data.batches import Corpus
 from smupar.lm.model.cost import estimate
 from smupar.lm.model.gpt import plan_on_meta
 from smupar.lm.run.distributed import pick_device
@@ -98,10 +97,13 @@ def settle(study: Study, propose: Stage, how: EngineConfig) -> Sequence[RunConfi
             return configs
         try:
             with ended_by_sigterm():
-                _run_all(study, missing, how)
+                execute(study, missing, how)
         except (KeyboardInterrupt, SystemExit):
-            done = f"{len(configs) - len(study.missing(configs))} of {len(configs)} runs are done and kept"
-            print(f"\n{done}; stacked ones that were running begin again: the same command goes on", file=sys.stderr)
+            print(
+                f"\n{len(configs) - len(study.missing(configs))} of {len(configs)} runs are done and kept; stacked ones that "
+                "were running begin again: the same command goes on",
+                file=sys.stderr,
+            )
             raise
         if left := study.missing(missing):
             raise ValueError(f"{len(left)} runs of {study.folder} have not ended: the same command goes on")
@@ -130,14 +132,7 @@ def _refuse_impossible(configs: Sequence[RunConfig]) -> None:
             warnings.warn(warning, PlanWarning, stacklevel=2)
 
 
-def execute(
-    study: Study, configs: Sequence[RunConfig], *, engine: EngineName = "auto", device: str = "auto", address: str = "auto"
-) -> None:
-    """Runs those that have no result in the study yet."""
-    _run_all(study, study.missing(configs), EngineConfig(engine, device, address))
-
-
-def _run_all(study: Study, configs: Sequence[RunConfig], how: EngineConfig) -> None:
+def execute(study: Study, configs: Sequence[RunConfig], how: EngineConfig) -> None:
     if how.engine == "ray":
         from smupar.study.ray_engine import execute_on_ray
 
@@ -155,8 +150,7 @@ def groups(configs: Sequence[RunConfig]) -> Iterator[list[RunConfig]]:
     """The runs in groups that can be stacked; a run that cannot be stacked is a group of its own."""
     by_key: dict[str, list[RunConfig]] = {}
     for config in configs:
-        key = stack_key(config)
-        by_key.setdefault(config.id if key is None else key, []).append(config)
+        by_key.setdefault(stack_key(config) or config.id, []).append(config)
     yield from by_key.values()
 
 
@@ -221,13 +215,12 @@ class _StackKeeper:
 
 
 def _faster_stack(
-    group: list[RunConfig], text: Corpus, device: torch.device, size: int, *, measure: bool
+    group: list[RunConfig], text: data.Corpus, device: torch.device, size: int, *, measure: bool
 ) -> tuple[GPTStack, int]:
     """A stack of ``size`` runs, or of one run where that is faster, and how many runs it has."""
     if size == 1:
         return GPTStack(group[:1], text, device), 1
-    several_seeds = len({config.seed for config in group}) > 1
-    stacked = GPTStack(group[:size], text, device, own_batches=several_seeds)
+    stacked = GPTStack(group[:size], text, device, own_batches=len({config.seed for config in group}) > 1)
     if not measure:
         return stacked, size
     together = _seconds(stacked, device) / size
@@ -240,8 +233,8 @@ def _faster_stack(
 
 def _seconds(stack: GPTStack, device: torch.device) -> float:
     """The time that one step takes once it is warm."""
-    num_steps = _MEASURED_STEPS if device.type == "cuda" else 3
-    return min(seconds_of(partial(stack.step, number), device=device) for number in range(num_steps))
+    steps = range(_MEASURED_STEPS if device.type == "cuda" else 3)
+    return min(seconds_of(partial(stack.step, step), device=device) for step in steps)
 
 
 def largest_stack(config: RunConfig, device: torch.device) -> int:

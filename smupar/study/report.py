@@ -48,10 +48,12 @@ def _unfinished(study: Study, definition: StudyDefinition) -> str:
     """A sentence if runs are missing, by the first stage that misses some: what follows it is not known yet."""
     for propose in definition.stages:
         configs = propose(study)
-        missing, num_runs = len(study.missing(configs)), len({config.id for config in configs})
-        if missing:
-            done = f"{num_runs - missing} of {num_runs} runs are done"
-            return f"Not finished: {done}, in {study.folder}; its command, which study.json holds, goes on."
+        num_runs = len({config.id for config in configs})
+        if missing := len(study.missing(configs)):
+            return (
+                f"Not finished: {num_runs - missing} of {num_runs} runs are done, in {study.folder}; its command, which "
+                "study.json holds, goes on."
+            )
     return ""
 
 

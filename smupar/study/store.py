@@ -22,7 +22,7 @@ from typing import Any
 from smupar import __version__
 from smupar.lm.config.run import LATER_FIELDS, RunConfig, default_of, differences, flat
 from smupar.lm.run.folder import TRACE_FILE, Row, Summary, metrics_line, read_config, read_summary
-from smupar.output.files import locked, write_atomic
+from smupar.output.files import locked, refuse_other_files, write_atomic
 from smupar.output.optional import optional
 from smupar.study.config import TransferConfig
 from smupar.study.space import unique
@@ -65,16 +65,14 @@ class Study:
         """Makes the folder, or goes on in it if it holds the same study of the same version."""
         study = cls(folder, keeps_weights=keeps_weights)
         study.may_write = True
-        if study.folder.is_file():
-            raise ValueError(f"{folder} is a file: choose another --out")
-        if study.folder.exists() and not (study.folder / "study.json").exists() and any(study.folder.iterdir()):
-            raise ValueError(f"{folder} holds other files and no study: choose another --out")
-        is_new = not study.folder.exists()
+        file, is_new = study.folder / "study.json", not study.folder.exists()
         with locked(study.folder), study._undone_if_nothing_ran(is_new):
+            if not file.exists():
+                refuse_other_files(study.folder, "study")
             stored = json.loads(json.dumps(definition))  # with lists for tuples, as it is read again
             described = {"format": FORMAT, "version": __version__, "definition": stored, "command": command}
-            if not (study.folder / "study.json").exists() or _has_grown(study, described):
-                write_atomic(study.folder / "study.json", json.dumps(described, indent=1))
+            if not file.exists() or _has_grown(study, described):
+                write_atomic(file, json.dumps(described, indent=1))
             study.runs.mkdir(exist_ok=True)
             yield study
 
@@ -109,16 +107,14 @@ class Study:
 
     def _checksums(self) -> dict[str, str]:
         path = self.folder / "data.json"
-        checksums: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
-        return checksums
+        return json.loads(path.read_text()) if path.exists() else {}
 
     def describe(self) -> dict[str, Any]:
         """What study.json holds."""
         try:
-            described: dict[str, Any] = json.loads((self.folder / "study.json").read_text())
+            return json.loads((self.folder / "study.json").read_text())
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{self.folder} is not the folder of a study: it has no study.json") from error
-        return described
 
     def missing(self, configs: Sequence[RunConfig]) -> list[RunConfig]:
         """The runs without a result, each once."""
@@ -130,15 +126,12 @@ class Study:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / "config.json", config.to_json())
         write_atomic(folder / "metrics.jsonl", "".join(map(metrics_line, metrics)))
-        if trace is not None:
-            write_atomic(folder / TRACE_FILE, trace.to_json())
-        write_atomic(folder / "summary.json", json.dumps(asdict(summary), indent=1))
+        summary.write(folder, trace)
 
     def results(self, configs: Sequence[RunConfig] | None = None) -> list[Result]:
         """The results of these runs, in their order; by default, of all that have ended."""
         if configs is None:
-            folders = sorted(path.parent for path in self.runs.glob("*/summary.json"))
-            configs = [read_config(folder) for folder in folders]
+            configs = [read_config(path.parent) for path in sorted(self.runs.glob("*/summary.json"))]
         ended = [(config, read_summary(self.runs / config.id)) for config in configs]
         return [Result(config, summary) for config, summary in ended if summary is not None]
 
@@ -157,10 +150,8 @@ class Study:
     def write_parquet(self) -> None:
         """Writes the rows of the table with their types."""
         arrow, parquet = (optional(name, "table.parquet") for name in ("pyarrow", "pyarrow.parquet"))
-        file = io.BytesIO()
-        parquet.write_table(arrow.Table.from_pylist([row_of(result) for result in self.results()]), file)
         temporary = self.folder / "table.parquet.tmp"
-        temporary.write_bytes(file.getvalue())
+        parquet.write_table(arrow.Table.from_pylist([row_of(result) for result in self.results()]), temporary)
         temporary.replace(self.folder / "table.parquet")
 
 
@@ -214,9 +205,5 @@ def _grows(name: str, old: Any, new: Any) -> bool:
     if old is None or new is None:
         return False
     if name == "axes":
-        return bool(old.keys() == new.keys()) and all(_holds(new[axis], old[axis]) for axis in old)
-    return bool(new >= old) if name == "seeds" else name in _LISTS and _holds(new, old)
-
-
-def _holds(new: list[Any], old: list[Any]) -> bool:
-    return all(value in new for value in old)
+        return bool(old.keys() == new.keys()) and all(value in new[axis] for axis in old for value in old[axis])
+    return bool(new >= old) if name == "seeds" else name in _LISTS and all(value in new for value in old)

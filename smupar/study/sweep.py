@@ -47,5 +47,5 @@ def sweep_panels(results: Sequence[Result], axes: Mapping[str, Sequence[Any]]) -
         curves.setdefault(others or "loss", []).append(Point(row[axis], mean_loss(same), ids))
     last = max(1, len(curves) - 1)
     lines = tuple(Line(label, tuple(points), n / last) for n, (label, points) in enumerate(curves.items()))
-    positive = all(point.x > 0 for points in curves.values() for point in points)
-    return [Panel("loss at the end", axis, LOSS, lines, log_x=positive)]
+    is_positive = all(point.x > 0 for line in lines for point in line.points)
+    return [Panel("loss at the end", axis, LOSS, lines, log_x=is_positive)]

@@ -27,7 +27,7 @@ from smupar.output.files import locked
 from smupar.study.config import EngineConfig, TransferConfig
 from smupar.study.curves import Line, Panel, Point, draw_png
 from smupar.study.definition import more_seeds
-from smupar.study.engines import StudyProgress, execute, groups, largest_stack, run_group, settle
+from smupar.study.engines import StudyProgress, execute, groups, largest_stack, run_group, run_study, settle
 from smupar.study.optima import Curve, move_in_words, moved
 from smupar.study.report import write_report
 from smupar.study.space import grid, parse_axes, parse_axis
@@ -45,7 +45,7 @@ AXES = {"rule": ["sp", "smupar"], "sparsity": [0.0, 0.75], "lr": [2.0**-8, 2.0**
 
 def run(folder, engine, configs):
     with Study.open(folder, {"kind": "sweep", "axes": AXES}, "smupar sweep") as study:
-        execute(study, configs, engine=engine, device="cpu")
+        execute(study, study.missing(configs), EngineConfig(engine, "cpu"))
         study.write_table()
     return study
 
@@ -659,7 +659,7 @@ def test_panels_share_a_legend_only_if_their_series_do(tmp_path, monkeypatch):
 def test_transfer_study_runs_from_end_to_end(tmp_path):
     config = TransferConfig(run=TINY, rules=("sp", "smupar"), widths=(64,), sparsities=(0.75,), values=(0.002, 0.008, 0.03))
     with Study.open(tmp_path / "study", {"kind": "transfer", **asdict(config)}, "smupar transfer") as study:
-        execute(study, proposals(config), engine="stacked", device="cpu")
+        execute(study, proposals(config), EngineConfig("stacked", "cpu"))
         found = write_report(study)
     assert found.splitlines()[0] == sentence(config, analyse(config, study.results()))
     assert "SmuPar" in found
@@ -669,7 +669,7 @@ def test_all_runs_diverged_is_said_with_the_remedy(tmp_path):
     wild = replace(TINY, optimizer="sgd", lr=1.0)
     config = TransferConfig(run=wild, rules=("sp",), widths=(64,), sparsities=(0.5,), values=(1e11, 1e12, 1e13))
     with Study.open(tmp_path / "study", {"kind": "x"}, "") as study:
-        execute(study, proposals(config), engine="stacked", device="cpu")
+        execute(study, proposals(config), EngineConfig("stacked", "cpu"))
         with pytest.raises(ValueError, match="all runs of sp on the proxy diverged: sweep smaller values"):
             analyse(config, study.results())
 
@@ -682,10 +682,11 @@ def test_bad_study_raises(bad):
 
 def test_tune_page_has_a_panel_for_each_hyperparameter(tmp_path):
     from smupar.study.config import TuneConfig
-    from smupar.study.tune import tune
+    from smupar.study.tune import define_search
 
-    tune(TuneConfig(run=replace(TINY, sparsity=0.0, steps=5), num_samples=3), out=str(tmp_path / "study"))
-    assert "Of 3 runs" in write_report(Study(tmp_path / "study"))
+    search = define_search(TuneConfig(run=replace(TINY, sparsity=0.0, steps=5), num_samples=3))
+    with run_study(tmp_path / "study", search, "smupar tune", EngineConfig()) as (study, _):
+        assert "Of 3 runs" in write_report(study)
     page = (tmp_path / "study" / "report.html").read_text()
     assert page.count("<svg") == 4
     assert page.count("<circle") == 12

@@ -76,10 +76,9 @@ def load(folder: str | PathLike[str], *, model_class: type[PreTrainedModel] | No
             expand_state(tensors, row.name, row.shape)
     masked = [name for name in tensors if name.endswith(_MASK) and name.removesuffix(_MASK) in plan]
     masks = {name.removesuffix(_MASK): tensors.pop(name) for name in masked}
-    kind = model_class or _class_of(config, path)
-    read: Any = kind.from_pretrained(None, config=config, state_dict=tensors, output_loading_info=True)
-    model: PreTrainedModel = read[0]
-    lost = [name for name in read[1]["missing_keys"] if name in plan]
+    kind: Any = model_class or _class_of(config, path)
+    model, info = kind.from_pretrained(None, config=config, state_dict=tensors, output_loading_info=True)
+    lost = [name for name in info["missing_keys"] if name in plan]
     lost += [f"{row.name}{_MASK}" for row in plan if row.masked and row.name not in masks]
     if lost:
         raise ValueError(f"{path} is incomplete, it lacks {lost[0]!r} and {len(lost) - 1} more: save the model again")

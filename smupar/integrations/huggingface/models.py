@@ -72,8 +72,8 @@ def refuse(model: nn.Module) -> None:
             "parameterize and train the model without them, or merge them first (merge_and_unload)"
         )
     if not isinstance(model, PreTrainedModel):
-        wrapped = apply.unwrapped(model) is not model
-        remedy = "parameterize first, then compile or wrap it" if wrapped else "use smupar.parameterize for others"
+        is_wrapped = apply.unwrapped(model) is not model
+        remedy = "parameterize first, then compile or wrap it" if is_wrapped else "use smupar.parameterize for others"
         raise ValueError(f"a {type(model).__name__} is no model of transformers: {remedy}")
     if getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "quantization_config", None) is not None:
         raise ValueError(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from smupar.lm.config.run import STANDARD_LIBRARY, RunConfig, padded_vocab
-from smupar.lm.data.shards import ShardIndex, Tokens, open_tokens, read_index, verify
+from smupar.lm.data.shards import Tokens, open_tokens, read_index, verify
 from smupar.lm.data.tokenizer import TOKENIZER_FILE, Tokenizer
 
 # Share of the text, at its end, that is never trained on where no text for validation is given.
@@ -106,12 +106,8 @@ def _open(name: str, check: bool) -> tuple[Tokens, CorpusFacts]:
         info, largest = asdict(Tokenizer("bytes").info), max(source)
         return Tokens([np.frombuffer(source, dtype=np.uint8)]), CorpusFacts(name, len(source), _sha256(source), largest, info)
     index = verify(name) if check else read_index(name)
-    facts = CorpusFacts(name, index.num_tokens, _fingerprint(index), index.largest_token, asdict(index.tokenizer))
-    return open_tokens(name), facts
-
-
-def _fingerprint(index: ShardIndex) -> str:
-    return _sha256("".join([index.tokenizer.sha256, *(shard.sha256 for shard in index.shards)]).encode())
+    sha256 = _sha256("".join([index.tokenizer.sha256, *(shard.sha256 for shard in index.shards)]).encode())
+    return open_tokens(name), CorpusFacts(name, index.num_tokens, sha256, index.largest_token, asdict(index.tokenizer))
 
 
 def _sha256(data: bytes) -> str:

@@ -49,8 +49,8 @@ class Tokenizer:
         """One array of ids per text, in the smallest type that holds them; no token is added at either end."""
         if self._library is None:
             return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
-        encoded = self._library.encode_batch_fast(texts, add_special_tokens=False)
         # Through int64, so that an id beyond the type is not wrapped around before anybody sees it.
+        encoded = self._library.encode_batch_fast(texts, add_special_tokens=False)
         arrays = [np.array(text.ids, dtype=np.int64) for text in encoded]
         return [ids.astype(token_dtype(self.vocab_size)) if ids.max(initial=0) < self.vocab_size else ids for ids in arrays]
 
@@ -64,8 +64,7 @@ class Tokenizer:
             raise ValueError(f"token {outside[0]} is outside the vocabulary of {self.name}, which has {self.vocab_size}")
         if self._library is None:
             return numbers.astype(np.uint8).tobytes().decode(errors="replace")
-        text: str = self._library.decode(numbers.tolist(), skip_special_tokens=False)
-        return text
+        return self._library.decode(numbers.tolist(), skip_special_tokens=False)
 
     def save(self, folder: str | Path) -> None:
         """Write tokenizer.json; bytes need none."""
@@ -134,8 +133,8 @@ def _from_vocabulary(folder: Path) -> Tokenizer:
         ids = {str(token): int(number) for token, number in json.loads(_read(vocabulary)).items()}
     except (ValueError, AttributeError, TypeError) as error:
         raise ValueError(f"{vocabulary} is not a vocabulary, an object of token and id ({error}): get it again") from error
-    lines = _read(merges).split("\n")
-    pairs = [tuple(line.rstrip("\r").split(" ")) for line in lines if line.strip() and not line.startswith("#version")]
+    lines = [line.rstrip("\r") for line in _read(merges).split("\n")]
+    pairs = [tuple(line.split(" ")) for line in lines if line.strip() and not line.startswith("#version")]
     for number, pair in enumerate(pairs, 1):
         if len(pair) != 2 or pair[0] not in ids or pair[1] not in ids or "".join(pair) not in ids:
             raise ValueError(f"merge {number} of {merges} ({' '.join(pair)!r}) does not fit the vocabulary {vocabulary}")

@@ -81,7 +81,7 @@ def load_weights(path: Path, model: nn.Module) -> None:
 
 def read_state(path: Path) -> dict[str, Any]:
     with _named(path):
-        state: dict[str, Any] = json.loads((path / "state.json").read_text())
+        state = json.loads((path / "state.json").read_text())
         if not isinstance(state, dict) or state.get("step") != step_of(path):
             raise ValueError("state.json is not of this step")
     return state
@@ -96,8 +96,6 @@ def _named(path: Path) -> Iterator[None]:
     """Turns whatever goes wrong in reading a checkpoint into one line with the remedy."""
     try:
         yield
-    except DamagedCheckpointError:  # named already
-        raise
     except (OSError, ValueError, KeyError, RuntimeError, AssertionError, SafetensorError, CheckpointException) as error:
         raise DamagedCheckpointError(
             f"the checkpoint {path} is damaged ({_reason(error)}): delete it, and the run goes on from the one before, or from "

@@ -62,6 +62,12 @@ class Summary:
     num_threads: int
     versions: dict[str, str]
 
+    def write(self, folder: Path, trace: Trace | None) -> None:
+        """Ends a run's folder, with what was measured in the run, where it was: a run whose summary is there is finished."""
+        if trace is not None:
+            write_atomic(folder / TRACE_FILE, trace.to_json())
+        write_atomic(folder / "summary.json", json.dumps(asdict(self), indent=1))
+
 
 @cache
 def versions() -> dict[str, str]:
@@ -133,16 +139,9 @@ class RunFolder:
             self._metrics.close()
         self._held.close()
 
-    def write_trace(self, trace: Trace) -> None:
-        write_atomic(self.path / TRACE_FILE, trace.to_json())
-
-    def write_summary(self, summary: Summary) -> None:
-        write_atomic(self.path / "summary.json", json.dumps(asdict(summary), indent=1))
-
     def resume_metrics(self, step: int) -> None:
         """Drops what was written beyond the checkpoint that the run goes on from, and a line that was cut off."""
-        path = self.path / "metrics.jsonl"
-        lines = []
+        path, lines = self.path / "metrics.jsonl", []
         for line in path.read_text().splitlines() if path.exists() else []:
             try:
                 if json.loads(line)["step"] <= step:

@@ -16,7 +16,6 @@ from torch import Tensor
 from smupar.execute.stacked import SUPPORTED, Hyperparameters, Stack
 from smupar.lm.config.run import RunConfig
 from smupar.lm.data import batches as data
-from smupar.lm.data.batches import Corpus
 from smupar.lm.data.shards import Tokens
 from smupar.lm.model.gpt import GPT, build, use_plain_attention
 from smupar.lm.run import checkpoint
@@ -55,7 +54,7 @@ class GPTStack:
     def __init__(
         self,
         configs: Sequence[RunConfig],
-        corpus: Corpus,
+        corpus: data.Corpus,
         device: torch.device,
         *,
         compile: bool | None = None,  # noqa: A002 (torch's word)
@@ -64,8 +63,7 @@ class GPTStack:
         """``own_batches``: a batch for each run; default if they differ in seed. A stack that is refilled keeps to it."""
         self.corpus, self.device, self.world = corpus, device, World(0, 1, device, "ddp")
         first, on_gpu = configs[0], device.type == "cuda"
-        compiled = on_gpu if compile is None else compile
-        models, plans = self._built(configs)
+        models, plans = self._build(configs)
         if on_gpu or first.dtype == "bf16":  # torch.func knows torch's fused kernels on the CPU in fp32 only
             for model in models:
                 use_plain_attention(model)
@@ -77,14 +75,14 @@ class GPTStack:
             next_token_loss,
             [hyperparameters(config) for config in configs],
             optimizer=first.optimizer,
-            compile=compiled,
+            compile=on_gpu if compile is None else compile,
             dtype=torch.bfloat16 if first.dtype == "bf16" else None,
             own_batches=self.own_batches,
         )
         self._set_moving(plans)
 
     def refill(self, configs: Sequence[RunConfig]) -> None:
-        models, plans = self._built(configs)
+        models, plans = self._build(configs)
         assert self.own_batches or len(self.seeds) == 1, "a stack with one batch for all runs has one seed"
         self.stack.refill(models, plans, [hyperparameters(config) for config in configs])
         self._set_moving(plans)
@@ -109,7 +107,7 @@ class GPTStack:
         """What was measured in each run, where it was."""
         return [None] * len(self.configs) if self.updates is None else list(self.updates.traces())
 
-    def _built(self, configs: Sequence[RunConfig]) -> tuple[list[GPT], list[Plan]]:
+    def _build(self, configs: Sequence[RunConfig]) -> tuple[list[GPT], list[Plan]]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PlanWarning)  # a study says once what it is about
             # Drawing random numbers takes most of the time, and a model is drawn by one thread.
@@ -159,8 +157,7 @@ class GPTStack:
             if self.own_batches:
                 batch = (batch[0].expand(len(self.configs), -1, -1), batch[1].expand(len(self.configs), -1, -1))
             total += self.stack.evaluate(batch)
-        losses: list[float] = (total / first.valid_batches).tolist()
-        return losses
+        return (total / first.valid_batches).tolist()
 
     def _batch(self, tokens: Tokens, step: int) -> tuple[Tensor, Tensor]:
         if not self.own_batches:
@@ -170,8 +167,7 @@ class GPTStack:
         return inputs, targets
 
     def _of_seed(self, tokens: Tokens, seed: int, step: int) -> tuple[Tensor, Tensor]:
-        first = self.configs[0]
-        size, length = first.batch_size, first.seq_len
+        size, length = self.configs[0].batch_size, self.configs[0].seq_len
         return data.batch(tokens, seed=seed, step=step, batch_size=size, seq_len=length, to=self.stack.upload)
 
 

@@ -16,7 +16,6 @@ from smupar.execute.cuda_graphs import Graphed, Upload, compile_static
 from smupar.execute.sparse.convert import StorageReport, sparsify_storage
 from smupar.lm.config.run import Execution, RunConfig
 from smupar.lm.data import batches as data
-from smupar.lm.data.batches import Corpus
 from smupar.lm.data.shards import Tokens
 from smupar.lm.model.cost import fitting_micro_batch
 from smupar.lm.model.gpt import use_flex_attention
@@ -38,7 +37,9 @@ def next_token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 class Stepper:
     """``step(n)`` does step n of the run and returns its loss, a tensor, so that a GPU need not wait to be asked for it."""
 
-    def __init__(self, config: RunConfig, how: Execution, world: World, corpus: Corpus, trace: Trace | None = None) -> None:
+    def __init__(
+        self, config: RunConfig, how: Execution, world: World, corpus: data.Corpus, trace: Trace | None = None
+    ) -> None:
         """``trace``: the one that the run follows, where it is not to be read from the file that the configuration names.
 
         The order matters. Weights are laid out as they will be kept before the optimizers take them. The audit sees the
@@ -92,8 +93,11 @@ class Stepper:
     def state_dict(self) -> dict[str, Any]:
         """What moves, beside masks: JSON. The weights that IMP goes back to are those that a new model starts with."""
         parts = {"updates": self.updates, "sparsifier": self.sparsifier}
-        states = {name: part.state_dict() for name, part in parts.items() if part is not None}
-        return {name: {k: v for k, v in state.items() if k != "weights"} for name, state in states.items()}
+        return {
+            name: {key: value for key, value in part.state_dict().items() if key != "weights"}
+            for name, part in parts.items()
+            if part is not None
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.updates is not None:

@@ -17,11 +17,13 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from smupar.lm.config.commands import ScoringConfig
@@ -31,7 +33,7 @@ from smupar.lm.run.distributed import pick_device
 from smupar.lm.run.folder import versions
 from smupar.lm.use.load import is_export, load_model, load_run, read_description
 from smupar.output.files import write_atomic
-from smupar.output.optional import first_line
+from smupar.output.optional import first_line, optional
 from smupar.plan.plan import PLAN_FILE
 
 _AT_ONCE = 1024  # places whose probabilities are in memory at a time
@@ -106,19 +108,19 @@ def scoring_model_of(model: GPT, tokenizer: Tokenizer, identity: dict[str, Any])
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text).tolist()
 
-    def logits(tokens: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        return model.unembedding(model.features(tokens)[rows, positions])
-
-    positions = model.config.context if model.config.positions == "learned" else None
-    identity = identity | {"weights": _fingerprint(model), "tokenizer": tokenizer.sha256[:16]}
-    return ScoringModel(logits, encode, encode, tokenizer.eot, model.config.vocab_size, positions, identity)
+    return ScoringModel(
+        logits=lambda tokens, rows, positions: model.unembedding(model.features(tokens)[rows, positions]),
+        encode=encode,
+        encode_plain=encode,
+        prefix=tokenizer.eot,
+        vocab_size=model.config.vocab_size,
+        positions=model.config.context if model.config.positions == "learned" else None,
+        identity=identity | {"weights": _fingerprint(model), "tokenizer": tokenizer.sha256[:16]},
+    )
 
 
 def _from_transformers(path: Path, device: torch.device) -> ScoringModel:
-    try:
-        import transformers
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{path} is a model of transformers: pip install 'smupar[eval]'") from error
+    transformers = optional("transformers", f"the model {path}", "eval")
     if (path / PLAN_FILE).exists():  # transformers alone would leave the factors out and say nothing
         raise ValueError(f"{path} needs the factors of its plan: smupar export {path} OUT, then score OUT")
     try:
@@ -136,19 +138,17 @@ def _from_transformers(path: Path, device: torch.device) -> ScoringModel:
         written_out = start is not None and text.startswith(start)
         return tokenizer.encode(text, add_special_tokens=not written_out)
 
-    def encode_plain(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False)
-
     names = ("n_positions", "max_position_embeddings", "n_ctx")
-    positions = next((getattr(model.config, name) for name in names if getattr(model.config, name, None)), None)
     vocabulary = hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
-    identity = _identity(path) | {"weights": _fingerprint(model), "tokenizer": vocabulary}
-    vocab_size = model.get_input_embeddings().num_embeddings
-
-    def logits(tokens: Tensor, rows: Tensor, at: Tensor) -> Tensor:
-        return model(tokens).logits[rows, at]
-
-    return ScoringModel(logits, encode, encode_plain, prefix, vocab_size, positions, identity)
+    return ScoringModel(
+        logits=lambda tokens, rows, positions: model(tokens).logits[rows, positions],
+        encode=encode,
+        encode_plain=partial(tokenizer.encode, add_special_tokens=False),
+        prefix=prefix,
+        vocab_size=model.get_input_embeddings().num_embeddings,
+        positions=next((getattr(model.config, name) for name in names if getattr(model.config, name, None)), None),
+        identity=_identity(path) | {"weights": _fingerprint(model), "tokenizer": vocabulary},
+    )
 
 
 def _fingerprint(model: nn.Module) -> str:
@@ -181,29 +181,23 @@ def score(
     inputs = sorted(asked, key=len, reverse=True)
     for first in range(0, len(inputs), config.batch_size):
         batch = inputs[first : first + config.batch_size]
-        tokens = torch.zeros(len(batch), len(batch[0]), dtype=torch.long)
-        for row, ids in enumerate(batch):
-            tokens[row, : len(ids)] = torch.tensor(ids)
-        rows: list[int] = []
-        positions: list[int] = []
-        targets: list[int] = []
-        askers: list[tuple[ScoreRequest, int]] = []
+        tokens = pad_sequence([torch.tensor(ids) for ids in batch], batch_first=True)
+        places: list[tuple[int, int, int]] = []  # row, position, target
+        answers: list[tuple[ScoreRequest, int]] = []  # with the number of places that each one has
         for row, ids in enumerate(batch):
             for request, continuation in asked[ids]:
-                rows += [row] * len(continuation)
-                positions += range(len(ids) - len(continuation), len(ids))
-                targets += continuation
-                askers.append((request, len(continuation)))
-        places = torch.tensor([rows, positions, targets], device=device)
+                start = len(ids) - len(continuation)
+                places += [(row, position, target) for position, target in enumerate(continuation, start)]
+                answers.append((request, len(continuation)))
+        rows, positions, targets = torch.tensor(places, device=device).T
         with torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bf16"):
-            logits = model.logits(tokens.to(device), *places[:2])
-        parts = zip(logits.split(_AT_ONCE), places[2].split(_AT_ONCE), strict=True)
-        judged = [_judged(some, target) for some, target in parts]
-        sizes = [size for _, size in askers]
+            logits = model.logits(tokens.to(device), rows, positions)
+        judged = [_judged(*part) for part in zip(logits.split(_AT_ONCE), targets.split(_AT_ONCE), strict=True)]
+        sizes = [size for _, size in answers]
         numbers, greedy = (torch.cat(parts).cpu().split(sizes) for parts in zip(*judged, strict=True))
         yield [
             (request, Score(logs.sum().item(), bool(is_greedy.all())))
-            for (request, _), logs, is_greedy in zip(askers, numbers, greedy, strict=True)
+            for (request, _), logs, is_greedy in zip(answers, numbers, greedy, strict=True)
         ]
 
 
@@ -247,12 +241,11 @@ def score_file(folder: str, requests: str | Path, out: str | Path, config: Scori
     path = Path(out)
     device = pick_device(config.device)
     model = load_scoring_model(folder, device)
-    length = min(config.max_length, model.positions or config.max_length)
     header = {
         "format": SCORES_FORMAT,
         **model.identity,
         "dtype": config.dtype,
-        "max_length": length,
+        "max_length": min(config.max_length, model.positions or config.max_length),
         "versions": versions(),
     }
     answered = _begin(path, header)
