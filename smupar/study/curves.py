@@ -56,7 +56,8 @@ def y_range(panels: Sequence[Panel]) -> tuple[float, float]:
     finite = [p.y for panel in panels for line in panel.lines for p in line.points if math.isfinite(p.y)]
     if not finite:
         return 0.0, 1.0
-    low, interesting = min(finite), 0.9 if len(finite) > _FEW else 1.0
+    low = min(finite)
+    interesting = 0.9 if len(finite) > _FEW else 1.0
     high = max(sorted(finite)[int(interesting * (len(finite) - 1))], low * 1.05)
     return low - 0.05 * (high - low), high + 0.05 * (high - low)
 

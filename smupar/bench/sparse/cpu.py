@@ -29,11 +29,13 @@ PEERS = ("sparselab", "sparseprop")
 def bench_layers(width: int, density: float, tokens: int, depth: int, repeats: int, machine: Machine) -> list[Row]:
     x = torch.randn(tokens, width, generator=torch.Generator().manual_seed(0))
     grad = torch.randn(tokens, width, generator=torch.Generator().manual_seed(1)) / tokens
-    models: dict[str, nn.Module] = {DENSE: hidden_layers(width, depth, 1.0)[0]}
-    models["dense bf16"] = hidden_layers(width, depth, 1.0)[0].bfloat16()
-    models["torch csr"] = _sparse(width, depth, density, torch_kernel=True)
-    models |= _peers(width, depth, density)
-    models[OURS] = _sparse(width, depth, density)
+    models: dict[str, nn.Module] = {
+        DENSE: hidden_layers(width, depth, 1.0)[0],
+        "dense bf16": hidden_layers(width, depth, 1.0)[0].bfloat16(),
+        "torch csr": _sparse(width, depth, density, torch_kernel=True),
+        **_peers(width, depth, density),
+        OURS: _sparse(width, depth, density),
+    }
     steps, optimizers = {}, {}
     for side, model in models.items():
         optimizers[side] = torch.optim.AdamW(model.get_submodule("hidden").parameters(), lr=1e-3)

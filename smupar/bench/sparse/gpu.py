@@ -36,6 +36,7 @@ from smupar.execute.sparse.convert import sparsify_storage
 from smupar.execute.sparse.tiles import SlicedEll, Tiles, multiply, pack
 from smupar.execute.timing import Call, in_turns, training_step
 from smupar.model.compressed import SparseLinear
+from smupar.output.optional import first_line
 from smupar.plan.patterns import generator, parse_pattern
 
 DENSE, CAPTURED = "dense bf16", " captured"
@@ -96,9 +97,8 @@ class Contestants:
         try:
             return what()
         except Exception as error:  # whatever a compiler or a library of kernels raises
-            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-            said = str(error).strip().splitlines()
-            why = f"{kind}{said[0] if said else ''}".removesuffix(": ")
+            kind = "" if isinstance(error, ValueError) or not str(error) else f"{type(error).__name__}: "
+            why = f"{kind}{first_line(error)}"
             self.missed.append(f"not measured: {side} at {self.width}, 1/{round(1 / self.density)}: {why}")
             return None
 
@@ -107,8 +107,7 @@ class Contestants:
         if peak is None:
             return
         self.calls[side], self.peaks[side] = call, peak
-        graph = self.attempt(f"{side}{CAPTURED}", lambda: _captured(call))
-        if graph is not None:
+        if graph := self.attempt(f"{side}{CAPTURED}", lambda: _captured(call)):
             self.calls[f"{side}{CAPTURED}"] = graph
 
     def rows(self, what: str, held: dict[str, int], floor: Callable[[float], float], repeats: int) -> list[Row]:
@@ -241,10 +240,9 @@ def _steps(pattern: str, depth: int, backend: str, sides: Contestants, repeats: 
             if side in sides.calls:
                 held[side] = state_bytes(model, optimizer)
 
-        def floor(share: float) -> float:
-            return step_floor(width, tokens, depth, share, machine, activation_bytes=2)
-
-        return sides.rows("layers", held, floor, repeats)
+        return sides.rows(
+            "layers", held, lambda share: step_floor(width, tokens, depth, share, machine, activation_bytes=2), repeats
+        )
 
 
 # Measuring
@@ -263,7 +261,6 @@ def _peak_bytes(call: Call) -> int:
 
 
 def _captured(call: Call) -> Call:
-    """The same as a CUDA graph."""
     done = torch.zeros((), device=_GPU)
 
     def captured() -> Tensor:

@@ -64,7 +64,6 @@ def bench_sparse(
 
 
 def _pick(device: str | None) -> str:
-    """The device to measure on: the one that is asked for, or a GPU if there is one."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device must be cpu or cuda, got {device!r}")

@@ -50,13 +50,9 @@ _BATCH_PIECES = 1 << 13
 
 
 @dataclass(frozen=True)
-class PreparationState:
-    """The content of progress.json: what is done, and what it was done for."""
+class PreparationState(ShardIndex):
+    """The content of progress.json: an index of what is done, and where in the sources it goes on."""
 
-    tokenizer: TokenizerInfo
-    source: dict[str, Any]
-    shards: tuple[Shard, ...] = ()
-    largest_token: int = -1
     num_units: int = 0  # files (or datasets) that are done
     num_pieces: int = 0  # pieces of the next one that are done
     # It stopped at input that it cannot read. Another command may then start over in the same folder.
@@ -79,11 +75,11 @@ def prepare(config: PrepareConfig) -> ShardIndex:
         "sources": [describe(source, units_of[source]) for source in config.sources],
         "options": {name: getattr(config, name) for name in _OPTIONS},
     }
-    asked = PreparationState(tokenizer.info, source)
+    asked = PreparationState(tokenizer.info, largest_token=-1, shards=(), source=source)
 
     if (folder / INDEX).is_file():
         index = read_index(folder)
-        _refuse_if_different(folder, PreparationState(index.tokenizer, index.source), asked)
+        _refuse_if_different(folder, index, asked)
         check_sizes(folder, index)
         (folder / PROGRESS).unlink(missing_ok=True)
         print(f"{folder} is already prepared: nothing to do", file=sys.stderr)
@@ -123,10 +119,10 @@ def _prepare(
     except OSError as error:
         # Reading has its own errors: this one is about the folder.
         writer.abandon()
-        done = f"{writer.num_tokens} tokens in {len(writer.shards)} shards are done"
         remedy = "make space" if error.errno in _FULL else "see to it that the folder can be written"
         raise ValueError(
-            f"cannot write {folder} ({error.strerror or error}), {done}: {remedy} and run the same command again, it goes on"
+            f"cannot write {folder} ({error.strerror or error}), {writer.num_tokens} tokens in {len(writer.shards)} shards are "
+            f"done: {remedy} and run the same command again, it goes on"
         ) from error
     except ValueError as error:
         writer.abandon()
@@ -195,14 +191,12 @@ class _Bar:
     """Bytes of the files; documents where a dataset does not say how large it is."""
 
     def __init__(self, units: list[SourceUnit], progress: PreparationState):
-        sizes = [unit.size for unit in units]
-        self._before = None if None in sizes else np.cumsum([0, *(size or 0 for size in sizes)])
-        total = None if self._before is None else int(self._before[-1])
-        initial = sum(shard.num_documents for shard in progress.shards)
-        if self._before is not None:
-            initial = int(self._before[progress.num_units])
-        unit = " documents" if self._before is None else "B"
-        self._bar = tqdm(total=total, initial=initial, desc="prepare", unit=unit, unit_scale=True, leave=False, file=sys.stderr)
+        self._before: list[int] | None = None  # bytes before each file, and at last all of them
+        scale: dict[str, Any] = {"initial": progress.num_documents, "unit": " documents"}
+        if all(unit.size is not None for unit in units):
+            self._before = np.cumsum([0, *(unit.size or 0 for unit in units)]).tolist()
+            scale = {"total": self._before[-1], "initial": self._before[progress.num_units], "unit": "B"}
+        self._bar = tqdm(desc="prepare", unit_scale=True, leave=False, file=sys.stderr, **scale)
 
     def close(self) -> None:
         self._bar.close()
@@ -213,7 +207,7 @@ class _Bar:
             self._bar.update(sum(piece.ends_document for _, _, piece in batch))
         else:
             unit, _, piece = batch[-1]
-            self._bar.update(int(self._before[unit]) + piece.position - self._bar.n)
+            self._bar.update(self._before[unit] + piece.position - self._bar.n)
 
 
 def _check_encoding(config: PrepareConfig) -> None:
@@ -239,8 +233,7 @@ def _earlier_progress(folder: Path, asked: PreparationState) -> PreparationState
         _remove_ours(folder)
         return None
     _refuse_if_different(folder, progress, asked)
-    check_sizes(folder, ShardIndex(progress.tokenizer, progress.largest_token, progress.shards, progress.source))
-    # With other --errors the shards are the same, as no error was met in them.
+    check_sizes(folder, progress)
     return replace(progress, source=asked.source, failed=False)
 
 
@@ -268,25 +261,29 @@ def _read_progress(path: Path) -> PreparationState:
         raise ValueError(f"{path} is damaged or of another version ({error}): choose another --out, or delete it") from error
 
 
-def _differences(there: PreparationState, asked: PreparationState) -> list[str]:
+def _differences(there: ShardIndex, asked: ShardIndex) -> list[str]:
     differences = []
     if there.tokenizer.sha256 != asked.tokenizer.sha256:
         differences.append(f"tokenizer {there.tokenizer.name}, not {asked.tokenizer.name}")
     if there.source.get("sources") != asked.source["sources"]:
-        old, new = ([_brief(source) for source in state.source.get("sources", [])] for state in (there, asked))
-        differences.append(f"sources {', '.join(old)}, not {', '.join(new)}")
+        differences.append(f"sources {_named(there)}, not {_named(asked)}")
     options = there.source.get("options", {})
+    # With other --errors the shards before a mistake are the same, as no error was met in them.
+    lax = isinstance(there, PreparationState) and there.failed and options.get("errors") == "strict"
     for name, value in asked.source["options"].items():
-        if options.get(name) != value and not (name == "errors" and there.failed and options.get(name) == "strict"):
+        if options.get(name) != value and not (name == "errors" and lax):
             differences.append(f"{name} {options.get(name)}, not {value}")
     return differences
 
 
-def _brief(source: dict[str, Any]) -> str:
-    return f"{source['source']} ({source['num_bytes']} bytes)" if "num_bytes" in source else str(source["source"])
+def _named(index: ShardIndex) -> str:
+    sources = index.source.get("sources", [])
+    return ", ".join(
+        source["source"] + (f" ({source['num_bytes']} bytes)" if "num_bytes" in source else "") for source in sources
+    )
 
 
-def _refuse_if_different(folder: Path, there: PreparationState, asked: PreparationState) -> None:
+def _refuse_if_different(folder: Path, there: ShardIndex, asked: ShardIndex) -> None:
     if differences := _differences(there, asked):
         raise ValueError(f"{folder} holds another preparation ({'; '.join(differences)}): choose another --out")
 

@@ -219,7 +219,8 @@ class Tokens:
             while filled < length:  # a window may go on in the next shards
                 part = self._arrays[shard][offset : offset + length - filled]
                 window[filled : filled + len(part)] = part
-                filled, shard, offset = filled + len(part), shard + 1, 0
+                filled += len(part)
+                shard, offset = shard + 1, 0
         return windows
 
 

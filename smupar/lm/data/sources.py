@@ -10,6 +10,7 @@ import codecs
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import os
 import zlib
@@ -91,8 +92,7 @@ def describe(source: str, units: list[SourceUnit]) -> dict[str, Any]:
     """What tells one source from another without reading it: names and sizes."""
     if units[0].size is None:
         return {"source": source}
-    root = Path(source)
-    listing = "".join(f"{Path(unit.name).relative_to(root).as_posix()}\t{unit.size}\n" for unit in units)
+    listing = "".join(f"{Path(unit.name).relative_to(source).as_posix()}\t{unit.size}\n" for unit in units)
     return {
         "source": source,
         "num_files": len(units),
@@ -176,9 +176,7 @@ def cut_at(text: str) -> int:
             return at + 1
     if (at := text.rfind("\n", half, end)) > 0:
         return at + 1
-    if (at := text.rfind(" ", half, end)) > 0:
-        return at
-    return end
+    return at if (at := text.rfind(" ", half, end)) > 0 else end
 
 
 def _read_jsonl(path: Path, config: PrepareConfig, skip: int) -> Iterator[TextPiece]:
@@ -275,16 +273,14 @@ def _read_dataset(unit: SourceUnit, config: PrepareConfig, skip: int) -> Iterato
     if config.field in (rows.column_names or ()):
         rows = rows.select_columns([config.field])  # the others need not be read
     stream = iter(rows.skip(skip) if skip else rows)
-    number = skip
-    while True:
+    for number in itertools.count(skip + 1):
         try:
             row = next(stream, None)
         except Exception as error:
             raise BrokenOffError(
-                f"the dataset {unit.name} broke off after row {number} ({first_line(error)}): run the same command again, "
+                f"the dataset {unit.name} broke off after row {number - 1} ({first_line(error)}): run the same command again, "
                 "it goes on from the last finished shard"
             ) from error
         if row is None:
             return
-        number += 1
         yield TextPiece(_field(row, config.field, f"{unit.name}, row {number}"), True, 0)

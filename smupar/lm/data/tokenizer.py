@@ -138,8 +138,8 @@ def _from_vocabulary(folder: Path) -> Tokenizer:
     for number, pair in enumerate(pairs, 1):
         if len(pair) != 2 or pair[0] not in ids or pair[1] not in ids or "".join(pair) not in ids:
             raise ValueError(f"merge {number} of {merges} ({' '.join(pair)!r}) does not fit the vocabulary {vocabulary}")
-    prefix = vocabulary.name.removesuffix("encoder.json").removesuffix("vocab.json").rstrip("-_.")
-    return Tokenizer(prefix or folder.resolve().name, _byte_level_bpe(ids, pairs))
+    name = vocabulary.name.removesuffix("encoder.json").removesuffix("vocab.json").rstrip("-_.") or folder.resolve().name
+    return Tokenizer(name, _byte_level_bpe(ids, pairs))
 
 
 def _only(folder: Path, *endings: str) -> Path:

@@ -47,7 +47,6 @@ def estimate(config: RunConfig, *, num_ranks: int = 1, micro_batch: int = 0, sha
     rows = [row for row in plan for _ in range(_uses(row, config))]
     attention = 12 * model.depth * config.seq_len * model.width
     num_parameters = sum(math.prod(row.shape) for row in plan)
-    num_sequences = micro_batch or -(-config.batch_size // num_ranks)
     return Cost(
         num_parameters=num_parameters,
         num_nonzeros=round(sum(_kept(row) for row in plan)),
@@ -56,7 +55,7 @@ def estimate(config: RunConfig, *, num_ranks: int = 1, micro_batch: int = 0, sha
         sparse_flops=tokens * (6 * sum(_kept(row) for row in rows) + attention),
         usual_flops=6.0 * num_parameters * tokens,
         state_bytes=_state_bytes(plan, config) / (num_ranks if sharded else 1),
-        activation_bytes=num_sequences * config.seq_len * _activation_bytes(config),
+        activation_bytes=(micro_batch or -(-config.batch_size // num_ranks)) * config.seq_len * _activation_bytes(config),
     )
 
 
@@ -117,7 +116,7 @@ def _kept(row: PlanRow) -> float:
 
 
 def _state_bytes(plan: Plan, config: RunConfig) -> float:
-    family_of(config.optimizer)
+    family_of(config.optimizer)  # refuses an unknown one
     total = 0.0
     for row in plan:
         moments = facts_for_role(row.role, config.optimizer, config.rest_lr).num_states_with(config.momentum)
@@ -152,7 +151,7 @@ def peak_flops(device: torch.device, dtype: str, given_tflops: float | None = No
     return _measured_flops(device, torch.bfloat16 if dtype == "bf16" else torch.float32)
 
 
-def _measured_flops(device: torch.device, dtype: torch.dtype, size: int = 1024, repeats: int = 5) -> float:
-    a = torch.full((size, size), 0.5, dtype=dtype, device=device)
-    rounds = range(repeats + 1)  # the first warms up
-    return 2 * size**3 / min(seconds_of(lambda: (a @ a).sum().item(), device=device) for _ in rounds)
+def _measured_flops(device: torch.device, dtype: torch.dtype) -> float:
+    a = torch.full((1024, 1024), 0.5, dtype=dtype, device=device)
+    # The first of six rounds warms up.
+    return 2 * 1024**3 / min(seconds_of(lambda: (a @ a).sum().item(), device=device) for _ in range(6))

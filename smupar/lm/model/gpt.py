@@ -231,10 +231,9 @@ def allocated(config: RunConfig, density: float | None) -> float | Allocation | 
 
 
 def _settings(config: RunConfig) -> Settings:
-    density = allocated(config, config.start_density)
     return {
         "rule": config.rule,
-        "density": density,
+        "density": allocated(config, config.start_density),
         "pattern": config.pattern,
         "seed": config.seed,
         "init_std": config.init_std,

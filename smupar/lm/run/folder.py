@@ -141,7 +141,8 @@ class RunFolder:
 
     def resume_metrics(self, step: int) -> None:
         """Drops what was written beyond the checkpoint that the run goes on from, and a line that was cut off."""
-        path, lines = self.path / "metrics.jsonl", []
+        path = self.path / "metrics.jsonl"
+        lines = []
         for line in path.read_text().splitlines() if path.exists() else []:
             try:
                 if json.loads(line)["step"] <= step:

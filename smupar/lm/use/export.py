@@ -33,17 +33,20 @@ def export(config: ExportConfig) -> str:
     out = Path(config.out)
     refuse_existing(out)
     run = load_run(config.folder, best=config.best)
-    model_config = replace(run.config.model, tied=False)
     tensors = folded(run.model)
     if config.format == "sparse":
-        for name in [row.name for row in run.plan if len(row.shape) == 2]:
-            mask = mask_of(run.model, name)
-            if mask is not None:
-                compress_export(tensors, name, mask)
+        for row in run.plan:
+            mask = mask_of(run.model, row.name)
+            if mask is not None and len(row.shape) == 2:
+                compress_export(tensors, row.name, mask)
     if config.dtype == "bf16":
         tensors = {name: t.bfloat16() if t.is_floating_point() else t for name, t in tensors.items()}
-    facts = read_facts(run.folder)
-    described = {"format": EXPORT_FORMAT, "storage": config.format, "model": asdict(model_config), "tokenizer": facts.tokenizer}
+    described = {
+        "format": EXPORT_FORMAT,
+        "storage": config.format,
+        "model": asdict(replace(run.config.model, tied=False)),
+        "tokenizer": read_facts(run.folder).tokenizer,
+    }
     with whole_folder(out) as folder:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
         (folder / "config.json").write_text(json.dumps(described, indent=1))
@@ -87,13 +90,12 @@ def folded(model: GPT) -> dict[str, Tensor]:
 def model_card(run: LoadedRun) -> str:
     config, plan, model = run.config, run.plan, run.config.model
     state = checkpoint.read_state(run.folder / "checkpoints" / checkpoint.folder_name(run.step))
-    names = [name for name, _ in run.model.named_parameters()]
-    num_parameters = sum(run.model.get_parameter(name).numel() for name in names)
+    sizes = {name: parameter.numel() for name, parameter in run.model.named_parameters()}
     valid_loss, text = state["valid_loss"], read_facts(run.folder)
     rows = {
         "model": f"GPT, width {model.width}, depth {model.depth}, {model.num_heads} heads of {model.head_dim}, "
         f"{model.positions} positions, {model.activation}",
-        "parameters": f"{num_parameters:,}, of which the masks keep {sum(_num_kept(run, name) for name in names):,}",
+        "parameters": f"{sum(sizes.values()):,}, of which the masks keep {sum(_num_kept(run, name) for name in sizes):,}",
         "density of hidden weights": f"{_hidden_density(run):.4g} ({config.pattern} masks, {config.allocation}, seed "
         f"{plan.seed}" + (f", moved by {config.dynamic})" if config.dynamic != "none" else ")"),
         "rule": f"{config.rule}, tuned at width {config.base_width}: LR {config.lr:g}, init std {config.init_std:g}, "
