@@ -87,8 +87,7 @@ def best_in_words(results: Sequence[Result]) -> str:
     best = min(by_seeds(results), key=mean_loss)
     diverged = sum(result.summary.status == "diverged" for result in results)
     row, several = row_of(best[0]), len(best) > 1
-    others = (*_RESULT_COLUMNS, "seed") if several else _RESULT_COLUMNS
-    varied = varied_columns([row_of(result) for result in results], others)
+    varied = varied_columns([row_of(result) for result in results], (*_RESULT_COLUMNS, "seed") if several else _RESULT_COLUMNS)
     where = ", ".join(f"{name} {cell(row[name])}" for name in varied)
     runs = f"run{'s' if several else ''} {', '.join(result.config.id for result in best)}"
     losses = [result.loss for result in best]

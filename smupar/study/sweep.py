@@ -17,8 +17,11 @@ from smupar.study.store import Result, row_of
 def define_sweep(run: RunConfig, axes: Mapping[str, Sequence[Any]]) -> StudyDefinition:
     configs = list(grid(run, axes))
     once = unique(configs)  # lr=0.01,0.02,0.01 names a run twice
-    stored = {"kind": "sweep", "axes": axes, "run": asdict(run)}
-    return StudyDefinition(stored, [lambda study: configs], lambda study: _read(study.results(once) or study.results(), axes))
+    return StudyDefinition(
+        stored={"kind": "sweep", "axes": axes, "run": asdict(run)},
+        stages=[lambda study: configs],
+        read=lambda study: _read(study.results(once) or study.results(), axes),
+    )
 
 
 def sweep_from_json(stored: dict[str, Any]) -> StudyDefinition:

@@ -53,8 +53,12 @@ def define_transfer(config: TransferConfig) -> StudyDefinition:
 
     runs = proposals(config)
     stages: list[Stage] = [lambda study: runs, partial(measured_proposals, config)]
-    stored = {"kind": "transfer", **asdict(config)}
-    return StudyDefinition(stored, with_more_seeds(stages, config.axis, config.seeds), read, needs_all_runs=True)
+    return StudyDefinition(
+        stored={"kind": "transfer", **asdict(config)},
+        stages=with_more_seeds(stages, config.axis, config.seeds),
+        read=read,
+        needs_all_runs=True,
+    )
 
 
 def transfer_from_json(stored: dict[str, Any]) -> StudyDefinition:
@@ -129,7 +133,6 @@ def _named(curves: Iterable[Curve]) -> str:
 
 
 def panels(config: TransferConfig, verdicts: Sequence[Verdict]) -> list[Panel]:
-    name = _NAMES[config.axis]
     drawn = []
     for verdict in verdicts:
         curves = sorted(verdict.targets, key=lambda curve: (curve.width, curve.sparsity))
@@ -137,9 +140,17 @@ def panels(config: TransferConfig, verdicts: Sequence[Verdict]) -> list[Panel]:
         for number, curve in enumerate(curves):
             label = f"sparsity {curve.sparsity:.4g}" + (f", width {curve.width}" if len(config.widths) > 1 else "")
             lines.append(line_of(curve, label, number / max(1, len(curves) - 1)))
-        title = f"{_title(verdict.rule)}: best moves {verdict.moved_words}"
-        marked = f"best on the proxy: {verdict.proxy.best:.4g}"
-        drawn.append(Panel(title, name, LOSS, tuple(lines), verdict.proxy.best, marked))
+        best = verdict.proxy.best
+        drawn.append(
+            Panel(
+                title=f"{_title(verdict.rule)}: best moves {verdict.moved_words}",
+                x_label=_NAMES[config.axis],
+                y_label=LOSS,
+                lines=tuple(lines),
+                marked_x=best,
+                marked_label=f"best on the proxy: {best:.4g}",
+            )
+        )
     return drawn
 
 

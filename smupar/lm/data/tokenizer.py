@@ -110,8 +110,7 @@ def _from_json(name: str, definition: str) -> Any:
 
 
 def _from_file(path: Path) -> Tokenizer:
-    name = path.resolve().parent.name if path.name == TOKENIZER_FILE else path.stem
-    return Tokenizer(name, _read(path))
+    return Tokenizer(path.resolve().parent.name if path.name == TOKENIZER_FILE else path.stem, _read(path))
 
 
 def _gpt2_from_hub() -> Tokenizer:

@@ -244,7 +244,6 @@ class Loop:
         )
 
     def _tokens(self, steps: int) -> int:
-        """Tokens that one run reads in so many steps."""
         return steps * self.config.batch_size * self.config.seq_len
 
 

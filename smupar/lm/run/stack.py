@@ -44,8 +44,14 @@ def stack_key(config: RunConfig) -> str | None:
     if config.optimizer not in SUPPORTED:
         return None
     fixed = {name: value for name, value in asdict(config).items() if name not in STACKABLE_FIELDS}
-    parts = {"clips": config.clip is not None, "two optimizers": config.rest_lr is not None, "round": config.round_steps}
-    return json.dumps({**fixed, **parts})
+    return json.dumps(
+        {
+            **fixed,
+            "clips": config.clip is not None,
+            "two optimizers": config.rest_lr is not None,
+            "round": config.round_steps,
+        }
+    )
 
 
 class GPTStack:
@@ -104,7 +110,6 @@ class GPTStack:
         return (1 - torch.as_tensor(num_kept).double() / total).tolist()
 
     def traces(self) -> list[Trace | None]:
-        """What was measured in each run, where it was."""
         return [None] * len(self.configs) if self.updates is None else list(self.updates.traces())
 
     def _build(self, configs: Sequence[RunConfig]) -> tuple[list[GPT], list[Plan]]:
@@ -141,7 +146,7 @@ class GPTStack:
         return losses
 
     def _start_of(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """As many sequences as are looked at."""
+        """As many sequences as are measured."""
         num = -(-NUM_TOKENS // self.configs[0].seq_len)
         inputs, targets = (part[:, :num] if self.own_batches else part[:num] for part in batch)
         return inputs, targets
@@ -167,8 +172,10 @@ class GPTStack:
         return inputs, targets
 
     def _of_seed(self, tokens: Tokens, seed: int, step: int) -> tuple[Tensor, Tensor]:
-        size, length = self.configs[0].batch_size, self.configs[0].seq_len
-        return data.batch(tokens, seed=seed, step=step, batch_size=size, seq_len=length, to=self.stack.upload)
+        first = self.configs[0]
+        return data.batch(
+            tokens, seed=seed, step=step, batch_size=first.batch_size, seq_len=first.seq_len, to=self.stack.upload
+        )
 
 
 def hyperparameters(config: RunConfig) -> Hyperparameters:

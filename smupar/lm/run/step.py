@@ -79,9 +79,14 @@ class Stepper:
         if self.config.prunes or facts.mixes_entries:
             what = "a run that is pruned starts dense" if self.config.prunes else f"{facts.name} needs whole matrices"
             raise ValueError(f"{what}: leave out --storage {how.storage}")
-        tokens = (self.rows[1] - self.rows[0]) // self.num_micro * self.config.seq_len
-        dtype = torch.bfloat16 if self.config.dtype == "bf16" else torch.float32
-        return sparsify_storage(self.model, self.plan, backend=how.storage, tokens=tokens, passes=self.num_micro, dtype=dtype)
+        return sparsify_storage(
+            self.model,
+            self.plan,
+            backend=how.storage,
+            tokens=(self.rows[1] - self.rows[0]) // self.num_micro * self.config.seq_len,
+            passes=self.num_micro,
+            dtype=torch.bfloat16 if self.config.dtype == "bf16" else torch.float32,
+        )
 
     def _updates(self, trace: Trace | None) -> Recorder | Follower | None:
         period = self.config.round_steps if self.config.dynamic == "imp" else None
@@ -115,7 +120,6 @@ class Stepper:
         return [1 - num_kept / sum(sizes.values())]
 
     def traces(self) -> list[Trace | None]:
-        """What was measured in the run, where it was."""
         return [None if self.updates is None else self.updates.trace]
 
     def _compile(self, *, flex: bool) -> None:
@@ -166,9 +170,15 @@ class Stepper:
         return [self.world.mean(total / (self.config.valid_batches * self.num_micro)).item()]
 
     def _batch(self, tokens: Tokens, seed: int, step: int) -> tuple[Tensor, Tensor]:
-        """This rank's rows, on its device."""
-        size, length = self.config.batch_size, self.config.seq_len
-        return data.batch(tokens, seed=seed, step=step, batch_size=size, seq_len=length, rows=self.rows, to=self.upload)
+        return data.batch(
+            tokens,
+            seed=seed,
+            step=step,
+            batch_size=self.config.batch_size,
+            seq_len=self.config.seq_len,
+            rows=self.rows,
+            to=self.upload,
+        )
 
     def _precision(self) -> contextlib.AbstractContextManager[object]:
         if self.config.dtype == "bf16" and not self.world.sharded:  # shards are gathered in bf16 already

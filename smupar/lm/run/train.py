@@ -80,7 +80,6 @@ def _train(
 
 
 def _resumed(stepper: Stepper, path: Path, folder: RunFolder | None) -> Progress:
-    """The run as its last checkpoint has it, or at its start."""
     last, progress = checkpoint.latest(path / "checkpoints"), Progress()
     if last is not None:
         state = checkpoint.load(last, stepper.model, stepper.optimizers)
