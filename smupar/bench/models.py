@@ -21,6 +21,7 @@ from smupar.bench.sparse import bench_sparse
 from smupar.execute.timing import Call, best_of, in_turns, seconds_of
 from smupar.lm.config.presets import gpt_610m
 from smupar.lm.config.run import Execution, ModelConfig, RunConfig
+from smupar.lm.config.validation import refuse
 from smupar.lm.data import batches as data
 from smupar.lm.data.shard_writer import write_tokens
 from smupar.lm.data.shards import TokenizerInfo, Tokens, open_tokens
@@ -112,8 +113,7 @@ def bench_train(*, repeats: int = 3, run: RunConfig | None = None, micro_batch: 
 
 
 def _large_run(device: torch.device) -> RunConfig:
-    if device.type != "cuda":
-        raise ValueError("the 610M model needs a GPU, and torch sees none: try bench parameterize, data or sparse")
+    refuse(device.type != "cuda", "the 610M model needs a GPU, and torch sees none: try bench parameterize, data or sparse")
     return gpt_610m()
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from smupar.integrations.eval_table import Number, Results, TaskResults, write_results
 from smupar.lm.config.commands import EvalConfig, TasksConfig
+from smupar.lm.config.validation import refuse
 from smupar.lm.use import score
 from smupar.output.optional import first_line, optional
 
@@ -73,9 +74,8 @@ def tabulate(requests: str | Path, scores: Sequence[str | Path], out: str | Path
         missing = [request for request in asked if request.key not in answers]
         if missing:
             raise ValueError(
-                f"{file} lacks {len(missing):,} of the {len(asked):,} scores that {requests} asks for, the first is document "
-                f"{missing[0].doc} of {missing[0].task}: smupar eval score {identity.get('folder')} --requests {requests} "
-                f"--out {file}"
+                f"{file} lacks {len(missing):,} of the {len(asked):,} scores that {requests} asks for, the first is "
+                f"{missing[0].where}: smupar eval score {identity.get('folder')} --requests {requests} --out {file}"
             )
         models.append(({name: value for name, value in identity.items() if name != "format"}, answers))
     tasks = load_tasks(config)
@@ -196,15 +196,13 @@ def read_documents(task: str, folder: str) -> list[dict[str, Any]]:
     """TASK.jsonl of a folder, checked line by line."""
     path, form = Path(folder) / f"{task}.jsonl", _LAST_WORD if task == "lambada_openai" else _CHOICES
     remedy = f"every line should be like {form}"
-    if not path.is_file():
-        raise ValueError(f"no file {path}: {remedy}")
+    refuse(not path.is_file(), f"no file {path}: {remedy}")
     documents = []
     for number, row in score.read_lines(path, remedy):
-        if not (_is_last_word(row) if task == "lambada_openai" else _is_choice(row)):
-            raise ValueError(f"{path}, line {number}: {remedy}")
+        is_right = _is_last_word(row) if task == "lambada_openai" else _is_choice(row)
+        refuse(not is_right, f"{path}, line {number}: {remedy}")
         documents.append({name: row[name] for name in json.loads(form)})
-    if not documents:
-        raise ValueError(f"{path} is empty: {remedy}")
+    refuse(not documents, f"{path} is empty: {remedy}")
     return documents
 
 

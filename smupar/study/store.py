@@ -21,6 +21,7 @@ from typing import Any
 
 from smupar import __version__
 from smupar.lm.config.run import LATER_FIELDS, RunConfig, default_of, differences, flat
+from smupar.lm.config.validation import refuse
 from smupar.lm.run.folder import TRACE_FILE, Row, Summary, metrics_line, read_config, read_summary
 from smupar.output.files import locked, refuse_other_files, write_atomic
 from smupar.output.optional import optional
@@ -93,11 +94,11 @@ class Study:
     def remember(self, what: str, name: str, sha256: str) -> None:
         """Raises if a text or a trace is not the one that runs of the study read under that name."""
         checksums = self._checksums()
-        if checksums.setdefault(f"{what} {name}", sha256) != sha256:
-            raise ValueError(
-                f"the {what} {name!r} is not the one that {self.folder} was started with: bring that back, give it another "
-                "name, or choose another --out"
-            )
+        refuse(
+            checksums.setdefault(f"{what} {name}", sha256) != sha256,
+            f"the {what} {name!r} is not the one that {self.folder} was started with: bring that back, give it another name, "
+            "or choose another --out",
+        )
         write_atomic(self.folder / "data.json", json.dumps(checksums, indent=1))
 
     def files(self, configs: Sequence[RunConfig]) -> dict[str, str]:
@@ -184,15 +185,14 @@ def row_of(result: Result) -> dict[str, Any]:
 def _has_grown(study: Study, asked: dict[str, Any]) -> bool:
     """Whether it asks for more runs than before; raises if it is another study."""
     there = study.describe()
-    if there.get("format") != FORMAT or there["version"] != asked["version"]:
-        raise ValueError(
-            f"{study.folder} was made by smupar {there.get('version')}, this is {asked['version']}: choose another --out"
-        )
+    refuse(
+        there.get("format") != FORMAT or there["version"] != asked["version"],
+        f"{study.folder} was made by smupar {there.get('version')}, this is {asked['version']}: choose another --out",
+    )
     old, new = (_comparable(described["definition"]) for described in (there, asked))
     grown = {name for name in old.keys() & new.keys() if old[name] != new[name] and _grows(name, old[name], new[name])}
     other = differences(*({name: value for name, value in values.items() if name not in grown} for values in (old, new)))
-    if other:
-        raise ValueError(f"{study.folder} holds another study ({other}): choose another --out")
+    refuse(other, f"{study.folder} holds another study ({other}): choose another --out")
     return bool(grown)
 
 

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from smupar.lm.config.run import RunConfig
+from smupar.lm.config.validation import refuse
 from smupar.rules import get_rule
 from smupar.study.comparison import as_rule, sp_init_std
 from smupar.study.config import TransferConfig
@@ -87,8 +88,7 @@ def followed_trace(config: TransferConfig, study: Study) -> str | None:
         return None
     setup = _Setup(MEASURED, config.run.base_width, 0.0, is_proxy=True)
     proxy = _curve(config, {result.config.id: result for result in study.results()}, setup)
-    if proxy.diverged:
-        raise ValueError(f"all runs of the proxy diverged: sweep smaller values of {config.axis} (--values)")
+    refuse(proxy.diverged, f"all runs of the proxy diverged: sweep smaller values of {config.axis} (--values)")
     return str(study.trace_to_follow(_run(config, setup, proxy.best_value)))
 
 
@@ -102,8 +102,7 @@ def analyse(config: TransferConfig, results: Iterable[Result], trace: str | None
     verdicts = []
     for rule in config.rules:
         proxy, *targets = (_curve(config, by_id, setup, trace) for setup in _setups(config) if setup.rule == rule)
-        if proxy.diverged:
-            raise ValueError(f"all runs of {rule} on the proxy diverged: sweep smaller values of {config.axis} (--values)")
+        refuse(proxy.diverged, f"all runs of {rule} on the proxy diverged: sweep smaller values of {config.axis} (--values)")
         verdicts.append(Verdict(rule, proxy, tuple(targets)))
     return verdicts
 
@@ -168,8 +167,10 @@ def _setups(config: TransferConfig) -> list[_Setup]:
     setups = []
     for rule in config.rules:
         title = _title(rule)  # refuses an unknown rule
-        if config.axis.startswith("alpha") and rule not in _OURS and not get_rule(rule).has_alphas:
-            raise ValueError(f"{title} has no {config.axis} to sweep: leave it out of --rules")
+        refuse(
+            config.axis.startswith("alpha") and rule not in _OURS and not get_rule(rule).has_alphas,
+            f"{title} has no {config.axis} to sweep: leave it out of --rules",
+        )
         setups.append(_Setup(rule, config.run.base_width, 0.0, is_proxy=True))
         setups += [_Setup(rule, width, sparsity) for width in config.widths for sparsity in config.sparsities]
     return setups
@@ -225,8 +226,7 @@ def _curve(config: TransferConfig, by_id: dict[str, Result], setup: _Setup, trac
         seeds = seeds_of(_run(config, setup, value, trace), config.seeds)
         if finished := [by_id[run.id] for run in seeds if run.id in by_id]:
             means[value] = mean_loss(finished)
-    if not means:
-        raise ValueError(f"no finished run of {rule} at width {width}, sparsity {sparsity:g}: start the same command again")
+    refuse(not means, f"no finished run of {rule} at width {width}, sparsity {sparsity:g}: start the same command again")
     return Curve(rule, width, sparsity, tuple(means), tuple(means.values()), is_proxy)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from smupar import __version__
 from smupar.lm.config.run import RunConfig, flat
+from smupar.lm.config.validation import refuse
 from smupar.output.files import write_atomic
 from smupar.output.optional import optional
 from smupar.study.config import TUNED, TuneConfig
@@ -169,10 +170,10 @@ def write_best(config: TuneConfig, study: Study) -> Tuned:
     """Writes the best sample of a search, and how sensitive the losses are, into best.json of the study's folder."""
     results = study.results()
     losses = [result.loss for result in results]
-    if not any(map(math.isfinite, losses)):
-        raise ValueError(
-            f"all {len(losses)} samples diverged: lower --lr-range, now {config.lr_range[0]:g} .. {config.lr_range[1]:g}"
-        )
+    refuse(
+        not any(map(math.isfinite, losses)),
+        f"all {len(losses)} samples diverged: lower --lr-range, now {config.lr_range[0]:g} .. {config.lr_range[1]:g}",
+    )
     best = min(results, key=lambda result: result.loss)
     sensitivities = {name: sensitivity([getattr(result.config, name) for result in results], losses) for name in TUNED}
     tuned = Tuned(config, best, len(results), sum(map(math.isinf, losses)), sensitivities, study.folder / "best.json")
@@ -236,12 +237,14 @@ def _read_best(path: str | Path) -> dict[str, Any]:
         raise FileNotFoundError(f"there is no {file}: `smupar tune` writes it when its search is done") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} is damaged, it is no JSON ({error}): `smupar tune` writes it again") from error
-    if not isinstance(values, dict) or values.get("format") != FORMAT:
-        raise ValueError(f"{file} was not written by `smupar tune` of this version: it does not say {FORMAT}")
+    refuse(
+        not isinstance(values, dict) or values.get("format") != FORMAT,
+        f"{file} was not written by `smupar tune` of this version: it does not say {FORMAT}",
+    )
     for name in (*TUNED, "base_width"):
         value = values.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise ValueError(
-                f"{file} is damaged: {name} must be a number above 0, got {value!r}: `smupar tune` writes it again"
-            )
+        refuse(
+            isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf,
+            f"{file} is damaged: {name} must be a number above 0, got {value!r}: `smupar tune` writes it again",
+        )
     return values

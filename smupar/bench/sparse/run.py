@@ -15,6 +15,7 @@ from smupar.bench.sparse import cpu, gpu
 from smupar.bench.sparse.rows import Machine, Part, measure_machine
 from smupar.bench.sparse.show import draw, facts, table
 from smupar.lm.config.run import ModelConfig
+from smupar.lm.config.validation import refuse
 from smupar.output.files import write_atomic
 
 _DENSITIES = (1 / 2, 1 / 8, 1 / 32, 1 / 128)
@@ -64,11 +65,10 @@ def bench_sparse(
 
 
 def _pick(device: str | None) -> str:
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f"device must be cpu or cuda, got {device!r}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("there is no NVIDIA GPU here: leave out --device, or pass cpu")
+    has_gpu = torch.cuda.is_available()
+    device = device or ("cuda" if has_gpu else "cpu")
+    refuse(device not in ("cpu", "cuda"), f"device must be cpu or cuda, got {device!r}")
+    refuse(device == "cuda" and not has_gpu, "there is no NVIDIA GPU here: leave out --device, or pass cpu")
     return device
 
 

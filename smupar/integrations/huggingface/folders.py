@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from smupar.integrations.huggingface.families import FAMILIES, attentions, scale_queries, set_attention_scale
+from smupar.lm.config.validation import refuse
 from smupar.model.csr import expand_state, is_compressed
 from smupar.model.parameterize import add_masks, attach, let_masks_move
 from smupar.model.weights import weight_of
@@ -41,8 +42,10 @@ class _Saving:
         self.model, self.plan = model, plan
 
     def __call__(self, save_directory: str | PathLike[str], is_main_process: bool = True, **kwargs: Any) -> None:
-        if kwargs.get("push_to_hub"):
-            raise ValueError("save_pretrained(push_to_hub=True) would not write the plan: use model.push_to_hub(repo_id)")
+        refuse(
+            kwargs.get("push_to_hub"),
+            "save_pretrained(push_to_hub=True) would not write the plan: use model.push_to_hub(repo_id)",
+        )
         # In the model's own names: masks go with their weights, and the Trainer reads checkpoints back without renaming.
         kwargs.setdefault("save_original_format", False)
         type(self.model).save_pretrained(self.model, save_directory, is_main_process=is_main_process, **kwargs)
@@ -74,8 +77,7 @@ def load(folder: str | PathLike[str], *, model_class: type[PreTrainedModel] | No
     for row in plan:
         if is_compressed(tensors, row.name):  # saved while sparsify_storage kept only non-zeros
             expand_state(tensors, row.name, row.shape)
-    masked = [name for name in tensors if name.endswith(_MASK) and name.removesuffix(_MASK) in plan]
-    masks = {name.removesuffix(_MASK): tensors.pop(name) for name in masked}
+    masks = {row.name: tensors.pop(f"{row.name}{_MASK}") for row in plan if f"{row.name}{_MASK}" in tensors}
     kind: Any = model_class or _class_of(config, path)
     model, info = kind.from_pretrained(None, config=config, state_dict=tensors, output_loading_info=True)
     lost = [name for name in info["missing_keys"] if name in plan]
@@ -112,8 +114,7 @@ def _put_masks(model: nn.Module, plan: Plan, masks: dict[str, Tensor]) -> None:
 def export(folder: str | PathLike[str], out: str | PathLike[str], *, dtype: str = "fp32") -> str:
     """Writes a folder from which a plain ``from_pretrained`` gives the same logits; returns a line that says what is in it."""
     source, target = Path(folder), Path(out)
-    if dtype not in _DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+    refuse(dtype not in _DTYPES, f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
     refuse_existing(target)
     model, plan = load(source)
     plain = folded(model.float(), plan)  # factors are not rounded before the weights are
@@ -168,11 +169,11 @@ def _has_two_factors(plan: Plan) -> bool:
 
 def _read_plan(folder: Path) -> Plan:
     file = folder / PLAN_FILE
-    if not file.exists():
-        raise ValueError(
-            f"{folder} has no {PLAN_FILE}: it was not written by save_pretrained of a model that was parameterized here. "
-            "A plain model is read by from_pretrained; save(model, plan, folder) is for one that smupar.parameterize changed."
-        )
+    refuse(
+        not file.exists(),
+        f"{folder} has no {PLAN_FILE}: it was not written by save_pretrained of a model that was parameterized here. "
+        "A plain model is read by from_pretrained; save(model, plan, folder) is for one that smupar.parameterize changed.",
+    )
     try:
         return Plan.from_json(file.read_text())
     except ValueError as error:
@@ -181,8 +182,7 @@ def _read_plan(folder: Path) -> Plan:
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
     files = sorted(folder.glob("model*.safetensors"))
-    if not files:
-        raise ValueError(f"{folder} has a plan and no model.safetensors: save the model again")
+    refuse(not files, f"{folder} has a plan and no model.safetensors: save the model again")
     try:
         return {name: tensor for file in files for name, tensor in load_file(file).items()}
     except SafetensorError as error:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from smupar.lm.config.run import STANDARD_LIBRARY, RunConfig, padded_vocab
+from smupar.lm.config.validation import refuse
 from smupar.lm.data.shards import Tokens, open_tokens, read_index, verify
 from smupar.lm.data.tokenizer import TOKENIZER_FILE, Tokenizer
 
@@ -56,11 +57,11 @@ def open_text(config: RunConfig, *, check: bool = True) -> Corpus:
         train, valid = split(tokens)
     else:
         valid, valid_facts = _open(config.valid_data, check)
-        if valid_facts.tokenizer["sha256"] != facts.tokenizer["sha256"]:
-            raise ValueError(
-                f"{config.data} and {config.valid_data} have different tokenizers ({facts.tokenizer['name']} and "
-                f"{valid_facts.tokenizer['name']}): prepare both with the same one"
-            )
+        refuse(
+            valid_facts.tokenizer["sha256"] != facts.tokenizer["sha256"],
+            f"{config.data} and {config.valid_data} have different tokenizers ({facts.tokenizer['name']} and "
+            f"{valid_facts.tokenizer['name']}): prepare both with the same one",
+        )
         train = tokens
         facts = CorpusFacts(
             f"{facts.name}, validated on {valid_facts.name}",
@@ -69,11 +70,11 @@ def open_text(config: RunConfig, *, check: bool = True) -> Corpus:
             max(facts.largest_token, valid_facts.largest_token),
             facts.tokenizer,
         )
-    if facts.largest_token >= config.model.vocab_size:
-        raise ValueError(
-            f"the text has token {facts.largest_token}, beyond the model's vocabulary of {config.model.vocab_size}: "
-            f"pass --vocab-size {padded_vocab(facts.tokenizer['vocab_size'])}"
-        )
+    refuse(
+        facts.largest_token >= config.model.vocab_size,
+        f"the text has token {facts.largest_token}, beyond the model's vocabulary of {config.model.vocab_size}: "
+        f"pass --vocab-size {padded_vocab(facts.tokenizer['vocab_size'])}",
+    )
     for part, what in ((train, "training"), (valid, "validation")):
         num_sequences(part, config.seq_len, what)  # raises if there is none
     file = Path(config.data) / TOKENIZER_FILE

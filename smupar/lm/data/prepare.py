@@ -22,6 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 from smupar.lm.config.commands import PrepareConfig
+from smupar.lm.config.validation import refuse
 from smupar.lm.data.shard_writer import ShardWriter
 from smupar.lm.data.shards import (
     INDEX,
@@ -65,8 +66,7 @@ class PreparationState(ShardIndex):
 def prepare(config: PrepareConfig) -> ShardIndex:
     """Tokenise the sources into ``config.out``; goes on where an earlier call with the same configuration was stopped."""
     folder = Path(config.out)
-    if not config.sources:
-        raise ValueError("nothing to prepare: name at least one file, folder or dataset")
+    refuse(not config.sources, "nothing to prepare: name at least one file, folder or dataset")
     _check_encoding(config)
     tokenizer = load_tokenizer(config.tokenizer)
     units_of = {source: find_units(source, out=folder) for source in config.sources}
@@ -158,8 +158,7 @@ def _fill(
             if config.max_tokens is not None and writer.num_tokens >= config.max_tokens:
                 break
     writer.close()
-    if not writer.shards:
-        raise ValueError(f"no text in {', '.join(config.sources)}: every file or row is empty")
+    refuse(not writer.shards, f"no text in {', '.join(config.sources)}: every file or row is empty")
 
 
 # The number of the unit that a piece comes from, how many pieces of that unit there are up to and with it, the piece.
@@ -284,8 +283,8 @@ def _named(index: ShardIndex) -> str:
 
 
 def _refuse_if_different(folder: Path, there: ShardIndex, asked: ShardIndex) -> None:
-    if differences := _differences(there, asked):
-        raise ValueError(f"{folder} holds another preparation ({'; '.join(differences)}): choose another --out")
+    differences = _differences(there, asked)
+    refuse(differences, f"{folder} holds another preparation ({'; '.join(differences)}): choose another --out")
 
 
 def _leave_after_bad_input(folder: Path, *, remove_folder: bool) -> None:

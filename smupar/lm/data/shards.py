@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from smupar.lm.config.validation import refuse
 from smupar.output.files import write_atomic
 
 FORMAT = "smupar-tokens/1"
@@ -89,15 +90,17 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 def read_index(folder: str | Path) -> ShardIndex:
     folder = Path(folder)
-    if folder.is_file():
-        raise ValueError(f"{folder} is a file: make a folder of it with smupar data prepare {folder} --out FOLDER")
-    if not folder.is_dir():
-        raise ValueError(f"no folder {folder}: make it with smupar data prepare FILE --out {folder}")
     path = folder / INDEX
-    if not path.is_file() and (folder / PROGRESS).is_file():
-        raise ValueError(f"the preparation of {folder} was interrupted: run the same prepare command again, it goes on")
-    if not path.is_file():
-        raise ValueError(f"{folder} is not a prepared folder (no {INDEX}): make one with smupar data prepare FILE --out FOLDER")
+    refuse(folder.is_file(), f"{folder} is a file: make a folder of it with smupar data prepare {folder} --out FOLDER")
+    refuse(not folder.is_dir(), f"no folder {folder}: make it with smupar data prepare FILE --out {folder}")
+    refuse(
+        not path.is_file() and (folder / PROGRESS).is_file(),
+        f"the preparation of {folder} was interrupted: run the same prepare command again, it goes on",
+    )
+    refuse(
+        not path.is_file(),
+        f"{folder} is not a prepared folder (no {INDEX}): make one with smupar data prepare FILE --out FOLDER",
+    )
     again = "delete the folder and prepare it again"
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from smupar.lm.config.commands import PrepareConfig
+from smupar.lm.config.validation import refuse
 from smupar.output.optional import first_line, optional
 
 SLIMPAJAMA = "cerebras/SlimPajama-627B"
@@ -68,23 +69,22 @@ def find_units(source: str, *, out: Path) -> list[SourceUnit]:
         return [SourceUnit(SLIMPAJAMA)]
     if source.startswith("hf:"):
         name, _, config_name = source.removeprefix("hf:").partition(":")
-        if not name:
-            raise ValueError(f"the source {source!r} names no dataset: write hf:NAME or hf:NAME:CONFIG")
+        refuse(not name, f"the source {source!r} names no dataset: write hf:NAME or hf:NAME:CONFIG")
         return [SourceUnit(name, config_name=config_name or None)]
     path = Path(source)
     if path.is_dir():
         files = [path for path in _walk(path, out.resolve()) if path.stat().st_size]
-        if not files:
-            raise ValueError(f"the folder {source} holds no file with anything in it: name one that holds text")
+        refuse(not files, f"the folder {source} holds no file with anything in it: name one that holds text")
     elif path.is_file():
         files = [path]
-        if not path.stat().st_size:
-            raise ValueError(f"{source} is empty: leave it out, or name a file with text")
+        refuse(not path.stat().st_size, f"{source} is empty: leave it out, or name a file with text")
     else:
         raise FileNotFoundError(f"no file or folder {source}: check the path, or write hf:NAME for a Hugging Face dataset")
     for file in files:
-        if file.name.lower().endswith(_UNREADABLE):
-            raise ValueError(f"{file} is compressed in a way that is not read here: decompress it, or compress it with gzip")
+        refuse(
+            file.name.lower().endswith(_UNREADABLE),
+            f"{file} is compressed in a way that is not read here: decompress it, or compress it with gzip",
+        )
     return [SourceUnit(str(file), file.stat().st_size) for file in files]
 
 
@@ -242,11 +242,15 @@ def _read_parquet(path: Path, config: PrepareConfig, skip: int) -> Iterator[Text
 
 def _rows(file: Any, path: Path, config: PrepareConfig, skip: int) -> Iterator[TextPiece]:
     schema = file.schema_arrow
-    if config.field not in schema.names:
-        raise ValueError(f"{path}: no column {config.field!r}, it has {_names(schema.names)}: choose one with --field")
+    refuse(
+        config.field not in schema.names,
+        f"{path}: no column {config.field!r}, it has {_names(schema.names)}: choose one with --field",
+    )
     kind = str(schema.field(config.field).type)
-    if "string" not in kind or "list" in kind or "struct" in kind:
-        raise ValueError(f"{path}: column {config.field!r} holds {kind}, not text: choose another with --field")
+    refuse(
+        "string" not in kind or "list" in kind or "struct" in kind,
+        f"{path}: column {config.field!r} holds {kind}, not text: choose another with --field",
+    )
     size, num_rows = path.stat().st_size, file.metadata.num_rows
     row = 0
     for group in range(file.num_row_groups):

@@ -14,6 +14,7 @@ import torch
 
 from smupar.execute.timing import seconds_of
 from smupar.lm.config.run import Execution, RunConfig
+from smupar.lm.config.validation import refuse
 from smupar.lm.model.gpt import plan_on_meta
 from smupar.plan.optimizers import facts_for_role, family_of
 from smupar.plan.plan import Plan, PlanRow
@@ -70,15 +71,15 @@ def fitting_micro_batch(config: RunConfig, *, num_ranks: int, sharded: bool, mem
 
 def report(config: RunConfig, how: Execution, *, gpus: int, gpu_gib: float, peak_share: float) -> str:
     """What ``smupar train --dry-run`` prints."""
-    if gpus < 1 or not gpu_gib > 0 or not 0 < peak_share <= 1:
-        raise ValueError(
-            f"--gpus {gpus}, --gpu-gib {gpu_gib:g} and --peak-share {peak_share:g} must be above 0, a share at most 1"
-        )
-    if config.batch_size % gpus or config.batch_size // gpus % (how.micro_batch or 1):
-        raise ValueError(
-            f"batch_size {config.batch_size} does not divide among {gpus} GPUs in parts of {how.micro_batch or 1}: "
-            "choose another --batch-size or --micro-batch"
-        )
+    refuse(
+        gpus < 1 or not gpu_gib > 0 or not 0 < peak_share <= 1,
+        f"--gpus {gpus}, --gpu-gib {gpu_gib:g} and --peak-share {peak_share:g} must be above 0, a share at most 1",
+    )
+    refuse(
+        config.batch_size % gpus or config.batch_size // gpus % (how.micro_batch or 1),
+        f"batch_size {config.batch_size} does not divide among {gpus} GPUs in parts of {how.micro_batch or 1}: "
+        "choose another --batch-size or --micro-batch",
+    )
     sharded, peak_tflops = how.parallel == "fsdp" and gpus > 1, how.peak_tflops or _PEAK_TFLOPS["H200"]
     micro_batch = how.micro_batch or fitting_micro_batch(config, num_ranks=gpus, sharded=sharded, memory=gpu_gib * _GIB)
     cost = estimate(config, num_ranks=gpus, micro_batch=micro_batch, sharded=sharded)

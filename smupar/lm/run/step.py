@@ -15,6 +15,7 @@ from smupar.check.audit import audit
 from smupar.execute.cuda_graphs import Graphed, Upload, compile_static
 from smupar.execute.sparse.convert import StorageReport, sparsify_storage
 from smupar.lm.config.run import Execution, RunConfig
+from smupar.lm.config.validation import refuse
 from smupar.lm.data import batches as data
 from smupar.lm.data.shards import Tokens
 from smupar.lm.model.cost import fitting_micro_batch
@@ -57,11 +58,11 @@ class Stepper:
         compiled = on_gpu if how.compile is None else how.compile
         moving = config.dynamic != "none" or config.follow or config.record
         one_graph = on_gpu and world.size == 1 and self.num_micro == 1 and facts_of(config.optimizer).capturable and not moving
-        if how.graph and not one_graph:
-            raise ValueError(
-                "--graph is for one GPU, one micro-batch per step, AdamW or Adam, masks that stay and nothing measured: leave "
-                "it out"
-            )
+        refuse(
+            how.graph and not one_graph,
+            "--graph is for one GPU, one micro-batch per step, AdamW or Adam, masks that stay and nothing measured: leave it "
+            "out",
+        )
         self.optimizers = make_optimizers(self.model, self.plan, config, capturable=how.graph)
         audit(self.model, self.plan, self.optimizers)
         self.updates = self._updates(trace or read_trace(config))
@@ -194,6 +195,8 @@ def _fitting(config: RunConfig, world: World) -> int:
 
 
 def _num_micro_batches(num_rows: int, micro_batch: int) -> int:
-    if num_rows % micro_batch:
-        raise ValueError(f"a rank's {num_rows} sequences are no multiple of micro_batch {micro_batch}: choose a divisor")
+    refuse(
+        num_rows % micro_batch,
+        f"a rank's {num_rows} sequences are no multiple of micro_batch {micro_batch}: choose a divisor",
+    )
     return num_rows // micro_batch

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from smupar.lm.config.commands import ExportConfig
+from smupar.lm.config.validation import refuse
 from smupar.lm.data.tokenizer import TOKENIZER_FILE
 from smupar.lm.model.gpt import GPT, TransformerBlock
 from smupar.lm.run import checkpoint
@@ -61,10 +62,10 @@ def is_of_transformers(config: ExportConfig) -> bool:
     """Whether the folder was written by a Hugging Face model, for which the integration has an export of its own."""
     if not (Path(config.folder) / PLAN_FILE).exists():
         return False
-    if config.format != "dense" or config.best:
-        raise ValueError(
-            f"{config.folder} is a model of transformers, which reads dense weights: leave out --format and --best"
-        )
+    refuse(
+        config.format != "dense" or config.best,
+        f"{config.folder} is a model of transformers, which reads dense weights: leave out --format and --best",
+    )
     return True
 
 

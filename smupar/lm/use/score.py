@@ -27,6 +27,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from smupar.lm.config.commands import ScoringConfig
+from smupar.lm.config.validation import refuse
 from smupar.lm.data.tokenizer import Tokenizer
 from smupar.lm.model.gpt import GPT
 from smupar.lm.run.distributed import pick_device
@@ -49,6 +50,10 @@ class ScoreRequest:
     index: int  # which of the document's choices
     context: str
     continuation: str
+
+    @property
+    def where(self) -> str:
+        return f"document {self.doc} of {self.task}"
 
     @property
     def key(self) -> str:
@@ -218,18 +223,18 @@ def encode_pair(model: ScoringModel, request: ScoreRequest, length: int) -> tupl
     else:
         after = model.encode_plain(continuation)
         if model.prefix is None:
-            raise ValueError(f"{_where(request)} has no context, and the tokenizer no end-of-text token to stand for it")
+            raise ValueError(f"{request.where} has no context, and the tokenizer no end-of-text token to stand for it")
         before, after = (after[:1], after[1:]) if after[:1] == [model.prefix] else ([model.prefix], after)
-    if not 0 < len(after) <= length:
-        raise ValueError(f"{_where(request)} has a continuation of {len(after)} tokens, the model takes 1 to {length}")
+    refuse(
+        not 0 < len(after) <= length,
+        f"{request.where} has a continuation of {len(after)} tokens, the model takes 1 to {length}",
+    )
     largest = max(*before, *after)  # there is one of each
-    if largest >= model.vocab_size:
-        raise ValueError(f"{_where(request)} has token {largest}, beyond the model's vocabulary of {model.vocab_size}")
+    refuse(
+        largest >= model.vocab_size,
+        f"{request.where} has token {largest}, beyond the model's vocabulary of {model.vocab_size}",
+    )
     return before, after
-
-
-def _where(request: ScoreRequest) -> str:
-    return f"document {request.doc} of {request.task}"
 
 
 # Files
@@ -255,7 +260,7 @@ def score_file(folder: str, requests: str | Path, out: str | Path, config: Scori
         for scored in score(model, missing.values(), config, device):
             for request, answer in scored:
                 if not math.isfinite(answer.loglikelihood):
-                    raise ValueError(f"{folder} gives {_where(request)} a loglikelihood that is no number: has it diverged?")
+                    raise ValueError(f"{folder} gives {request.where} a loglikelihood that is no number: has it diverged?")
                 line = {"task": request.task, "doc": request.doc, "index": request.index, "key": request.key}
                 file.write(json.dumps(line | asdict(answer)) + "\n")
             file.flush()
@@ -303,11 +308,9 @@ def read_scores(path: str | Path) -> tuple[dict[str, Any], dict[str, Score]]:
 
 
 def _read(path: Path, form: str, remedy: str) -> tuple[dict[str, Any], list[tuple[int, dict[str, Any]]]]:
-    if not path.is_file():
-        raise ValueError(f"no file {path}: {remedy}")
+    refuse(not path.is_file(), f"no file {path}: {remedy}")
     (_, header), *rows = [*read_lines(path, remedy)] or [(0, {})]
-    if header.get("format") != form:
-        raise ValueError(f"{path} does not begin with {form}: {remedy}")
+    refuse(header.get("format") != form, f"{path} does not begin with {form}: {remedy}")
     return header, rows
 
 
