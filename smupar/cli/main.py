@@ -55,6 +55,7 @@ _STARTS: dict[str, type[Any]] = {
     "tune": TuneConfig,
 }
 _HELP = ("-h", "--help")
+_OF_THE_MACHINE = ("SafetensorError", "OutOfMemoryError", "MemoryError")  # out of memory or disk, told by libraries
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -76,7 +77,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"smupar: {_sentence_of(error)}", file=sys.stderr)
         sys.exit(2)
     except Exception as error:
-        if not _is_of_the_machine(error):
+        if type(error).__name__ not in _OF_THE_MACHINE:
             raise
         print(f"smupar: {str(error).strip().splitlines()[0]}", file=sys.stderr)
         sys.exit(2)
@@ -89,11 +90,6 @@ def _sentence_of(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename and error.strerror:  # the system's, not one of ours
         return f"{error.filename}: {error.strerror}. Name another path, or make this one usable"
     return str(error)
-
-
-def _is_of_the_machine(error: Exception) -> bool:
-    """Out of memory or disk, told by libraries in their own words."""
-    return type(error).__name__ in ("SafetensorError", "OutOfMemoryError", "MemoryError")
 
 
 def _run(argv: list[str]) -> None:

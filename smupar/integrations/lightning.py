@@ -90,7 +90,8 @@ class SmuparCallback(Callback):
         self.sparsifier, self.updates = parts["sparsifier"], parts["measured updates"]
         carry_state(self._watched[0], parts)
         if self.sparsifier is not None:
-            self._watched[-1].register_step_post_hook(self._move)
+            move = self.sparsifier.step
+            self._watched[-1].register_step_post_hook(lambda *_: move())
 
     # What Lightning calls
 
@@ -122,10 +123,6 @@ class SmuparCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         audit(pl_module, self.plan, trainer.optimizers, trained=trainer.global_step > 0)
-
-    def _move(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        assert self.sparsifier is not None
-        self.sparsifier.step()
 
     def _base_model(self) -> nn.Module:
         if isinstance(self._base, nn.Module):

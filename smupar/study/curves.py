@@ -48,16 +48,13 @@ def line_of(curve: Curve, label: str, colour: float) -> Line:
     return Line(label, points, colour, dashed=curve.is_proxy, best=None if curve.diverged else curve.best_value)
 
 
-_FEW = 24  # so few points are all shown
-
-
 def y_range(panels: Sequence[Panel]) -> tuple[float, float]:
     """The range of losses that all panels show: from the best to a bit above those that are still of interest."""
     finite = [p.y for panel in panels for line in panel.lines for p in line.points if math.isfinite(p.y)]
     if not finite:
         return 0.0, 1.0
     low = min(finite)
-    interesting = 0.9 if len(finite) > _FEW else 1.0
+    interesting = 0.9 if len(finite) > 24 else 1.0  # few points are all shown
     high = max(sorted(finite)[int(interesting * (len(finite) - 1))], low * 1.05)
     return low - 0.05 * (high - low), high + 0.05 * (high - low)
 

@@ -29,7 +29,7 @@ from smupar.lm.model.gpt import plan_on_meta
 from smupar.lm.run.distributed import pick_device
 from smupar.lm.run.folder import Row, Summary
 from smupar.lm.run.loop import Cadence, Loop, Progress
-from smupar.lm.run.signals import Stop, end, ended_by_sigterm
+from smupar.lm.run.signals import Stop, end_if_stopped, ended_by_sigterm
 from smupar.lm.run.stack import GPTStack, stack_key
 from smupar.lm.run.train import train
 from smupar.plan.optimizers import family_of
@@ -124,8 +124,7 @@ def _refuse_impossible(configs: Sequence[RunConfig]) -> None:
     distinct = {(c.rule, c.pattern, c.allocation, c.optimizer.lower(), c.sparsity, c.model): c for c in configs}
     for config in distinct.values():
         family_of(config.optimizer)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the run itself will warn
+        with warnings.catch_warnings(action="ignore"):  # the run itself will warn
             plan_on_meta(config)
     for warning in dict.fromkeys(config.few_moves_warning for config in configs):
         if warning:
@@ -159,8 +158,7 @@ def run_group(study: Study, group: list[RunConfig], engine: EngineName, device: 
     if stack_key(group[0]) is None or room < 1:  # the trainer takes a batch in parts
         for config in group:
             summary = train(config, Execution(out=str(study.runs / config.id), device=str(device)))
-            if summary.status in ("interrupted", "terminated"):
-                end(summary.status)
+            end_if_stopped(summary.status)
             progress.done(summary)
         return
     text = data.open_text(group[0])
@@ -183,8 +181,7 @@ def _train_stack(study: Study, stack: GPTStack, part: Sequence[RunConfig], progr
     with Stop.on_signals() as stop:
         loop = Loop(stack, cadence, keeper, stop, [Progress() for _ in part])
         status = loop.run()
-    if status in ("interrupted", "terminated"):
-        end(status)
+    end_if_stopped(status)
     keeper.show(steps)  # also if all diverged, and the loop ended early
     summaries = loop.summaries(status, [config.id for config in part])
     if study.keeps_weights:
@@ -193,7 +190,7 @@ def _train_stack(study: Study, stack: GPTStack, part: Sequence[RunConfig], progr
         study.add(config, summary, rows, trace)
         progress.done(summary)
     if stop.asked:  # by a signal after the last step
-        end(stop.status)
+        end_if_stopped(stop.status)
 
 
 class _StackKeeper:

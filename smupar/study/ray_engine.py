@@ -102,8 +102,9 @@ def _run_all(ray: Any, study: Study, todo: list[RunConfig], progress: StudyProgr
     left, failure = todo, ""
     for _ in range(_ROUNDS):
         pending = {}
-        for part in split(left, num_slots=max(1, int(resources.get(resource, 1))), resource=resource):
-            number = parts.add(part)
+        tasks = split(left, num_slots=max(1, int(resources.get(resource, 1))), resource=resource)
+        for number, part in enumerate(tasks, start=len(parts.configs)):
+            parts.configs[number] = part
             pending[task.remote(*where, part, parts.reports, number)] = number
         lost, failures = _collect(ray, pending, parts)
         left = [config for config in todo if config.id not in parts.finished]
@@ -157,32 +158,25 @@ class _PartsProgress:
 
     def __init__(self, ray: Any, progress: StudyProgress) -> None:
         self.ray, self.progress = ray, progress
-        self.parts: dict[int, list[RunConfig]] = {}
+        self.configs: dict[int, list[RunConfig]] = {}  # by the number of the part
         self.states: dict[int, _PartState] = {}
         self.ended: set[int] = set()
         self.finished: set[str] = set()  # ids of runs
         self.reports = _start_reports(ray)
         self._answer: Any = None
 
-    def add(self, part: list[RunConfig]) -> int:
-        number = len(self.parts)
-        self.parts[number] = part
-        return number
-
     def end(self, number: int, outcomes: list[tuple[str, bool]]) -> None:
-        part = self.parts[number]
         self.finished |= {id_ for id_, _ in outcomes}
         self.ended.add(number)
-        diverged = sum(diverged for _, diverged in outcomes)
-        self.states[number] = _PartState(sum(config.steps for config in part), len(outcomes), diverged)
+        steps = sum(config.steps for config in self.configs[number])
+        self.states[number] = _PartState(steps, len(outcomes), sum(diverged for _, diverged in outcomes))
 
     def refresh(self) -> None:
         self._ask()
         progress, states = self.progress, self.states.values()
         progress.num_done = sum(state.done for state in states)
         progress.num_diverged = sum(state.diverged for state in states)
-        at_work = set(self.states) - self.ended
-        running = sum(len(self.parts[number]) - self.states[number].done for number in at_work)
+        running = sum(len(self.configs[number]) - self.states[number].done for number in self.states.keys() - self.ended)
         progress.steps(sum(state.steps for state in states) - int(progress.bar.n), running)
 
     def _ask(self) -> None:

@@ -68,8 +68,7 @@ def _peers(width: int, depth: int, density: float) -> dict[str, nn.Module]:
             continue
         model, _ = hidden_layers(width, depth, density)
         for number, layer in enumerate(model.hidden):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch's CSR is in beta
+            with warnings.catch_warnings(action="ignore"):  # torch's CSR is in beta
                 peer = make.from_dense(layer) if name == "sparseprop" else make(width, width, bias=False, sparsity=1 - density)
             model.hidden[number] = peer
         models[name] = model

@@ -202,8 +202,7 @@ def _product(backend: str, sides: Contestants, repeats: int, machine: Machine) -
         layout, entries = made
         sides.add(backend, lambda: multiply(x, layout, entries))
         sides.add(f"{backend} with packing", lambda: multiply(x, layout, pack(values, layout)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's CSR is in beta
+    with warnings.catch_warnings(action="ignore"):  # torch's CSR is in beta
         peer = torch.sparse_csr_tensor(starts.int(), columns, values, (width, width), check_invariants=False)
     by_feature = x.T.contiguous()  # as cuSPARSE likes activations
     sides.add("cuSPARSE", lambda: peer @ by_feature)

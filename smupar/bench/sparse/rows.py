@@ -79,8 +79,7 @@ class HiddenLayers(nn.Module):
 
 def hidden_layers(width: int, depth: int, density: float, *, pattern: str = "random") -> tuple[HiddenLayers, Plan]:
     model = HiddenLayers(width, depth)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # few weights per neuron are what is measured here
+    with warnings.catch_warnings(action="ignore"):  # few weights per neuron are what is measured here
         with torch.device("meta"):
             base = HiddenLayers(width // 4, depth)
         return model, parameterize(model, base=base, density=density, pattern=pattern, reset=False)

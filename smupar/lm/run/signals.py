@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 Ending = Literal["interrupted", "terminated"]
 
@@ -58,15 +58,16 @@ class Stop:
 @contextlib.contextmanager
 def ended_by_sigterm() -> Iterator[None]:
     """SIGTERM unwinds the block, so that a job that is preempted ends in order and with the exit code of a shell."""
-    with handled({signal.SIGTERM: lambda *_: end("terminated")}):
+    with handled({signal.SIGTERM: lambda *_: sys.exit(_TERMINATED)}):
         try:
             yield
         except SystemExit as error:
             raise SystemExit(_TERMINATED) from error  # while Ray waits, it turns ours into its own, with code 1
 
 
-def end(status: Ending) -> NoReturn:
-    """Ends the process as the signal that was noted would have ended it."""
+def end_if_stopped(status: str) -> None:
+    """Ends the process as the signal that stopped a run would have ended it."""
     if status == "interrupted":
         raise KeyboardInterrupt
-    sys.exit(_TERMINATED)
+    if status == "terminated":
+        sys.exit(_TERMINATED)

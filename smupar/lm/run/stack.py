@@ -113,11 +113,12 @@ class GPTStack:
         return [None] * len(self.configs) if self.updates is None else list(self.updates.traces())
 
     def _build(self, configs: Sequence[RunConfig]) -> tuple[list[GPT], list[Plan]]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", PlanWarning)  # a study says once what it is about
+        with (
+            warnings.catch_warnings(action="ignore", category=PlanWarning),  # a study says once what it is about
             # Drawing random numbers takes most of the time, and a model is drawn by one thread.
-            with ThreadPoolExecutor(min(len(configs), os.cpu_count() or 1)) as pool:
-                built = list(pool.map(build, configs))
+            ThreadPoolExecutor(min(len(configs), os.cpu_count() or 1)) as pool,
+        ):
+            built = list(pool.map(build, configs))
         self.configs = list(configs)
         self.seeds = sorted({config.seed for config in configs})
         return [model.to(self.device) for model, _ in built], [plan for _, plan in built]

@@ -16,7 +16,7 @@ from torch import Tensor
 from smupar.lm.config.commands import ExportConfig
 from smupar.lm.config.validation import refuse
 from smupar.lm.data.tokenizer import TOKENIZER_FILE
-from smupar.lm.model.gpt import GPT, TransformerBlock
+from smupar.lm.model.gpt import GPT, attentions
 from smupar.lm.run import checkpoint
 from smupar.lm.run.folder import read_facts, read_summary
 from smupar.lm.use.load import EXPORT_FORMAT, LoadedRun, load_run
@@ -79,9 +79,8 @@ def folded(model: GPT) -> dict[str, Tensor]:
         factor = getattr(model.get_submodule(path), FACTOR, None) if hasattr(model, path) else None
         if factor is not None:
             tensors[f"{path}.weight"] *= factor
-    for number, block in enumerate(model.blocks):
-        assert isinstance(block, TransformerBlock)
-        factor = block.attention.scale * block.attention.head_dim**0.5
+    for number, attention in enumerate(attentions(model)):
+        factor = attention.scale * attention.head_dim**0.5
         for name in ("weight", "bias"):
             if f"blocks.{number}.attention.qkv.{name}" in tensors:
                 tensors[f"blocks.{number}.attention.qkv.{name}"][: model.config.width] *= factor
