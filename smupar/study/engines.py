@@ -220,16 +220,15 @@ def _faster_stack(
     stacked = GPTStack(group[:size], text, device, own_batches=len({config.seed for config in group}) > 1)
     if not measure:
         return stacked, size
-    together = _seconds(stacked, device) / size
+    together = _seconds_of_warm_step(stacked, device) / size
     # Where steps are compiled, a single run is worth a look only if the group takes longer than compiling it.
     if device.type == "cuda" and sum(config.steps for config in group) * together < _LONG_SECONDS:
         return stacked, size
     single = GPTStack(group[:1], text, device)
-    return (stacked, size) if together <= _seconds(single, device) else (single, 1)
+    return (stacked, size) if together <= _seconds_of_warm_step(single, device) else (single, 1)
 
 
-def _seconds(stack: GPTStack, device: torch.device) -> float:
-    """The time that one step takes once it is warm."""
+def _seconds_of_warm_step(stack: GPTStack, device: torch.device) -> float:
     steps = range(_MEASURED_STEPS if device.type == "cuda" else 3)
     return min(seconds_of(partial(stack.step, step), device=device) for step in steps)
 

@@ -177,46 +177,24 @@ def _setups(config: TransferConfig) -> list[_Setup]:
 
 
 def _run(config: TransferConfig, setup: _Setup, value: float, trace: str | None = None) -> RunConfig:
-    """The run of a setup at one value of the axis. Where two of these set a field, the later one counts."""
-    fields = {
-        **_rule_fields(config.run, setup, trace),
-        **_dense_fields(config.run, setup),
-        **_proxy_fields(config, setup),
-        **_sp_fields(config.run, setup),
-        config.axis: value,
-    }
-    return with_fields(config.run, fields)
-
-
-def _rule_fields(run: RunConfig, setup: _Setup, trace: str | None) -> dict[str, object]:
+    """The run of a setup at one value of the axis. Where two lines set a field, the later one counts."""
+    run = config.run
     rule, width, sparsity, is_proxy = setup
-    fields: dict[str, object] = {"width": width, "sparsity": sparsity}
+    table_1_rule = as_rule("smupar" if rule in _OURS else rule, sparsity)
+    fields: dict[str, object] = {"width": width, "sparsity": sparsity, "rule": table_1_rule}
+    if rule == MEASURED and not is_proxy:
+        fields |= {"rule": "smupar", "follow": trace}
     if run.prunes and sparsity > 0:
         fields["correction"] = "moment" if rule in _OURS else "fixed"
-    if rule == MEASURED and not is_proxy:
-        return fields | {"rule": "smupar", "follow": trace}
-    return fields | {"rule": as_rule("smupar" if rule in _OURS else rule, sparsity)}
-
-
-def _dense_fields(run: RunConfig, setup: _Setup) -> dict[str, object]:
-    """A dense model has no masks to move, so its run has the fields, and the id, of a run whose masks stay."""
-    if setup.sparsity > 0:
-        return {}
-    return {"dynamic": "none", "mask_every": RunConfig.mask_every, "steps": run.round_steps}
-
-
-def _proxy_fields(config: TransferConfig, setup: _Setup) -> dict[str, object]:
-    if not setup.is_proxy:
-        return {}
-    return {
-        "depth": config.proxy_depth or config.run.model.depth,
-        "steps": config.proxy_steps or config.run.round_steps,
-        "record": setup.rule != "sp" and MEASURED in config.rules,
-    }
-
-
-def _sp_fields(run: RunConfig, setup: _Setup) -> dict[str, object]:
-    return {"init_std": sp_init_std(run.init_std, run.base_width, setup.width)} if setup.rule == "sp" else {}
+    if sparsity == 0:  # no masks to move, so the run has the fields, and the id, of a run whose masks stay
+        fields |= {"dynamic": "none", "mask_every": RunConfig.mask_every, "steps": run.round_steps}
+    if is_proxy:
+        records = rule != "sp" and MEASURED in config.rules
+        steps = config.proxy_steps or run.round_steps
+        fields |= {"depth": config.proxy_depth or run.model.depth, "steps": steps, "record": records}
+    if rule == "sp":
+        fields["init_std"] = sp_init_std(run.init_std, run.base_width, width)
+    return with_fields(run, fields | {config.axis: value})
 
 
 def _curve(config: TransferConfig, by_id: dict[str, Result], setup: _Setup, trace: str | None = None) -> Curve:

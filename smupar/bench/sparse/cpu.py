@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from smupar.bench.sparse.rows import HiddenLayers, Machine, Row, against_dense, hidden_layers, state_bytes, step_floor
+from smupar.bench.sparse.rows import HiddenLayers, Machine, Row, hidden_layers, state_bytes, step_floor
 from smupar.execute.sparse.convert import sparsify_storage
 from smupar.execute.sparse.cpu import Torch
 from smupar.execute.timing import in_turns, seconds_of, training_step
@@ -44,9 +44,7 @@ def bench_layers(width: int, density: float, tokens: int, depth: int, repeats: i
     seconds = _interleaved(steps, repeats)
     held = {side: state_bytes(model, optimizers[side]) for side, model in models.items()}
     floor = {side: step_floor(width, tokens, depth, density if "dense" not in side else 1.0, machine) for side in models}
-    return [
-        Row("layers", width, tokens, density, side, *against_dense(seconds, held, side, DENSE), floor[side]) for side in models
-    ]
+    return _rows(("layers", width, tokens, density), seconds, held, floor)
 
 
 def _sparse(width: int, depth: int, density: float, *, torch_kernel: bool = False) -> HiddenLayers:
@@ -94,8 +92,15 @@ def bench_gpt(config: ModelConfig, tokens: int, density: float, repeats: int) ->
 
     seconds = _interleaved({side: partial(step, side) for side in models}, repeats)
     held = {side: state_bytes(model.blocks, optimizers[side]) for side, model in models.items()}
+    return _rows(("gpt", config.width, tokens, density), seconds, held, dict.fromkeys(models, math.nan))
+
+
+def _rows(
+    case: tuple[str, int, int, float], seconds: dict[str, float], held: dict[str, int], floor: dict[str, float]
+) -> list[Row]:
     return [
-        Row("gpt", config.width, tokens, density, side, *against_dense(seconds, held, side, DENSE), math.nan) for side in models
+        Row(*case, side, took, seconds[DENSE] / took, held[side], held[side] / held[DENSE], floor[side])
+        for side, took in seconds.items()
     ]
 
 

@@ -94,11 +94,6 @@ def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     return sum(tensor.nbytes for tensor in tensors) + index
 
 
-def against_dense(seconds: dict[str, float], held: dict[str, int], side: str, dense: str) -> tuple[float, float, int, float]:
-    """Seconds, speed, bytes and share of the bytes of a side, as in a ``Row``."""
-    return seconds[side], seconds[dense] / seconds[side], held[side], held[side] / held[dense]
-
-
 def step_floor(width: int, tokens: int, depth: int, density: float, machine: Machine, *, activation_bytes: int = 4) -> float:
     """Seconds of a training step of hidden layers."""
     num = density * width * width

@@ -99,10 +99,7 @@ def _prepare(
     *,
     is_new: bool,
 ) -> ShardIndex:
-    earlier = _earlier_progress(folder, asked)
-    if earlier is not None:
-        _say_if_newer(units, folder / PROGRESS)
-    progress = earlier or asked
+    progress = _resumed(folder, units, asked)
     writer = ShardWriter(
         folder,
         vocab_size=tokenizer.vocab_size,
@@ -218,21 +215,22 @@ def _check_encoding(config: PrepareConfig) -> None:
         raise ValueError(f"{error}: pass --encoding utf-8, latin-1, ... and --errors strict, replace or ignore") from error
 
 
-def _earlier_progress(folder: Path, asked: PreparationState) -> PreparationState | None:
-    """What an earlier call with the same configuration left, if anything. Anything else in the folder raises."""
+def _resumed(folder: Path, units: Sequence[SourceUnit], asked: PreparationState) -> PreparationState:
+    """What an earlier call with the same configuration left, or the start. Anything else in the folder raises."""
     for path in folder.iterdir():
         if _OUR_TEMPORARY.fullmatch(path.name):
             path.unlink()
     path = folder / PROGRESS
     if not path.is_file():
         refuse_other_files(folder, "preparation")
-        return None
+        return asked
     progress = _read_progress(path)
     if progress.failed and _differences(progress, asked):
         _remove_ours(folder)
-        return None
+        return asked
     _refuse_if_different(folder, progress, asked)
     check_sizes(folder, progress)
+    _say_if_newer(units, path)
     return replace(progress, source=asked.source, failed=False)
 
 

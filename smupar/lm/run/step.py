@@ -106,10 +106,9 @@ class Stepper:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.updates is not None:
-            self.updates.load_state_dict(state["updates"])
-        if self.sparsifier is not None:
-            self.sparsifier.load_state_dict(state["sparsifier"])
+        for name, part in (("updates", self.updates), ("sparsifier", self.sparsifier)):
+            if part is not None:
+                part.load_state_dict(state[name])
 
     @property
     def sparsities(self) -> list[float]:

@@ -89,8 +89,10 @@ class ScoringModel:
 
 def refuse_without_model(folder: str | Path) -> None:
     path = Path(folder)
-    if not read_description(path) and path.resolve().parent.name != "checkpoints":
-        raise ValueError(f"{path} holds no model: give a run, a checkpoint, an export, or a folder that transformers wrote")
+    refuse(
+        not read_description(path) and path.resolve().parent.name != "checkpoints",
+        f"{path} holds no model: give a run, a checkpoint, an export, or a folder that transformers wrote",
+    )
 
 
 def load_scoring_model(folder: str | Path, device: torch.device) -> ScoringModel:
@@ -126,8 +128,8 @@ def scoring_model_of(model: GPT, tokenizer: Tokenizer, identity: dict[str, Any])
 
 def _from_transformers(path: Path, device: torch.device) -> ScoringModel:
     transformers = optional("transformers", f"the model {path}", "eval")
-    if (path / PLAN_FILE).exists():  # transformers alone would leave the factors out and say nothing
-        raise ValueError(f"{path} needs the factors of its plan: smupar export {path} OUT, then score OUT")
+    # transformers alone would leave the factors out and say nothing.
+    refuse((path / PLAN_FILE).exists(), f"{path} needs the factors of its plan: smupar export {path} OUT, then score OUT")
     try:
         tokenizer: Any = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=torch.float32)
@@ -279,11 +281,10 @@ def _begin(path: Path, header: dict[str, Any]) -> dict[str, Score]:
         write_atomic(path, text[: text.rfind("\n") + 1])
     old, answered = read_scores(path)
     for name in ("weights", "tokenizer", "dtype", "max_length"):
-        if old.get(name) != header[name]:
-            raise ValueError(
-                f"{path} holds scores of {old.get('folder')} with {name} {old.get(name)}, not {header[name]}: "
-                "choose another --out"
-            )
+        refuse(
+            old.get(name) != header[name],
+            f"{path} holds scores of {old.get('folder')} with {name} {old.get(name)}, not {header[name]}: choose another --out",
+        )
     return answered
 
 
