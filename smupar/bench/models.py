@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from smupar.bench.sparse import bench_sparse
+from smupar.bench.sparse.run import bench_sparse
 from smupar.execute.timing import Call, best_of, in_turns, seconds_of
 from smupar.lm.config.presets import gpt_610m
 from smupar.lm.config.run import Execution, ModelConfig, RunConfig

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 Preset = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="[PRESET]")]]
 Run = Annotated[Typed, RunConfig]
-How = Annotated[Typed, Execution]
 Engine = Annotated[Typed, EngineConfig]
 EXIT_CODES = {"finished": 0, "diverged": 3, "interrupted": 130, "terminated": 143}
 
@@ -142,7 +141,7 @@ def train(
     /,
     *,
     config: Run,
-    how: How,
+    how: Annotated[Typed, Execution],
     machine: Annotated[Typed, MachineConfig],
     hps: str | None = None,
     dry_run: bool = False,
@@ -305,7 +304,6 @@ def _ending(summary: Summary, config: RunConfig) -> str:
 
 
 def request_of(typed: Typed, preset: str = "demo", hps: str | None = None) -> Request:
-    """What was typed, and what the files that it names hold."""
     tuned, vocab_size = None, 0
     if hps is not None:
         from smupar.study.tune import read_hps

@@ -239,11 +239,10 @@ def largest_stack(config: RunConfig, device: torch.device) -> int:
     # Attention by products keeps its scores, in fp32 and as weights, in every layer.
     scores = 8 * model.depth * model.num_heads * config.batch_size * config.seq_len**2
     each = cost.state_bytes + cost.activation_bytes + scores + cost.num_parameters * 8
-    return min(_MOST, int(_USABLE * _free_memory(device) / each))
+    return min(_MOST, int(_USABLE * _free_bytes(device) / each))
 
 
-def _free_memory(device: torch.device) -> float:
-    """The bytes that other processes leave to this one."""
+def _free_bytes(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
     return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

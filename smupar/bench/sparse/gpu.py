@@ -62,19 +62,22 @@ def bench(
     machine: Machine,
 ) -> Iterator[Part]:
     """Measures case by case. What cannot be measured here is noted, and the benchmark goes on."""
-    layers: list[tuple[str, str, int, float]] = [("2:4", "2:4-transposable", each, 1 / 2) for each in widths]
-    layers += [("csr", "random", width, density) for density in densities]
-    layers += [("csr", "random", each, 1 / 128) for each in widths if each != width or 1 / 128 not in densities]
-    layers += [("block", f"block-{size}", 2 * width, density) for size in (64, 128) for density in _BLOCK_DENSITIES]
+    layers = [
+        *(("2:4", "2:4-transposable", each, 1 / 2) for each in widths),
+        *(("csr", "random", width, density) for density in densities),
+        *(("csr", "random", each, 1 / 128) for each in widths if each != width or 1 / 128 not in densities),
+        *(("block", f"block-{size}", 2 * width, density) for size in (64, 128) for density in _BLOCK_DENSITIES),
+    ]
     stacks = [
         ("csr", "random", width, 1 / 128),
         ("2:4", "2:4-transposable", 2 * width, 1 / 2),
         ("block", "block-64", width, 1 / 8),
     ]
-    cases: list[tuple[tuple[str, str, int, float], Callable[[str, Contestants, int, Machine], list[Row]]]]
-    cases = [(case, partial(_layer, case[1])) for case in layers]
-    cases += [(case, partial(_steps, case[1], depth)) for case in stacks]
-    cases += [(("csr", "", each, 1 / 128), _product) for each in widths]
+    cases: list[tuple[tuple[str, str, int, float], Callable[[str, Contestants, int, Machine], list[Row]]]] = [
+        *((case, partial(_layer, case[1])) for case in layers),
+        *((case, partial(_steps, case[1], depth)) for case in stacks),
+        *((("csr", "", each, 1 / 128), _product) for each in widths),
+    ]
     for (backend, _, at_width, density), measure in tqdm(cases, desc="bench", leave=False):
         sides = Contestants(at_width, density, tokens)
         rows = sides.attempt(backend, partial(measure, backend, sides, repeats, machine))

@@ -126,7 +126,7 @@ def batch(
     batch_size: int,
     seq_len: int,
     rows: tuple[int, int] | None = None,
-    to: Callable[[Tensor], Tensor] | None = None,
+    to: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> tuple[Tensor, Tensor]:
     """Inputs and targets of one step. ``rows``: from, to, where a rank needs a part of the batch; ``to`` carries tensors to a
     device."""
@@ -139,9 +139,7 @@ def batch(
         here = slice(None) if len(epochs) == 1 else positions // count == epoch
         offset, keys = _epoch(seed, epoch, len(tokens) - count * seq_len)
         starts[here] = offset + seq_len * shuffled(positions[here] % count, count, keys)
-    windows = torch.from_numpy(tokens.windows(starts, seq_len + 1))
-    if to is not None:
-        windows = to(windows)
+    windows = to(torch.from_numpy(tokens.windows(starts, seq_len + 1)))
     return windows[:, :-1], windows[:, 1:]
 
 

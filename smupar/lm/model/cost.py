@@ -45,7 +45,7 @@ def estimate(config: RunConfig, *, num_ranks: int = 1, micro_batch: int = 0, sha
     """``micro_batch`` 0: all sequences of a rank at once."""
     plan = plan_on_meta(config)
     model, tokens = config.model, config.num_tokens
-    rows = [row for row in plan for _ in range(_uses(row, config))]
+    rows = [row for row in plan if _is_multiplied(row, config)]
     attention = 12 * model.depth * config.seq_len * model.width
     num_parameters = sum(math.prod(row.shape) for row in plan)
     return Cost(
@@ -105,11 +105,10 @@ def report(config: RunConfig, how: Execution, *, gpus: int, gpu_gib: float, peak
     return "\n".join(f"{name:<12}{text}" for name, text in lines.items())
 
 
-def _uses(row: PlanRow, config: RunConfig) -> int:
-    """In how many products a parameter takes part: a lookup is none, a tied table is the unembedding's."""
-    if row.role == "hidden" or row.name == "unembedding.weight":
-        return 1
-    return int(row.name == "embedding.weight" and config.model.tied)
+def _is_multiplied(row: PlanRow, config: RunConfig) -> bool:
+    """Whether a parameter takes part in a product: not in a lookup, but a tied table does as the unembedding."""
+    unembedding = "embedding.weight" if config.model.tied else "unembedding.weight"
+    return row.role == "hidden" or row.name == unembedding
 
 
 def _kept(row: PlanRow) -> float:

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any, Literal
 
-Ending = Literal["interrupted", "terminated"]
-
 _TERMINATED = 143  # the exit code that a shell gives to a process that SIGTERM ended
 
 
@@ -39,7 +37,7 @@ class Stop:
     """Whether a signal has asked to stop. A loop that watches it can save before it ends; a second SIGINT ends it at once."""
 
     asked = False
-    status: Ending = "terminated"
+    status: Literal["interrupted", "terminated"] = "terminated"
 
     @classmethod
     @contextlib.contextmanager

@@ -67,9 +67,6 @@ class Score:
     is_greedy: bool  # every token of the continuation was the likeliest one
 
 
-Scored = list[tuple[ScoreRequest, Score]]
-
-
 @dataclass(frozen=True)
 class ScoringModel:
     """A model and its tokenizer, as far as scoring needs them."""
@@ -173,7 +170,7 @@ def _fingerprint(model: nn.Module) -> str:
 @torch.no_grad()
 def score(
     model: ScoringModel, requests: Iterable[ScoreRequest], config: ScoringConfig, device: torch.device
-) -> Iterator[Scored]:
+) -> Iterator[list[tuple[ScoreRequest, Score]]]:
     """Batch by batch, the longest first: what does not fit into memory fails at once. Texts that differ in their last token
     alone, like yes and no, share a pass. The model is causal, so padding on the right changes nothing before it."""
     length = min(config.max_length, model.positions or config.max_length)
