@@ -30,8 +30,6 @@ from smupar.plan.make import Settings
 from smupar.plan.plan import Plan
 from smupar.updates.meter import Follower, Recorder
 
-Make = Callable[[nn.Module, Plan, Any], Any]
-
 
 class SmuparCallback(Callback):
     """Parameterizes, builds groups, audits before the first step, moves masks and measures updates after each one.
@@ -62,7 +60,10 @@ class SmuparCallback(Callback):
             "give either base, with settings as for smupar.parameterize, or the plan of a parameterized module",
         )
         self._base, self._plan, self._settings, self._prepare = base, plan, settings, prepare
-        self._make: dict[str, Make | None] = {"sparsifier": sparsifier, "measured updates": updates}
+        self._make: dict[str, Callable[[nn.Module, Plan, Any], Any] | None] = {
+            "sparsifier": sparsifier,
+            "measured updates": updates,
+        }
         self._module: LightningModule | None = None
         self._watched: list[torch.optim.Optimizer] = []
         self.sparsifier: Sparsifier | None = None

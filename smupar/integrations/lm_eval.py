@@ -80,10 +80,10 @@ def tabulate(requests: str | Path, scores: Sequence[str | Path], out: str | Path
         models.append(({name: value for name, value in identity.items() if name != "format"}, answers))
     tasks = load_tasks(config)
     _, digest = _requests(tasks, config)
-    if digest != header["sha256"]:
-        raise ValueError(
-            f"{requests} was made from other documents than {config.data_dir or 'the harness has now'}: make and score it again"
-        )
+    refuse(
+        digest != header["sha256"],
+        f"{requests} was made from other documents than {config.data_dir or 'the harness has now'}: make and score it again",
+    )
     results = Results(
         lm_eval=_module("lm_eval").__version__,
         limit=config.limit,

@@ -90,9 +90,8 @@ def draw_png(panels: Sequence[Panel], path: Path, title: str = "", *, columns: i
             axis.axvline(panel.marked_x, color="0.6", linewidth=1, linestyle=":")
         if panel.log_x:
             axis.set_xscale("log", base=2)
-        axis.set_ylim(low, high)
+        axis.set(ylim=(low, high), xlabel=panel.x_label)
         axis.set_title(panel.title, fontsize=10)
-        axis.set_xlabel(panel.x_label)
         axis.grid(True, alpha=0.25)
         if panel is panels[-1] or [line.label for line in panel.lines] != shared:
             axis.legend(fontsize=8, loc="best")

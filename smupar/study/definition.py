@@ -9,7 +9,7 @@ from typing import Any
 
 from smupar.lm.config.run import RunConfig
 from smupar.study.curves import Panel
-from smupar.study.space import with_fields
+from smupar.study.space import grouped, with_fields
 from smupar.study.store import Result, Study, row_of
 
 # Proposes runs of a study, given the results that it has so far.
@@ -50,11 +50,8 @@ def with_more_seeds(stages: Sequence[Stage], axis: str, seeds: int) -> list[Stag
 def more_seeds(study: Study, first: Sequence[RunConfig], axis: str, seeds: int) -> list[RunConfig]:
     """Further seeds where they count: at the best value of every curve and its two neighbours. Their results may move the best
     value, so a study asks again until none is missing."""
-    curves: dict[str, list[RunConfig]] = {}
-    for config in first:
-        curves.setdefault(with_fields(config, {axis: 1.0}).id, []).append(config)
     runs = []
-    for curve in curves.values():
+    for curve in grouped(first, lambda config: with_fields(config, {axis: 1.0}).id):
         points = [seeds_of(config, seeds) for config in sorted(curve, key=lambda config: getattr(config, axis))]
         results = [study.results(point) for point in points]
         means = [mean_loss(finished) if finished else math.inf for finished in results]
@@ -72,10 +69,7 @@ def seeds_of(config: RunConfig, seeds: int) -> list[RunConfig]:
 
 def by_seeds(results: Sequence[Result]) -> list[list[Result]]:
     """The results in groups that differ in their seed alone."""
-    groups: dict[str, list[Result]] = {}
-    for result in results:
-        groups.setdefault(replace(result.config, seed=0).id, []).append(result)
-    return list(groups.values())
+    return grouped(results, lambda result: replace(result.config, seed=0).id)
 
 
 def mean_loss(results: Sequence[Result]) -> float:

@@ -36,6 +36,7 @@ from smupar.plan.optimizers import family_of
 from smupar.plan.plan import PlanWarning
 from smupar.study.config import EngineConfig, EngineName
 from smupar.study.definition import Stage, StudyDefinition
+from smupar.study.space import grouped
 from smupar.study.store import Study
 
 _LOOK_EVERY = 50  # steps after which losses of a stack are fetched from a GPU, and runs that diverged are seen
@@ -145,12 +146,9 @@ def execute(study: Study, configs: Sequence[RunConfig], how: EngineConfig) -> No
                 torch.cuda.empty_cache()
 
 
-def groups(configs: Sequence[RunConfig]) -> Iterator[list[RunConfig]]:
+def groups(configs: Sequence[RunConfig]) -> list[list[RunConfig]]:
     """The runs in groups that can be stacked; a run that cannot be stacked is a group of its own."""
-    by_key: dict[str, list[RunConfig]] = {}
-    for config in configs:
-        by_key.setdefault(stack_key(config) or config.id, []).append(config)
-    yield from by_key.values()
+    return grouped(configs, lambda config: stack_key(config) or config.id)
 
 
 def run_group(study: Study, group: list[RunConfig], engine: EngineName, device: torch.device, progress: StudyProgress) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, get_args, get_type_hints
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from smupar.lm.config.run import ModelConfig, RunConfig, changed
 from smupar.lm.config.validation import refuse
 
+_Item = TypeVar("_Item")
 _MODEL = {field.name for field in dataclasses.fields(ModelConfig)}
 _FIELDS = _MODEL | {field.name for field in dataclasses.fields(RunConfig)} - {"model"}
 
@@ -17,6 +18,14 @@ _FIELDS = _MODEL | {field.name for field in dataclasses.fields(RunConfig)} - {"m
 def unique(configs: Iterable[RunConfig]) -> list[RunConfig]:
     """Each run once, in the order in which they come first."""
     return list({config.id: config for config in configs}.values())
+
+
+def grouped(items: Iterable[_Item], key: Callable[[_Item], str]) -> list[list[_Item]]:
+    """The items in groups of equal keys, in the order in which they come first."""
+    groups: dict[str, list[_Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return list(groups.values())
 
 
 def with_fields(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
@@ -84,12 +83,6 @@ def set_attention_scale(model: nn.Module, plan: Plan) -> None:
             scale /= attention.layer_idx + 1
         attention.scaling = scale
     plan.settle("attention_scale")
-
-
-@torch.no_grad()
-def scale_queries(family: Family, attention: nn.Module, factor: float) -> None:
-    for part in family.queries(attention):
-        part.mul_(factor)
 
 
 def base_config(config: PreTrainedConfig, width: int = 256) -> PreTrainedConfig:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
-from smupar.integrations.huggingface.families import FAMILIES, attentions, scale_queries, set_attention_scale
+from smupar.integrations.huggingface.families import FAMILIES, attentions, set_attention_scale
 from smupar.lm.config.validation import refuse
 from smupar.model.csr import expand_state, is_compressed
 from smupar.model.parameterize import add_masks, attach, let_masks_move
@@ -135,11 +135,11 @@ def folded(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
     """A plain model with the same logits: tables and heads take their factors, queries what the attention scale differs by. A
     table that is also the head, with two factors, becomes two."""
     family = FAMILIES.get(model.config.model_type)
-    if family is None and get_rule(plan.rule).attention_exponent != SP.attention_exponent:
-        raise ValueError(
-            f"the attention of a {model.config.model_type!r} is not known, so its scale cannot be folded into the weights; "
-            f"known are {', '.join(FAMILIES)}"
-        )
+    refuse(
+        family is None and get_rule(plan.rule).attention_exponent != SP.attention_exponent,
+        f"the attention of a {model.config.model_type!r} is not known, so its scale cannot be folded into the weights; "
+        f"known are {', '.join(FAMILIES)}",
+    )
     config = deepcopy(model.config)
     if _has_two_factors(plan):
         config.tie_word_embeddings = False
@@ -156,7 +156,8 @@ def folded(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
     if family is not None:
         for path, attention in attentions(plain):
             trained: Any = model.get_submodule(path)
-            scale_queries(family, attention, trained.scaling / attention.scaling)
+            for part in family.queries(attention):
+                part.mul_(trained.scaling / attention.scaling)
     if model.can_generate():
         plain.generation_config = deepcopy(model.generation_config)
     return plain

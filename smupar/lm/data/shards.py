@@ -104,8 +104,10 @@ def read_index(folder: str | Path) -> ShardIndex:
     again = "delete the folder and prepare it again"
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        if values["format"] != FORMAT:
-            raise ValueError(f"{path} has format {values['format']!r} and this version reads {FORMAT!r}: {again}")
+        refuse(
+            values["format"] != FORMAT,
+            f"{path} has format {values['format']!r} and this version reads {FORMAT!r}: {again}",
+        )
         index = ShardIndex(
             tokenizer=TokenizerInfo(**values["tokenizer"]),
             largest_token=int(values["largest_token"]),
@@ -115,8 +117,7 @@ def read_index(folder: str | Path) -> ShardIndex:
         consistent = values["num_tokens"] == index.num_tokens > 0 and values["dtype"] == f"u{index.dtype.itemsize}"
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}): {again}") from error
-    if not consistent:
-        raise ValueError(f"{path} is damaged (num_tokens or dtype do not fit its shards and vocabulary): {again}")
+    refuse(not consistent, f"{path} is damaged (num_tokens or dtype do not fit its shards and vocabulary): {again}")
     return index
 
 

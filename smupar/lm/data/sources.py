@@ -180,8 +180,10 @@ def cut_at(text: str) -> int:
 
 
 def _read_jsonl(path: Path, config: PrepareConfig, skip: int) -> Iterator[TextPiece]:
-    if "\n".encode(config.encoding) != b"\n":
-        raise ValueError(f"{path}: lines of JSON in {config.encoding} are not read here, convert the file to UTF-8")
+    refuse(
+        "\n".encode(config.encoding) != b"\n",
+        f"{path}: lines of JSON in {config.encoding} are not read here, convert the file to UTF-8",
+    )
     offset = 0
     with _open(path) as (stream, raw):
         for number, line in enumerate(stream, 1):

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from smupar.lm.config.validation import refuse
 from smupar.lm.data.shards import TokenizerInfo, token_dtype
 from smupar.output.files import write_atomic
 from smupar.output.optional import first_line, optional
@@ -37,8 +38,7 @@ class Tokenizer:
             # Not their number: a vocabulary may have holes.
             self.vocab_size = max(vocabulary.values(), default=-1) + 1
             self.eot = next((vocabulary[token] for token in _END_OF_TEXT if token in vocabulary), None)
-            if not self.vocab_size:
-                raise ValueError(f"the tokenizer {name} has no vocabulary: get its file again")
+            refuse(not self.vocab_size, f"the tokenizer {name} has no vocabulary: get its file again")
         self.sha256 = hashlib.sha256((definition or "bytes").encode()).hexdigest()
 
     @property
@@ -90,8 +90,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
 def read_tokenizer(folder: Path, name: str) -> Tokenizer:
     """The tokenizer of a run, an export or a prepared folder, which keeps its file unless it is bytes."""
     path = folder / TOKENIZER_FILE
-    if not path.is_file() and name != "bytes":
-        raise ValueError(f"{path} is missing: copy the JSON of the tokenizer {name} there")
+    refuse(not path.is_file() and name != "bytes", f"{path} is missing: copy the JSON of the tokenizer {name} there")
     return Tokenizer(name, _read(path) if path.is_file() else None)
 
 

@@ -111,8 +111,7 @@ def build_on_device(config: RunConfig, world: World) -> tuple[GPT, Plan]:
     however many ranks there are. Built on meta, so that no rank ever holds more than its part."""
     model = on_meta(config.model)
     if world.sharded:
-        bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        policy = bf16 if config.dtype == "bf16" else MixedPrecisionPolicy()
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if config.dtype == "bf16" else MixedPrecisionPolicy()
         for block in model.blocks:
             fully_shard(block, mp_policy=policy)
         fully_shard(model, mp_policy=policy)

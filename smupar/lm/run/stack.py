@@ -169,8 +169,8 @@ class GPTStack:
         if not self.own_batches:
             return self._of_seed(tokens, self.seeds[0], step)
         by_seed = {seed: self._of_seed(tokens, seed, step) for seed in self.seeds}
-        inputs, targets = (torch.stack([by_seed[config.seed][part] for config in self.configs]) for part in (0, 1))
-        return inputs, targets
+        inputs, targets = zip(*(by_seed[config.seed] for config in self.configs), strict=True)
+        return torch.stack(inputs), torch.stack(targets)
 
     def _of_seed(self, tokens: Tokens, seed: int, step: int) -> tuple[Tensor, Tensor]:
         first = self.configs[0]
