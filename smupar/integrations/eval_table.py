@@ -77,6 +77,11 @@ class Results:
         versions = {"lm_eval": described.pop("lm_eval"), "smupar": __version__}
         return json.dumps({"format": "smupar-eval/1", "versions": versions} | described, indent=1)
 
+    def write(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in (("results.json", self.to_json()), ("table.md", self.markdown()), ("table.csv", self.csv())):
+            write_atomic(folder / name, text)
+
     def _chance(self) -> list[Number]:
         return with_average([Number(self.random[task], None) for task in self.documents])
 
@@ -89,13 +94,6 @@ def with_average(row: list[Number]) -> list[Number]:
     errors = [number.stderr for number in row if number.stderr is not None]
     stderr = math.hypot(*errors) / len(row) if len(errors) == len(row) else None
     return [*row, Number(sum(number.value for number in row) / len(row), stderr)]
-
-
-def write_results(results: Results, out: Path) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    write_atomic(out / "results.json", results.to_json())
-    write_atomic(out / "table.md", results.markdown())
-    write_atomic(out / "table.csv", results.csv())
 
 
 def _percent(number: Number) -> str:

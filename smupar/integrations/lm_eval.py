@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from smupar.integrations.eval_table import Number, Results, TaskResults, write_results
+from smupar.integrations.eval_table import Number, Results, TaskResults
 from smupar.lm.config.commands import EvalConfig, TasksConfig
 from smupar.lm.config.validation import refuse
 from smupar.lm.use import score
@@ -92,7 +92,7 @@ def tabulate(requests: str | Path, scores: Sequence[str | Path], out: str | Path
         random={name: _by_chance(task, [r for r in asked if r.task == name]) for name, task in tasks.items()},
         models=tuple((identity, _metrics(tasks, answers, config.limit)) for identity, answers in models),
     )
-    write_results(results, Path(out))
+    results.write(Path(out))
     return results
 
 

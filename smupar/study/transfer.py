@@ -113,8 +113,9 @@ def sentence(config: TransferConfig, verdicts: Sequence[Verdict]) -> str:
     moves = ", ".join(f"{_whose(_title(verdict.rule))} {verdict.moved_words}" for verdict in verdicts)
     first = f"From the dense proxy of width {config.run.base_width} the best {name} moved: {moves}"
     far = verdicts[0].farthest
-    excess = {verdict.rule: verdict.farthest.excess(verdict.proxy.best_value) for verdict in verdicts}
-    costs = ", ".join(f"{_title(rule)} {_percent(share)}" for rule, share in excess.items())
+    costs = ", ".join(
+        f"{_title(verdict.rule)} {_percent(verdict.farthest.excess(verdict.proxy.best_value))}" for verdict in verdicts
+    )
     second = f"at {far.sparsity:.4g} sparsity and width {far.width} the proxy's best swept {name} costs {costs}"
     curves = [curve for verdict in verdicts for curve in (verdict.proxy, *verdict.targets)]
     lost = _named(curve for curve in curves if curve.diverged)

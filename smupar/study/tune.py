@@ -73,14 +73,16 @@ class Tuned:
             "num_diverged": self.num_diverged,
             "version": __version__,
         }
-        values = {
-            "format": FORMAT,
-            **self.hps,
-            "base_width": run.base_width,
-            "source": source,
-            "sensitivity": {name: asdict(sensitivity) for name, sensitivity in self.sensitivities.items()},
-        }
-        return json.dumps(values, indent=1)
+        return json.dumps(
+            {
+                "format": FORMAT,
+                **self.hps,
+                "base_width": run.base_width,
+                "source": source,
+                "sensitivity": {name: asdict(sensitivity) for name, sensitivity in self.sensitivities.items()},
+            },
+            indent=1,
+        )
 
     def explain(self) -> str:
         run = self.best.config

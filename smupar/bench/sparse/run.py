@@ -38,7 +38,10 @@ def bench_sparse(
     """Dense and sparse over density and over width. On a CPU: steps of a stack of hidden layers and of a GPT. On a GPU: forward
     and backward of a layer, steps of a stack, and a product alone. ``device``: default a GPU if there is one. ``out``: a folder
     for the numbers as JSON, written after each case, and the picture."""
-    device = _pick(device)
+    has_gpu = torch.cuda.is_available()
+    device = device or ("cuda" if has_gpu else "cpu")
+    refuse(device not in ("cpu", "cuda"), f"device must be cpu or cuda, got {device!r}")
+    refuse(device == "cuda" and not has_gpu, "there is no NVIDIA GPU here: leave out --device, or pass cpu")
     folder = None if out is None else Path(out)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -62,14 +65,6 @@ def bench_sparse(
         except ModuleNotFoundError as error:  # the numbers do not need matplotlib
             print(f"smupar: only {folder / 'sparse.json'} was written, {error}", file=sys.stderr)
     return table(total, machine, repeats, device)
-
-
-def _pick(device: str | None) -> str:
-    has_gpu = torch.cuda.is_available()
-    device = device or ("cuda" if has_gpu else "cpu")
-    refuse(device not in ("cpu", "cuda"), f"device must be cpu or cuda, got {device!r}")
-    refuse(device == "cuda" and not has_gpu, "there is no NVIDIA GPU here: leave out --device, or pass cpu")
-    return device
 
 
 def _on_cpu(

@@ -71,11 +71,15 @@ def prepare(config: PrepareConfig) -> ShardIndex:
     tokenizer = load_tokenizer(config.tokenizer)
     units_of = {source: find_units(source, out=folder) for source in config.sources}
     units = [unit for source in config.sources for unit in units_of[source]]
-    source = {
-        "sources": [describe(source, units_of[source]) for source in config.sources],
-        "options": {name: getattr(config, name) for name in _OPTIONS},
-    }
-    asked = PreparationState(tokenizer.info, largest_token=-1, shards=(), source=source)
+    asked = PreparationState(
+        tokenizer.info,
+        largest_token=-1,
+        shards=(),
+        source={
+            "sources": [describe(source, units_of[source]) for source in config.sources],
+            "options": {name: getattr(config, name) for name in _OPTIONS},
+        },
+    )
 
     if (folder / INDEX).is_file():
         index = read_index(folder)

@@ -75,8 +75,26 @@ def load(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) 
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
+    """Reads weights and masks. A weight that the checkpoint keeps another way than the model (as non-zeros, as a matrix) goes
+    through a matrix; the others are read into the model's own tensors."""
     with _named(path):
-        _read_model(path / "model", model)
+        stored = _metadata(path / "model")
+        every = [weight_of(model, name) for name, _ in model.named_parameters()]
+        foreign = [weight for weight in every if weight.is_masked and is_compressed(stored, weight.name) == weight.stores_zeros]
+        for weight in every:
+            if weight.name in stored and weight not in foreign:
+                weight.make_room(stored[weight.name].size.numel())
+        elsewhere = {name for weight in foreign for name in (weight.name, *weight.mask_buffers)}
+        tensors = {name: tensor for name, tensor in weights(model).items() if name not in elsewhere}
+        parts = [f"{weight.name}{part}" for weight in foreign for part in ("", MASK, COLUMNS, ROW_STARTS)]
+        tensors |= {
+            name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in parts if name in stored
+        }
+        _read(path / "model", tensors)
+        for weight in foreign:
+            if is_compressed(tensors, weight.name):
+                expand_state(tensors, weight.name, weight.shape)
+            weight.load(tensors[weight.name], tensors[f"{weight.name}{MASK}"])
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -186,26 +204,6 @@ def _write(folder: Path, tensors: dict[str, Tensor], world: World) -> None:
             save_tensors(tensors, storage_writer=writer, no_dist=world.size == 1)
     elif world.is_main:
         folder.mkdir()
-
-
-def _read_model(folder: Path, model: nn.Module) -> None:
-    """Reads weights and masks. A weight that the checkpoint keeps another way than the model (as non-zeros, as a matrix) goes
-    through a matrix; the others are read into the model's own tensors."""
-    stored = _metadata(folder)
-    every = [weight_of(model, name) for name, _ in model.named_parameters()]
-    foreign = [weight for weight in every if weight.is_masked and is_compressed(stored, weight.name) == weight.stores_zeros]
-    for weight in every:
-        if weight.name in stored and weight not in foreign:
-            weight.make_room(stored[weight.name].size.numel())
-    elsewhere = {name for weight in foreign for name in (weight.name, *weight.mask_buffers)}
-    tensors = {name: tensor for name, tensor in weights(model).items() if name not in elsewhere}
-    parts = [f"{weight.name}{part}" for weight in foreign for part in ("", MASK, COLUMNS, ROW_STARTS)]
-    tensors |= {name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in parts if name in stored}
-    _read(folder, tensors)
-    for weight in foreign:
-        if is_compressed(tensors, weight.name):
-            expand_state(tensors, weight.name, weight.shape)
-        weight.load(tensors[weight.name], tensors[f"{weight.name}{MASK}"])
 
 
 def _metadata(folder: Path) -> dict[str, TensorStorageMetadata]:

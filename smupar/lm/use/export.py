@@ -4,7 +4,6 @@ model card that says what the model is and what to be careful with."""
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -91,12 +90,16 @@ def model_card(run: LoadedRun) -> str:
     config, plan, model = run.config, run.plan, run.config.model
     state = checkpoint.read_state(run.folder / "checkpoints" / checkpoint.folder_name(run.step))
     sizes = {name: parameter.numel() for name, parameter in run.model.named_parameters()}
+    masks = {name: mask_of(run.model, name) for name in sizes}
+    kept = {name: sizes[name] if mask is None else int(mask.sum()) for name, mask in masks.items()}
+    hidden = [row.name for row in plan if row.role == "hidden"]
+    density = sum(kept[name] for name in hidden) / sum(sizes[name] for name in hidden)
     valid_loss, text = state["valid_loss"], read_facts(run.folder)
     rows = {
         "model": f"GPT, width {model.width}, depth {model.depth}, {model.num_heads} heads of {model.head_dim}, "
         f"{model.positions} positions, {model.activation}",
-        "parameters": f"{sum(sizes.values()):,}, of which the masks keep {sum(_num_kept(run, name) for name in sizes):,}",
-        "density of hidden weights": f"{_hidden_density(run):.4g} ({config.pattern} masks, {config.allocation}, seed "
+        "parameters": f"{sum(sizes.values()):,}, of which the masks keep {sum(kept.values()):,}",
+        "density of hidden weights": f"{density:.4g} ({config.pattern} masks, {config.allocation}, seed "
         f"{plan.seed}" + (f", moved by {config.dynamic})" if config.dynamic != "none" else ")"),
         "rule": f"{config.rule}, tuned at width {config.base_width}: LR {config.lr:g}, init std {config.init_std:g}, "
         f"alphas {config.alpha_input:g} and {config.alpha_output:g}",
@@ -144,13 +147,3 @@ preparation or the runs that tuned the hyperparameters.
 factors are folded in. In the sparse format a masked matrix is `<name>.crow_indices`, `.col_indices` and `.values` (CSR).
 `smupar generate FOLDER` samples from it.
 """
-
-
-def _hidden_density(run: LoadedRun) -> float:
-    hidden = [row for row in run.plan if row.role == "hidden"]
-    return sum(_num_kept(run, row.name) for row in hidden) / sum(math.prod(row.shape) for row in hidden)
-
-
-def _num_kept(run: LoadedRun, name: str) -> int:
-    mask = mask_of(run.model, name)
-    return run.model.get_parameter(name).numel() if mask is None else int(mask.sum())

@@ -245,14 +245,16 @@ def score_file(folder: str, requests: str | Path, out: str | Path, config: Scori
     path = Path(out)
     device = pick_device(config.device)
     model = load_scoring_model(folder, device)
-    header = {
-        "format": SCORES_FORMAT,
-        **model.identity,
-        "dtype": config.dtype,
-        "max_length": min(config.max_length, model.positions or config.max_length),
-        "versions": versions(),
-    }
-    answered = _begin(path, header)
+    answered = _begin(
+        path,
+        {
+            "format": SCORES_FORMAT,
+            **model.identity,
+            "dtype": config.dtype,
+            "max_length": min(config.max_length, model.positions or config.max_length),
+            "versions": versions(),
+        },
+    )
     missing = {request.key: request for request in asked if request.key not in answered}
     bar = tqdm(total=len(missing), desc=str(folder), unit=" requests", disable=None, leave=False)
     with bar, path.open("a", encoding="utf-8") as file:
