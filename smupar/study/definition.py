@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from smupar.lm.config.run import RunConfig
@@ -42,9 +43,11 @@ class StudyDefinition:
 
 def with_more_seeds(stages: Sequence[Stage], axis: str, seeds: int) -> list[Stage]:
     """Each stage, followed by one that runs further seeds of its runs round the best value of the axis."""
-    return [
-        stage for first in stages for stage in (first, lambda study, first=first: more_seeds(study, first(study), axis, seeds))
-    ]
+    return [stage for first in stages for stage in (first, partial(_more_seeds_of, first, axis, seeds))]
+
+
+def _more_seeds_of(stage: Stage, axis: str, seeds: int, study: Study) -> list[RunConfig]:
+    return more_seeds(study, stage(study), axis, seeds)
 
 
 def more_seeds(study: Study, first: Sequence[RunConfig], axis: str, seeds: int) -> list[RunConfig]:

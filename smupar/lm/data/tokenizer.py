@@ -156,14 +156,16 @@ def _byte_level_bpe(vocabulary: dict[str, int], merges: list[tuple[str, ...]]) -
     special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     end = _END_OF_TEXT[0]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    definition = {
-        "version": "1.0",
-        "added_tokens": [{"id": vocabulary[end], "content": end, **special}] if end in vocabulary else [],
-        "pre_tokenizer": byte_level,
-        "decoder": byte_level,
-        "model": {"type": "BPE", "vocab": dict(sorted(vocabulary.items(), key=lambda item: item[1])), "merges": merges},
-    }
-    return json.dumps(definition, ensure_ascii=False)
+    return json.dumps(
+        {
+            "version": "1.0",
+            "added_tokens": [{"id": vocabulary[end], "content": end, **special}] if end in vocabulary else [],
+            "pre_tokenizer": byte_level,
+            "decoder": byte_level,
+            "model": {"type": "BPE", "vocab": dict(sorted(vocabulary.items(), key=lambda item: item[1])), "merges": merges},
+        },
+        ensure_ascii=False,
+    )
 
 
 def _read(path: Path) -> str:

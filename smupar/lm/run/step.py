@@ -189,8 +189,12 @@ class Stepper:
 def _fitting(config: RunConfig, world: World) -> int:
     if world.device.type != "cuda":  # the same everywhere, so that resumed runs have the same bits
         return config.batch_size // world.size
-    memory = torch.cuda.get_device_properties(world.device).total_memory
-    return fitting_micro_batch(config, num_ranks=world.size, sharded=world.sharded, memory=memory)
+    return fitting_micro_batch(
+        config,
+        num_ranks=world.size,
+        sharded=world.sharded,
+        memory=torch.cuda.get_device_properties(world.device).total_memory,
+    )
 
 
 def _num_micro_batches(num_rows: int, micro_batch: int) -> int:
