@@ -52,14 +52,17 @@ def evaluate(config: EvalConfig) -> Results:
 def write_requests(config: TasksConfig, out: str | Path) -> str:
     """Writes all that is asked to a file; returns a line that says what is in it."""
     requests, digest = _requests(load_tasks(config), config)
-    header = {
-        "tasks": list(config.tasks),
-        "data_dir": None if config.data_dir is None else str(Path(config.data_dir).resolve()),
-        "limit": config.limit,
-        "sha256": digest,
-        "lm_eval": _module("lm_eval").__version__,
-    }
-    score.write_requests(Path(out), header, requests)
+    score.write_requests(
+        Path(out),
+        {
+            "tasks": list(config.tasks),
+            "data_dir": None if config.data_dir is None else str(Path(config.data_dir).resolve()),
+            "limit": config.limit,
+            "sha256": digest,
+            "lm_eval": _module("lm_eval").__version__,
+        },
+        requests,
+    )
     counts = Counter(request.task for request in requests)
     return f"{len(requests):,} requests ({', '.join(f'{task} {count:,}' for task, count in counts.items())}) in {out}"
 

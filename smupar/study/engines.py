@@ -98,7 +98,7 @@ def settle(study: Study, propose: Stage, how: EngineConfig) -> Sequence[RunConfi
             return configs
         try:
             with ended_by_sigterm():
-                execute(study, missing, how)
+                execute(study, missing, engine=how.engine, device=how.device, address=how.address)
         except (KeyboardInterrupt, SystemExit):
             print(
                 f"\n{len(configs) - len(study.missing(configs))} of {len(configs)} runs are done and kept; stacked ones that "
@@ -132,15 +132,19 @@ def _refuse_impossible(configs: Sequence[RunConfig]) -> None:
             warnings.warn(warning, PlanWarning, stacklevel=2)
 
 
-def execute(study: Study, configs: Sequence[RunConfig], how: EngineConfig) -> None:
-    if how.engine == "ray":
+def execute(
+    study: Study, configs: Sequence[RunConfig], *, engine: EngineName = "auto", device: str = "auto", address: str = "auto"
+) -> None:
+    """Runs those that have no result in the study yet."""
+    missing = study.missing(configs)
+    if engine == "ray":
         from smupar.study.ray_engine import execute_on_ray
 
-        execute_on_ray(study, configs, address=how.address)
+        execute_on_ray(study, missing, address=address)
         return
-    with contextlib.closing(StudyProgress(configs)) as progress:
-        for group in groups(configs):
-            run_group(study, group, how.engine, pick_device(how.device), progress)
+    with contextlib.closing(StudyProgress(missing)) as progress:
+        for group in groups(missing):
+            run_group(study, group, engine, pick_device(device), progress)
             if torch.cuda.is_initialized():  # frees what the group's captured steps held
                 gc.collect()
                 torch.cuda.empty_cache()

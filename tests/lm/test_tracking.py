@@ -21,7 +21,6 @@ from smupar.lm.data.shard_writer import write_tokens
 from smupar.lm.data.shards import TokenizerInfo
 from smupar.lm.run.tracking import tracked
 from smupar.lm.run.train import train
-from smupar.study.config import EngineConfig
 from smupar.study.engines import execute
 from smupar.study.store import Study
 
@@ -113,7 +112,7 @@ def test_study_becomes_csv_and_parquet_with_the_same_rows(config, tmp_path, caps
     from pyarrow import parquet
 
     with Study.open(tmp_path / "study", {"kind": "sweep", "axes": {"lr": [2**-8, 2**-6]}}, "smupar sweep") as study:
-        execute(study, [replace(config, lr=2.0**-8), replace(config, lr=2.0**-6)], EngineConfig("serial", "cpu"))
+        execute(study, [replace(config, lr=2.0**-8), replace(config, lr=2.0**-6)], engine="serial", device="cpu")
     main(["report", str(study.folder), "--parquet"])
     assert "table.csv, table.parquet" in capsys.readouterr().out
     typed = parquet.read_table(study.folder / "table.parquet").to_pylist()

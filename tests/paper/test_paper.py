@@ -443,7 +443,7 @@ def test_table_2_evaluates_the_runs_that_a_study_kept(tmp_path, capsys):
     tiny = RunConfig(model=ModelConfig(width=64, head_dim=32), steps=2, batch_size=2, seq_len=32, valid_batches=1)
     with Study.open(tmp_path / "study", {"kind": "test"}, "", keeps_weights=True) as study:
         runs = [replace(tiny, rule=rule, sparsity=0.75) for rule in ("sp", "smupar")]
-        execute(study, runs, EngineConfig("stacked"))
+        execute(study, runs, engine="stacked")
     asked = tmp_path / "tasks"
     asked.mkdir()
     for task in ("arc_easy", "piqa", "boolq"):

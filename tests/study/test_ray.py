@@ -12,7 +12,6 @@ import pytest
 
 from smupar.lm.config.run import ModelConfig, RunConfig
 from smupar.study import ray_engine
-from smupar.study.config import EngineConfig
 from smupar.study.engines import execute
 from smupar.study.ray_engine import execute_on_ray, split
 from smupar.study.store import Study
@@ -50,7 +49,7 @@ def cluster():
 @pytest.fixture(scope="module")
 def serial_losses(tmp_path_factory):
     with Study.open(tmp_path_factory.mktemp("serial"), {}, "") as study:
-        execute(study, LONG, EngineConfig("serial", "cpu"))
+        execute(study, LONG, engine="serial", device="cpu")
         return [result.loss for result in study.results(LONG)]
 
 
@@ -77,7 +76,7 @@ def test_study_is_complete_when_a_worker_is_killed(cluster, serial_losses, tmp_p
     killer = threading.Thread(target=kill_one, daemon=True)
     with Study.open(tmp_path / "ray", {}, "") as study:
         killer.start()
-        execute(study, LONG, EngineConfig("ray", address=cluster.address))
+        execute(study, LONG, engine="ray", address=cluster.address)
         killer.join(timeout=60)
         assert missing_at_kill
         assert missing_at_kill[0] >= 2  # what the victim was doing, and more

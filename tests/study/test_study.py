@@ -45,7 +45,7 @@ AXES = {"rule": ["sp", "smupar"], "sparsity": [0.0, 0.75], "lr": [2.0**-8, 2.0**
 
 def run(folder, engine, configs):
     with Study.open(folder, {"kind": "sweep", "axes": AXES}, "smupar sweep") as study:
-        execute(study, study.missing(configs), EngineConfig(engine, "cpu"))
+        execute(study, configs, engine=engine, device="cpu")
         study.write_table()
     return study
 
@@ -659,7 +659,7 @@ def test_panels_share_a_legend_only_if_their_series_do(tmp_path, monkeypatch):
 def test_transfer_study_runs_from_end_to_end(tmp_path):
     config = TransferConfig(run=TINY, rules=("sp", "smupar"), widths=(64,), sparsities=(0.75,), values=(0.002, 0.008, 0.03))
     with Study.open(tmp_path / "study", {"kind": "transfer", **asdict(config)}, "smupar transfer") as study:
-        execute(study, proposals(config), EngineConfig("stacked", "cpu"))
+        execute(study, proposals(config), engine="stacked", device="cpu")
         found = write_report(study)
     assert found.splitlines()[0] == sentence(config, analyse(config, study.results()))
     assert "SmuPar" in found
@@ -669,7 +669,7 @@ def test_all_runs_diverged_is_said_with_the_remedy(tmp_path):
     wild = replace(TINY, optimizer="sgd", lr=1.0)
     config = TransferConfig(run=wild, rules=("sp",), widths=(64,), sparsities=(0.5,), values=(1e11, 1e12, 1e13))
     with Study.open(tmp_path / "study", {"kind": "x"}, "") as study:
-        execute(study, proposals(config), EngineConfig("stacked", "cpu"))
+        execute(study, proposals(config), engine="stacked", device="cpu")
         with pytest.raises(ValueError, match="all runs of sp on the proxy diverged: sweep smaller values"):
             analyse(config, study.results())
 

@@ -130,8 +130,14 @@ class GPTStack:
             path = folder / config.id
             write_facts(path, self.corpus)
             write_atomic(path / "config.json", config.to_json())
-            state = {"best_step": None, "valid_loss": summary.valid_loss, "seconds": summary.seconds}
-            checkpoint.save(path / "checkpoints", config.steps, model, [], state, self.world)
+            checkpoint.save(
+                path / "checkpoints",
+                config.steps,
+                model,
+                optimizers=[],
+                state={"best_step": None, "valid_loss": summary.valid_loss, "seconds": summary.seconds},
+                world=self.world,
+            )
 
     def step(self, step: int) -> Tensor:
         batch, shares = self._batch(self.corpus.train, step), [lr_share(step, config) for config in self.configs]
