@@ -61,7 +61,7 @@ def test_every_extra_that_is_named_exists():
     named = {
         extra: path
         for path in places
-        for names in re.findall(r"pip install [^\n]*smupar\[([\w,]+)\]", path.read_text())
+        for names in re.findall(r"(?:pip install [^\n]*smupar\[|\boptional\([^\n]*, \")([\w,]+)[\]\"]", path.read_text())
         for extra in names.split(",")
     }
     assert {"plot", "search", "tracking", "hf", "data", "eval", "ray", "lightning"} <= named.keys()

@@ -17,10 +17,11 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from smupar.bench.sparse import bench_sparse
+from smupar.bench.sparse.run import bench_sparse
 from smupar.execute.timing import Call, best_of, in_turns, seconds_of
 from smupar.lm.config.presets import gpt_610m
 from smupar.lm.config.run import Execution, ModelConfig, RunConfig
+from smupar.lm.config.validation import refuse
 from smupar.lm.data import batches as data
 from smupar.lm.data.shard_writer import write_tokens
 from smupar.lm.data.shards import TokenizerInfo, Tokens, open_tokens
@@ -39,28 +40,29 @@ _BASE_WIDTH = 256
 
 def bench_parameterize(*, repeats: int = 3, model: ModelConfig = _610M, planned: ModelConfig = _70B) -> str:
     """parameterize on a 610M-parameter GPT against ``normal_`` of the same tensors, and a plan for a 70B-parameter one."""
-    lines = [_bench_plan(planned)]  # first, so that its memory shows in the peak
-    sparsities = (0.0, 0.5, 0.9375)
-    plain, ours = [], {sparsity: [] for sparsity in sparsities}  # type: tuple[list[float], dict[float, list[float]]]
+    about_plan = _bench_plan(planned)  # first, so that its memory shows in the peak
+    densities = (1.0, 0.5, 0.0625)
+    plain, ours = math.inf, dict.fromkeys(densities, math.inf)
     extra_bytes = {}
-    with torch.device("meta"):
-        base = GPT(replace(model, width=_BASE_WIDTH))
-    for sparsity in tqdm([s for _ in range(repeats) for s in sparsities], desc="bench", leave=False):
+    base = on_meta(replace(model, width=_BASE_WIDTH))
+    for density in tqdm(densities * repeats, desc="bench", leave=False):
         gpt = GPT(model)
-        plain.append(seconds_of(partial(_fill, gpt)))
-        ours[sparsity].append(seconds_of(partial(parameterize, gpt, base=base, density=1 - sparsity)))
+        plain = min(plain, seconds_of(partial(_fill, gpt)))
+        ours[density] = min(ours[density], seconds_of(partial(parameterize, gpt, base=base, density=density)))
         masks = [mask for name, _ in gpt.named_parameters() if (mask := mask_of(gpt, name)) is not None]
-        num_masked = sum(mask.numel() for mask in masks)
-        extra_bytes[sparsity] = sum(mask.numel() * mask.element_size() for mask in masks) / max(1, num_masked)
-    lines.append(f"GPT of {_num_parameters(model):,} parameters, CPU, {torch.get_num_threads()} threads, fastest of {repeats}:")
-    lines.append(f"  normal_ of every parameter      {min(plain):6.2f} s  1.00x")
-    for sparsity, seconds in ours.items():
-        ratio = min(seconds) / min(plain)
-        lines.append(
-            f"  parameterize, density {1 - sparsity:<8g}  {min(seconds):6.2f} s  {ratio:.2f}x, "
-            f"{extra_bytes[sparsity]:.2f} extra bytes per masked weight"
-        )
-    return "\n".join(lines)
+        extra_bytes[density] = sum(mask.nbytes for mask in masks) / max(1, sum(mask.numel() for mask in masks))
+    return "\n".join(
+        [
+            about_plan,
+            f"GPT of {_num_parameters(model):,} parameters, CPU, {torch.get_num_threads()} threads, fastest of {repeats}:",
+            f"  normal_ of every parameter      {plain:6.2f} s  1.00x",
+            *(
+                f"  parameterize, density {density:<8g}  {seconds:6.2f} s  {seconds / plain:.2f}x, "
+                f"{extra_bytes[density]:.2f} extra bytes per masked weight"
+                for density, seconds in ours.items()
+            ),
+        ]
+    )
 
 
 @torch.no_grad()
@@ -100,26 +102,23 @@ def bench_train(*, repeats: int = 3, run: RunConfig | None = None, micro_batch: 
         config = replace(run, model=replace(run.model, positions=positions, context=run.seq_len))  # type: ignore[arg-type]
         sides = {"without smupar": _plain_step(config, how, device), "sparsity 0.75": _smupar_step(config, how, device)}
         seconds, _ = _compare(sides, repeats, num_steps, device, warm_up=3)
-        lines.append(f"{title}, {_num_parameters(config.model):,} parameters:")
-        plain = seconds["without smupar"]
-        for side, median in seconds.items():
-            share = 6 * _num_parameters(config.model) * tokens / median / peak
-            lines.append(
-                f"  {side:<15} {median * 1e3:7.1f} ms a step  {tokens / median:9.0f} tokens/s  {share:.1%} of peak  "
-                f"speed {plain / median:.3f}"
-            )
+        num_parameters = _num_parameters(config.model)
+        lines.append(f"{title}, {num_parameters:,} parameters:")
+        lines += [
+            f"  {side:<15} {median * 1e3:7.1f} ms a step  {tokens / median:9.0f} tokens/s  "
+            f"{6 * num_parameters * tokens / median / peak:.1%} of peak  speed {seconds['without smupar'] / median:.3f}"
+            for side, median in seconds.items()
+        ]
     return "\n".join(lines)
 
 
 def _large_run(device: torch.device) -> RunConfig:
-    if device.type != "cuda":
-        raise ValueError("the 610M model needs a GPU, and torch sees none: try bench parameterize, data or sparse")
+    refuse(device.type != "cuda", "the 610M model needs a GPU, and torch sees none: try bench parameterize, data or sparse")
     return gpt_610m()
 
 
 def _smupar_step(config: RunConfig, how: Execution, device: torch.device) -> Call:
-    stepper = Stepper(config, how, World(0, 1, device, "ddp"), _random_text(config))
-    return lambda: stepper.step(0)
+    return partial(Stepper(config, how, World(0, 1, device, "ddp"), _random_text(config)).step, 0)
 
 
 def _plain_step(config: RunConfig, how: Execution, device: torch.device) -> Call:
@@ -164,8 +163,8 @@ def _compare(
 
 
 def _random_text(config: RunConfig) -> data.Corpus:
-    tokens = np.random.default_rng(0).integers(config.model.vocab_size, size=4 * config.batch_size * config.seq_len)
-    part = Tokens([tokens.astype(np.uint32)])
+    size = 4 * config.batch_size * config.seq_len
+    part = Tokens([np.random.default_rng(0).integers(config.model.vocab_size, size=size).astype(np.uint32)])
     return data.Corpus(part, part, data.CorpusFacts("random", len(part), "", 0, {}), None)
 
 
@@ -214,7 +213,6 @@ def bench_sweep(*, repeats: int = 3, cases: Sequence[tuple[int, int]] = _CASES, 
     the serial engine), and many models stacked."""
     device = pick_device("auto")
     how = Execution(device=str(device))
-    world = World(0, 1, device, "ddp")
     peak = peak_flops(device, "bf16")
     lines = [
         f"{_device_name(device)}, torch {torch.__version__}, 2-layer GPT, vocabulary 8192, T = 256, bf16, median of "
@@ -232,12 +230,11 @@ def bench_sweep(*, repeats: int = 3, cases: Sequence[tuple[int, int]] = _CASES, 
         )
         text, count = _random_text(run), _STACKED.get(width, 8)
         runs = [replace(run, lr=run.lr * 2 ** (-number / count)) for number in range(count)]
-        stack = GPTStack(runs, text, device)
         sides: dict[str, Call] = {
             "plain": _plain_step(run, replace(how, micro_batch=run.batch_size), device),
-            "captured": partial(Stepper(run, replace(how, graph=device.type == "cuda"), world, text).step, 0),
+            "captured": _smupar_step(run, replace(how, graph=device.type == "cuda"), device),
             "serial": partial(GPTStack(runs[:1], text, device).step, 0),
-            "stacked": partial(stack.step, 0),
+            "stacked": partial(GPTStack(runs, text, device).step, 0),
         }
         seconds, _ = _compare(sides, repeats, num_steps, device, warm_up=6)
         each = {side: median / (count if side == "stacked" else 1) for side, median in seconds.items()}

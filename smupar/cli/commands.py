@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -24,10 +25,10 @@ from smupar.study.config import EngineConfig, TransferConfig, TuneConfig
 if TYPE_CHECKING:
     from smupar.lm.run.folder import Summary
     from smupar.study.definition import StudyDefinition
+    from smupar.study.store import Study
 
 Preset = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="[PRESET]")]]
 Run = Annotated[Typed, RunConfig]
-How = Annotated[Typed, Execution]
 Engine = Annotated[Typed, EngineConfig]
 EXIT_CODES = {"finished": 0, "diverged": 3, "interrupted": 130, "terminated": 143}
 
@@ -55,16 +56,15 @@ def export(config: Annotated[Typed, ExportConfig]) -> None:
 
     The folder that save_pretrained wrote for a Hugging Face model becomes one that a plain from_pretrained reads.
     """
-    from smupar.lm.use.export import export as write
-    from smupar.lm.use.export import is_of_transformers
+    from smupar.lm.use import export as runs
 
     asked = ExportConfig(**config)
-    if is_of_transformers(asked):
-        from smupar.integrations.huggingface import export as write_plain
+    if runs.is_of_transformers(asked):
+        from smupar.integrations import huggingface
 
-        print(write_plain(asked.folder, asked.out, dtype=asked.dtype))
+        print(huggingface.export(asked.folder, asked.out, dtype=asked.dtype))
     else:
-        print(write(asked))
+        print(runs.export(asked))
 
 
 def report(folder: tyro.conf.Positional[str], parquet: bool = False) -> None:
@@ -141,7 +141,7 @@ def train(
     /,
     *,
     config: Run,
-    how: How,
+    how: Annotated[Typed, Execution],
     machine: Annotated[Typed, MachineConfig],
     hps: str | None = None,
     dry_run: bool = False,
@@ -190,8 +190,7 @@ def sweep(
     from smupar.study.space import parse_axes
     from smupar.study.sweep import define_sweep
 
-    parsed = parse_axes(axes)
-    _run_and_report(out, define_sweep(resolve(RunConfig, request_of(config)), parsed), how)
+    _run_and_report(out, define_sweep(resolve(RunConfig, request_of(config)), parse_axes(axes)), how)
 
 
 def transfer(
@@ -211,11 +210,16 @@ def transfer(
     _run_and_report(out, define_transfer(resolve(TransferConfig, request_of(config, hps=hps))), how)
 
 
-def _run_and_report(out: str, definition: StudyDefinition, how: Typed) -> None:
+def _run_and_report(
+    out: str, definition: StudyDefinition, how: Typed, after: Callable[[Study], None] = lambda study: None
+) -> None:
+    """Runs what is missing of a study, then ``after``, then writes the report; all while the folder is locked."""
     from smupar.study.engines import run_study
     from smupar.study.report import write_report
 
-    with run_study(out, definition, _command(), EngineConfig(**how)) as (study, _):
+    command = shlex.join(["smupar", *sys.argv[1:]])  # for the page
+    with run_study(out, definition, command, EngineConfig(**how)) as (study, _):
+        after(study)
         print(write_report(study, definition))
 
 
@@ -255,25 +259,23 @@ def reproduce(
     if settings or list or not figures:
         print(table_4() if settings else paper.listed())
         return
-    offline = [name for name in paper.FIGURES if name != "tab02" or data_dir is not None]
+    offline = tuple(name for name in paper.FIGURES if name != "tab02" or data_dir is not None)
     names = offline if figures == ("all",) else figures
-    trained = [name for name in names if paper.figure(name).runs]
-    reads = bool(trained) and not dry_run
+    reads = not dry_run and any(paper.figure(name).runs for name in names)
     wanted = paper.make_scale(scale, data, reads=reads, weight_decay=weight_decay, clip=clip or None)
     if dry_run:
         print("\n".join(paper.dry_run(name, wanted) for name in names))
         return
     if publish is not None:
-        from smupar.paper.publish import publish as write_page
-        from smupar.paper.publish import refuse_other_scale
+        from smupar.paper import publish as pages
 
-        refuse_other_scale(publish, names, wanted)
+        pages.refuse_other_scale(publish, names, wanted)
     ended = []
     for name in names:
         ended.append(paper.reproduce(name, wanted, EngineConfig(**how), out=out, data_dir=data_dir))
         print(ended[-1], flush=True)
         if publish is not None:
-            print(write_page(ended[-1], wanted, publish))
+            print(pages.publish(ended[-1], wanted, publish))
     sys.exit(0 if all(done.claim.holds for done in ended) else 1)
 
 
@@ -285,18 +287,13 @@ def tune(config: Annotated[Typed, TuneConfig], how: Engine, out: str = "runs/tun
     Args:
         out: Folder of the study.
     """
-    from smupar.study.report import write_report
-    from smupar.study.store import Study
-    from smupar.study.tune import define_search
-    from smupar.study.tune import tune as search
+    from smupar.study.tune import define_search, write_best
 
     resolved = resolve(TuneConfig, request_of(config))
-    print(search(resolved, EngineConfig(**how), out=out, command=_command()).explain())
-    print(write_report(Study(out), define_search(resolved)))
+    _run_and_report(out, define_search(resolved), how, lambda study: print(write_best(resolved, study).explain()))
 
 
 def _ending(summary: Summary, config: RunConfig) -> str:
-    """The last line of a run."""
     if summary.status in ("interrupted", "terminated"):
         return f"{summary.status} and saved at step {summary.steps} of {config.steps}: the same command goes on"
     if summary.status == "diverged":
@@ -312,7 +309,6 @@ def _ending(summary: Summary, config: RunConfig) -> str:
 
 
 def request_of(typed: Typed, preset: str = "demo", hps: str | None = None) -> Request:
-    """What was typed, and what the files that it names hold."""
     tuned, vocab_size = None, 0
     if hps is not None:
         from smupar.study.tune import read_hps
@@ -323,8 +319,3 @@ def request_of(typed: Typed, preset: str = "demo", hps: str | None = None) -> Re
 
         vocab_size = read_index(text).tokenizer.vocab_size
     return Request(typed, preset, vocab_size, tuned, hps)
-
-
-def _command() -> str:
-    """What was typed, for the page of a study."""
-    return shlex.join(["smupar", *sys.argv[1:]])

@@ -12,12 +12,14 @@ _NOT_FOR_USERS = ("all", "dev")  # extras that are made of others
 
 
 def describe() -> str:
-    """Version, Python, torch, machine, and the extras that are installed."""
-    machine = f"Python {platform.python_version()}, torch {_version('torch') or 'missing'}, {platform.platform()}"
-    extras = {extra: all(_version(package) for package in packages) for extra, packages in _extras().items()}
+    """Version, Python, torch, machine, and which extras are there."""
+    extras = {extra: all(map(_version, packages)) for extra, packages in _extras().items()}
     missing = [extra for extra, is_there in extras.items() if not is_there]
-    present = ", ".join(extra for extra in extras if extra not in missing) or "none"
-    lines = [f"smupar {__version__}", machine, f"extras: {present}"]
+    lines = [
+        f"smupar {__version__}",
+        f"Python {platform.python_version()}, torch {_version('torch') or 'missing'}, {platform.platform()}",
+        f"extras: {', '.join(extra for extra, is_there in extras.items() if is_there) or 'none'}",
+    ]
     if missing:
         lines.append(f"not installed: {', '.join(missing)} (pip install 'smupar[{missing[0]}]')")
     return "\n".join(lines)

@@ -55,6 +55,7 @@ _STARTS: dict[str, type[Any]] = {
     "tune": TuneConfig,
 }
 _HELP = ("-h", "--help")
+_OF_THE_MACHINE = ("SafetensorError", "OutOfMemoryError", "MemoryError")  # out of memory or disk, told by libraries
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -76,7 +77,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"smupar: {_sentence_of(error)}", file=sys.stderr)
         sys.exit(2)
     except Exception as error:
-        if not _is_of_the_machine(error):
+        if type(error).__name__ not in _OF_THE_MACHINE:
             raise
         print(f"smupar: {str(error).strip().splitlines()[0]}", file=sys.stderr)
         sys.exit(2)
@@ -89,11 +90,6 @@ def _sentence_of(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename and error.strerror:  # the system's, not one of ours
         return f"{error.filename}: {error.strerror}. Name another path, or make this one usable"
     return str(error)
-
-
-def _is_of_the_machine(error: Exception) -> bool:
-    """Whether an error means out of memory or disk, which libraries say in their own words."""
-    return type(error).__name__ in ("SafetensorError", "OutOfMemoryError", "MemoryError")
 
 
 def _run(argv: list[str]) -> None:
@@ -116,9 +112,9 @@ def _request(argv: list[str]) -> Request:
 def parse(argv: list[str], shown: Mapping[type, Any], *, prints: bool = True) -> Call:
     """The call that argv asks for. Help and mistakes end the program; help names the fields of ``shown`` as defaults."""
     if step := _STEPS.get(tuple(argv[:2])):
-        prog = " ".join(("smupar", *argv[:2]))
+        prog = f"smupar {argv[0]} {argv[1]}"
         return tyro.cli(parser_of(step, shown), prog=prog, args=argv[2:], console_outputs=prints)
-    call: Call = tyro.extras.subcommand_cli_from_dict(
+    return tyro.extras.subcommand_cli_from_dict(
         {name: parser_of(command, shown) for name, command in COMMANDS.items()},
         prog="smupar",
         description="Tune a small dense model, train wide sparse ones with the same hyperparameters. "
@@ -126,4 +122,3 @@ def parse(argv: list[str], shown: Mapping[type, Any], *, prints: bool = True) ->
         args=argv,
         console_outputs=prints,
     )
-    return call

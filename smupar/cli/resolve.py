@@ -57,7 +57,6 @@ def start(kind: type[Kind], request: Request) -> Kind:
 
 
 def resolve(kind: type[Kind], request: Request) -> Kind:
-    """The configuration that was asked for."""
     if kind is TransferConfig:
         _refuse_what_transfer_sets(request.fields)
     origin, values = _origin(kind, request)

@@ -15,7 +15,6 @@ from smupar.output.files import write_atomic
 from smupar.output.tables import aligned
 
 _TITLES = {"arc_easy": "ARC-easy", "lambada_openai": "LAMBADA", "race": "RACE", "piqa": "PIQA", "boolq": "BoolQ"}
-_METRIC = "acc"
 
 
 @dataclass(frozen=True)
@@ -49,20 +48,20 @@ class Results:
     def markdown(self) -> str:
         titles, *rows = self._cells("`{}`")
         rows = [titles, ["---"] * len(titles), *rows]
+        table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
         counts = ", ".join(f"{_TITLES[task]} {number:,}" for task, number in self.documents.items())
-        note = f"Accuracy in percent ± standard error, zero-shot, lm-eval {self.lm_eval}. Documents: {counts}."
-        return "\n".join("| " + " | ".join(row) + " |" for row in rows) + f"\n\n{note}\n"
+        return f"{table}\n\nAccuracy in percent ± standard error, zero-shot, lm-eval {self.lm_eval}. Documents: {counts}.\n"
 
     def csv(self) -> str:
         """The table as CSV, with shares and not percent."""
         names = [*self.documents, "average"]
-        lines = [["model", "config_id", *(column for name in names for column in (name, f"{name}_stderr"))]]
         rows: list[tuple[list[str], list[Number]]] = [(["random", ""], self._chance())]
         rows += [([header["folder"], header["config_id"] or ""], self._row(numbers)) for header, numbers in self.models]
-        for who, row in rows:
-            lines.append([*who, *(_cell(value) for number in row for value in (number.value, number.stderr))])
         text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows(lines)
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(["model", "config_id", *(column for name in names for column in (name, f"{name}_stderr"))])
+        for who, row in rows:
+            writer.writerow([*who, *(_cell(value) for number in row for value in (number.value, number.stderr))])
         return text.getvalue()
 
     def to_json(self) -> str:
@@ -78,11 +77,16 @@ class Results:
         versions = {"lm_eval": described.pop("lm_eval"), "smupar": __version__}
         return json.dumps({"format": "smupar-eval/1", "versions": versions} | described, indent=1)
 
+    def write(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in (("results.json", self.to_json()), ("table.md", self.markdown()), ("table.csv", self.csv())):
+            write_atomic(folder / name, text)
+
     def _chance(self) -> list[Number]:
         return with_average([Number(self.random[task], None) for task in self.documents])
 
     def _row(self, numbers: dict[str, TaskResults]) -> list[Number]:
-        return with_average([numbers[task][_METRIC] for task in self.documents])
+        return with_average([numbers[task]["acc"] for task in self.documents])
 
 
 def with_average(row: list[Number]) -> list[Number]:
@@ -90,13 +94,6 @@ def with_average(row: list[Number]) -> list[Number]:
     errors = [number.stderr for number in row if number.stderr is not None]
     stderr = math.hypot(*errors) / len(row) if len(errors) == len(row) else None
     return [*row, Number(sum(number.value for number in row) / len(row), stderr)]
-
-
-def write_results(results: Results, out: Path) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    write_atomic(out / "results.json", results.to_json())
-    write_atomic(out / "table.md", results.markdown())
-    write_atomic(out / "table.csv", results.csv())
 
 
 def _percent(number: Number) -> str:

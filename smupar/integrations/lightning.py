@@ -23,13 +23,12 @@ except ModuleNotFoundError as error:
 from smupar.check.audit import audit
 from smupar.dynamic.sparsifiers import Sparsifier
 from smupar.integrations.state import carry_state
+from smupar.lm.config.validation import refuse
 from smupar.model.parameterize import add_masks, attach, is_parameterized, mask_of, parameterize
 from smupar.optim.groups import param_groups
 from smupar.plan.make import Settings
 from smupar.plan.plan import Plan
 from smupar.updates.meter import Follower, Recorder
-
-Make = Callable[[nn.Module, Plan, Any], Any]
 
 
 class SmuparCallback(Callback):
@@ -57,12 +56,15 @@ class SmuparCallback(Callback):
         prepare: Callable[[nn.Module, Plan], None] | None = None,
         **settings: Unpack[Settings],
     ) -> None:
-        if (base is None) == (plan is None) or (plan is not None and settings):
-            raise ValueError(
-                "give either base, with settings as for smupar.parameterize, or the plan of a parameterized module"
-            )
+        refuse(
+            (base is None) == (plan is None) or (plan is not None and settings),
+            "give either base, with settings as for smupar.parameterize, or the plan of a parameterized module",
+        )
         self._base, self._plan, self._settings, self._prepare = base, plan, settings, prepare
-        self._make: dict[str, Make | None] = {"sparsifier": sparsifier, "measured updates": updates}
+        self._make: dict[str, Callable[[nn.Module, Plan, Any], Any] | None] = {
+            "sparsifier": sparsifier,
+            "measured updates": updates,
+        }
         self._module: LightningModule | None = None
         self._watched: list[torch.optim.Optimizer] = []
         self.sparsifier: Sparsifier | None = None
@@ -90,16 +92,21 @@ class SmuparCallback(Callback):
         self.sparsifier, self.updates = parts["sparsifier"], parts["measured updates"]
         carry_state(self._watched[0], parts)
         if self.sparsifier is not None:
-            self._watched[-1].register_step_post_hook(self._move)
+            move = self.sparsifier.step
+            self._watched[-1].register_step_post_hook(lambda *_: move())
 
     # What Lightning calls
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if not any(True for _ in pl_module.parameters()):
-            raise ValueError("the module has no parameters yet: build its layers in __init__, not in configure_model")
+        refuse(
+            not list(pl_module.parameters()),
+            "the module has no parameters yet: build its layers in __init__, not in configure_model",
+        )
         if not is_parameterized(pl_module):
-            if self._base is None:
-                raise ValueError("a plan was given, but the module is not parameterized: give base and settings instead")
+            refuse(
+                self._base is None,
+                "a plan was given, but the module is not parameterized: give base and settings instead",
+            )
             self._plan = parameterize(pl_module, base=self._base_model(), **self._settings)
         attach(pl_module, self.plan)
         if self._prepare is not None:
@@ -119,10 +126,6 @@ class SmuparCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         audit(pl_module, self.plan, trainer.optimizers, trained=trainer.global_step > 0)
 
-    def _move(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        assert self.sparsifier is not None
-        self.sparsifier.step()
-
     def _base_model(self) -> nn.Module:
         if isinstance(self._base, nn.Module):
             return self._base
@@ -132,8 +135,8 @@ class SmuparCallback(Callback):
 
     def _regroup(self, module: nn.Module, optimizer: torch.optim.Optimizer, *, scheduled: bool) -> None:
         trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
-        if not optimizer.param_groups:  # what Lightning has in place of an optimizer if configure_optimizers returns None
-            raise ValueError("the module has no optimizer to train with: return one from configure_optimizers")
+        # Without groups it is what Lightning has in place of an optimizer if configure_optimizers returns None.
+        refuse(not optimizer.param_groups, "the module has no optimizer to train with: return one from configure_optimizers")
         (group, *others) = optimizer.param_groups
         if others or scheduled or {id(parameter) for parameter in group["params"]} != trained:
             kind = type(optimizer).__name__

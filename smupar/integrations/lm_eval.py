@@ -15,15 +15,15 @@ import json
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from importlib import import_module
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from smupar.integrations.eval_table import Number, Results, TaskResults, write_results
+from smupar.integrations.eval_table import Number, Results, TaskResults
 from smupar.lm.config.commands import EvalConfig, TasksConfig
+from smupar.lm.config.validation import refuse
 from smupar.lm.use import score
-from smupar.lm.use.score import Score, ScoreRequest
-from smupar.output.optional import first_line
+from smupar.output.optional import first_line, optional
 
 # Resamples for standard errors that have no formula, perplexity's. The harness's own number takes minutes on few cores.
 _RESAMPLES = 1000
@@ -51,17 +51,19 @@ def evaluate(config: EvalConfig) -> Results:
 
 
 def write_requests(config: TasksConfig, out: str | Path) -> str:
-    """Writes all questions to a file. Returns a line that says what is in it."""
-    tasks = load_tasks(config)
-    requests, digest = _requests(tasks, config)
-    header = {
-        "tasks": list(config.tasks),
-        "data_dir": None if config.data_dir is None else str(Path(config.data_dir).resolve()),
-        "limit": config.limit,
-        "sha256": digest,
-        "lm_eval": _module("lm_eval").__version__,
-    }
-    score.write_requests(Path(out), header, requests)
+    """Writes all that is asked to a file; returns a line that says what is in it."""
+    requests, digest = _requests(load_tasks(config), config)
+    score.write_requests(
+        Path(out),
+        {
+            "tasks": list(config.tasks),
+            "data_dir": None if config.data_dir is None else str(Path(config.data_dir).resolve()),
+            "limit": config.limit,
+            "sha256": digest,
+            "lm_eval": _module("lm_eval").__version__,
+        },
+        requests,
+    )
     counts = Counter(request.task for request in requests)
     return f"{len(requests):,} requests ({', '.join(f'{task} {count:,}' for task, count in counts.items())}) in {out}"
 
@@ -75,18 +77,17 @@ def tabulate(requests: str | Path, scores: Sequence[str | Path], out: str | Path
         identity, answers = score.read_scores(file)
         missing = [request for request in asked if request.key not in answers]
         if missing:
-            first = f"document {missing[0].doc} of {missing[0].task}"
             raise ValueError(
-                f"{file} lacks {len(missing):,} of the {len(asked):,} scores that {requests} asks for, the first is {first}: "
-                f"smupar eval score {identity.get('folder')} --requests {requests} --out {file}"
+                f"{file} lacks {len(missing):,} of the {len(asked):,} scores that {requests} asks for, the first is "
+                f"{missing[0].where}: smupar eval score {identity.get('folder')} --requests {requests} --out {file}"
             )
         models.append(({name: value for name, value in identity.items() if name != "format"}, answers))
     tasks = load_tasks(config)
     _, digest = _requests(tasks, config)
-    if digest != header["sha256"]:
-        raise ValueError(
-            f"{requests} was made from other documents than {config.data_dir or 'the harness has now'}: make and score it again"
-        )
+    refuse(
+        digest != header["sha256"],
+        f"{requests} was made from other documents than {config.data_dir or 'the harness has now'}: make and score it again",
+    )
     results = Results(
         lm_eval=_module("lm_eval").__version__,
         limit=config.limit,
@@ -95,12 +96,12 @@ def tabulate(requests: str | Path, scores: Sequence[str | Path], out: str | Path
         random={name: _by_chance(task, [r for r in asked if r.task == name]) for name, task in tasks.items()},
         models=tuple((identity, _metrics(tasks, answers, config.limit)) for identity, answers in models),
     )
-    write_results(results, Path(out))
+    results.write(Path(out))
     return results
 
 
-def _by_chance(task: Any, requests: list[ScoreRequest]) -> float:
-    """The accuracy of choosing at random; 0 for LAMBADA, where the choice is among all words."""
+def _by_chance(task: Any, requests: list[score.ScoreRequest]) -> float:
+    """Accuracy of drawing a choice at random; no word is guessed among all words."""
     if task.OUTPUT_TYPE != "multiple_choice":
         return 0.0
     num_choices = Counter(request.doc for request in requests)
@@ -110,18 +111,13 @@ def _by_chance(task: Any, requests: list[ScoreRequest]) -> float:
 # The harness
 
 
-def _module(name: str) -> Any:
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("smupar eval needs the harness: pip install 'smupar[eval]'") from error
+_module = partial(optional, purpose="smupar eval", extra="eval")
 
 
 def load_tasks(config: TasksConfig) -> dict[str, Any]:
     """The harness's task objects, from its own definitions or from local copies."""
     if config.data_dir is not None:
-        documents = {name: read_documents(name, config.data_dir) for name in config.tasks}
-        return {name: _local_task(name, documents[name]) for name in config.tasks}
+        return {name: _local_task(name, read_documents(name, config.data_dir)) for name in config.tasks}
     tasks = _module("lm_eval.tasks")
     try:
         loaded = tasks.get_task_dict(list(config.tasks), tasks.TaskManager())
@@ -132,7 +128,7 @@ def load_tasks(config: TasksConfig) -> dict[str, Any]:
     return {name: loaded[name] for name in config.tasks}
 
 
-def _requests(tasks: dict[str, Any], config: TasksConfig) -> tuple[list[ScoreRequest], str]:
+def _requests(tasks: dict[str, Any], config: TasksConfig) -> tuple[list[score.ScoreRequest], str]:
     """What the tasks ask, and a hash of it and of the documents, which hold the right answers."""
     requests, digest = [], hashlib.sha256()
     for name, task in tasks.items():
@@ -140,18 +136,18 @@ def _requests(tasks: dict[str, Any], config: TasksConfig) -> tuple[list[ScoreReq
             task.build_all_requests(limit=config.limit, rank=0, world_size=1)
         for instance in task.instances:
             context, continuation = instance.args
-            requests.append(ScoreRequest(name, instance.doc_id, instance.idx, context, continuation))
+            requests.append(score.ScoreRequest(name, instance.doc_id, instance.idx, context, continuation))
             digest.update(json.dumps([name, context, continuation, instance.doc], default=str, sort_keys=True).encode())
     return requests, digest.hexdigest()
 
 
-def _metrics(tasks: dict[str, Any], scores: dict[str, Score], limit: int | None) -> dict[str, TaskResults]:
-    """The numbers of each task. The harness evaluates a stand-in model that looks up our scores."""
+def _metrics(tasks: dict[str, Any], scores: dict[str, score.Score], limit: int | None) -> dict[str, TaskResults]:
+    """The numbers of each task, by the harness's own evaluation of a model that looks its answers up."""
     harness, base = _module("lm_eval.evaluator"), _module("lm_eval.api.model").LM
 
     class Stored(base):  # type: ignore[misc, valid-type]
         def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
-            answers = [scores[ScoreRequest("", 0, 0, *request.args).key] for request in requests]
+            answers = [scores[score.ScoreRequest("", 0, 0, *request.args).key] for request in requests]
             return [(answer.loglikelihood, answer.is_greedy) for answer in answers]
 
         def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
@@ -205,15 +201,13 @@ def read_documents(task: str, folder: str) -> list[dict[str, Any]]:
     """TASK.jsonl of a folder, checked line by line."""
     path, form = Path(folder) / f"{task}.jsonl", _LAST_WORD if task == "lambada_openai" else _CHOICES
     remedy = f"every line should be like {form}"
-    if not path.is_file():
-        raise ValueError(f"no file {path}: {remedy}")
+    refuse(not path.is_file(), f"no file {path}: {remedy}")
     documents = []
     for number, row in score.read_lines(path, remedy):
-        if not (_is_last_word(row) if task == "lambada_openai" else _is_choice(row)):
-            raise ValueError(f"{path}, line {number}: {remedy}")
+        is_right = _is_last_word(row) if task == "lambada_openai" else _is_choice(row)
+        refuse(not is_right, f"{path}, line {number}: {remedy}")
         documents.append({name: row[name] for name in json.loads(form)})
-    if not documents:
-        raise ValueError(f"{path} is empty: {remedy}")
+    refuse(not documents, f"{path} is empty: {remedy}")
     return documents
 
 

@@ -17,24 +17,16 @@ _KEY = "smupar"
 
 
 def carry_state(optimizer: torch.optim.Optimizer, parts: Mapping[str, Any]) -> None:
-    """Makes the optimizer's state dict hold the state of ``parts`` too, which have state dicts of their own."""
-    carried = _Carried({name: part for name, part in parts.items() if part is not None})
-    if carried.parts:
-        optimizer.register_state_dict_post_hook(carried.add)
-        optimizer.register_load_state_dict_pre_hook(carried.take)
+    """From now on the optimizer's state dict also holds the state of ``parts``, which have state dicts of their own."""
+    given = {name: part for name, part in parts.items() if part is not None}
 
-
-class _Carried:
-    def __init__(self, parts: dict[str, Any]) -> None:
-        self.parts = parts
-
-    def add(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    def add(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         # Beside what another call of carry_state has put there.
-        state[_KEY] = state.get(_KEY, {}) | {name: part.state_dict() for name, part in self.parts.items()}
+        state[_KEY] = state.get(_KEY, {}) | {name: part.state_dict() for name, part in given.items()}
 
-    def take(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    def take(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         stored = state.get(_KEY, {})
-        for name, part in self.parts.items():
+        for name, part in given.items():
             if name in stored:
                 part.load_state_dict(stored[name])
             else:
@@ -44,3 +36,7 @@ class _Carried:
                     PlanWarning,
                     stacklevel=4,
                 )
+
+    if given:
+        optimizer.register_state_dict_post_hook(add)
+        optimizer.register_load_state_dict_pre_hook(take)

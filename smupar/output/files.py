@@ -7,7 +7,6 @@ import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 
@@ -22,7 +21,7 @@ def write_atomic(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError:
-        with suppress(OSError):
+        with contextlib.suppress(OSError):
             temporary.unlink()
         raise
     sync_folder(path.parent)

@@ -6,15 +6,19 @@ from importlib import import_module
 from typing import Any
 
 
-def optional(module: str, purpose: str) -> Any:
-    """Imports a module of the extra ``data``. If it is missing, the error is one line that says how to get it."""
+class MissingPackageError(ModuleNotFoundError, ValueError):
+    """A package that is not installed: what was asked for needs it."""
+
+
+def optional(module: str, purpose: str, extra: str = "data") -> Any:
+    """A module that an extra of smupar brings, or one line that says how to get it."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
         package = module.partition(".")[0]
         if (error.name or "").partition(".")[0] != package:
             raise
-        raise ValueError(f"{purpose} needs {package}: pip install 'smupar[data]'") from error
+        raise MissingPackageError(f"{purpose} needs {package}: pip install 'smupar[{extra}]'") from error
 
 
 def first_line(error: BaseException) -> str:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from smupar.output.optional import optional
+
 
 def new_figure(**settings: Any) -> Any:
     """An empty matplotlib figure; without matplotlib, an error that says how to get it."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("the picture needs matplotlib: pip install 'smupar[plot]'") from error
-    return Figure(**settings)
+    return optional("matplotlib.figure", "the picture", "plot").Figure(**settings)

@@ -48,17 +48,14 @@ def line_of(curve: Curve, label: str, colour: float) -> Line:
     return Line(label, points, colour, dashed=curve.is_proxy, best=None if curve.diverged else curve.best_value)
 
 
-_FEW = 24  # so few points are all shown
-
-
 def y_range(panels: Sequence[Panel]) -> tuple[float, float]:
     """The range of losses that all panels show: from the best to a bit above those that are still of interest."""
     finite = [p.y for panel in panels for line in panel.lines for p in line.points if math.isfinite(p.y)]
     if not finite:
         return 0.0, 1.0
-    low, ordered = min(finite), sorted(finite)
-    interesting = 0.9 if len(ordered) > _FEW else 1.0
-    high = max(ordered[int(interesting * (len(ordered) - 1))], low * 1.05)
+    low = min(finite)
+    interesting = 0.9 if len(finite) > 24 else 1.0  # few points are all shown
+    high = max(sorted(finite)[int(interesting * (len(finite) - 1))], low * 1.05)
     return low - 0.05 * (high - low), high + 0.05 * (high - low)
 
 
@@ -127,16 +124,20 @@ def _svg(panel: Panel, low: float, high: float) -> str:
         return _LEFT + (_x(x, panel) - left) / (right - left) * (_WIDTH - _LEFT - 14)
 
     def py(y: float) -> float:
-        inside = (min(y, high) - low) / (high - low)
-        return _HEIGHT - _BOTTOM - inside * (_HEIGHT - _BOTTOM - _TOP)
+        return _HEIGHT - _BOTTOM - (min(y, high) - low) / (high - low) * (_HEIGHT - _BOTTOM - _TOP)
 
-    parts = [f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' width='{_WIDTH}' height='{_HEIGHT}' role='img'>"]
-    parts.append(f"<text x='{_WIDTH / 2}' y='16' class='title'>{html.escape(panel.title)}</text>")
+    parts = [
+        f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' width='{_WIDTH}' height='{_HEIGHT}' role='img'>",
+        f"<text x='{_WIDTH / 2}' y='16' class='title'>{html.escape(panel.title)}</text>",
+    ]
     for tick in _ticks(low, high):
-        parts.append(f"<line class='grid' x1='{_LEFT}' x2='{_WIDTH - 14}' y1='{py(tick):.1f}' y2='{py(tick):.1f}'/>")
-        parts.append(f"<text class='tick' x='{_LEFT - 6}' y='{py(tick) + 4:.1f}' text-anchor='end'>{tick:.3g}</text>")
+        parts += [
+            f"<line class='grid' x1='{_LEFT}' x2='{_WIDTH - 14}' y1='{py(tick):.1f}' y2='{py(tick):.1f}'/>",
+            f"<text class='tick' x='{_LEFT - 6}' y='{py(tick) + 4:.1f}' text-anchor='end'>{tick:.3g}</text>",
+        ]
     for x in sorted({point.x for line in panel.lines for point in line.points}):
-        label = f"2<tspan dy='-4' font-size='8'>{math.log2(x):g}</tspan>" if panel.log_x and _is_power(x) else f"{x:.3g}"
+        is_power = panel.log_x and math.log2(x).is_integer()
+        label = f"2<tspan dy='-4' font-size='8'>{math.log2(x):g}</tspan>" if is_power else f"{x:.3g}"
         parts.append(f"<text class='tick' x='{px(x):.1f}' y='{_HEIGHT - _BOTTOM + 16}' text-anchor='middle'>{label}</text>")
     parts.append(f"<text class='label' x='{_WIDTH / 2}' y='{_HEIGHT - 6}'>{html.escape(panel.x_label)}</text>")
     if panel.marked_x is not None:
@@ -144,13 +145,11 @@ def _svg(panel: Panel, low: float, high: float) -> str:
             f"<line class='mark' x1='{px(panel.marked_x):.1f}' x2='{px(panel.marked_x):.1f}' y1='{_TOP}' "
             f"y2='{_HEIGHT - _BOTTOM}'><title>{html.escape(panel.marked_label)}</title></line>"
         )
-    for line in panel.lines:
-        parts.append(_svg_line(line, px, py))
-    return "".join(parts) + "</svg>"
+    return "".join([*parts, *(_svg_line(line, px, py) for line in panel.lines), "</svg>"])
 
 
 def _svg_line(line: Line, px: Any, py: Any) -> str:
-    colour = "#777" if line.dashed else _hex(line.colour)
+    colour = _colour(line)
     points = sorted(line.points, key=lambda point: point.x)
     path = " ".join(f"{px(point.x):.1f},{py(point.y):.1f}" for point in points)
     dash = " stroke-dasharray='5 4'" if line.dashed else ""
@@ -166,17 +165,12 @@ def _svg_line(line: Line, px: Any, py: Any) -> str:
 
 
 def legend(lines: Sequence[Line]) -> str:
-    items = [(html.escape(line.label), "#777" if line.dashed else _hex(line.colour)) for line in lines]
-    keys = (f"<span class='key'><i style='background:{colour}'></i>{label}</span>" for label, colour in items)
+    keys = (f"<span class='key'><i style='background:{_colour(line)}'></i>{html.escape(line.label)}</span>" for line in lines)
     return f"<p class='legend'>{''.join(keys)}</p>"
 
 
 def _x(x: float, panel: Panel) -> float:
     return math.log2(x) if panel.log_x else x
-
-
-def _is_power(x: float) -> bool:
-    return x > 0 and abs(math.log2(x) - round(math.log2(x))) < 1e-9
 
 
 def _ticks(low: float, high: float) -> list[float]:
@@ -185,10 +179,12 @@ def _ticks(low: float, high: float) -> list[float]:
     return [step * number for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def _hex(colour: float) -> str:
-    """A colour between the ends of viridis, close enough to matplotlib's."""
+def _colour(line: Line) -> str:
+    """Grey where dashed; else a colour between the ends of viridis, close enough to matplotlib's."""
+    if line.dashed:
+        return "#777"
     stops = [(68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (203, 220, 40)]
-    place = 0.9 * min(max(colour, 0.0), 1.0) * (len(stops) - 1)
+    place = 0.9 * min(max(line.colour, 0.0), 1.0) * (len(stops) - 1)
     index = min(int(place), len(stops) - 2)
     mixed = (a + (b - a) * (place - index) for a, b in zip(stops[index], stops[index + 1], strict=True))
     return "#" + "".join(f"{round(value):02x}" for value in mixed)

@@ -10,7 +10,7 @@ from typing import Any
 
 from smupar.lm.config.run import RunConfig
 from smupar.study.curves import Panel
-from smupar.study.space import with_fields
+from smupar.study.space import grouped, with_fields
 from smupar.study.store import Result, Study, row_of
 
 # Proposes runs of a study, given the results that it has so far.
@@ -53,11 +53,8 @@ def _more_seeds_of(stage: Stage, axis: str, seeds: int, study: Study) -> list[Ru
 def more_seeds(study: Study, first: Sequence[RunConfig], axis: str, seeds: int) -> list[RunConfig]:
     """More seeds where they matter: at the best value of every curve and its two neighbours. Their results may move the best
     value, so a study asks again until none is missing."""
-    curves: dict[str, list[RunConfig]] = {}
-    for config in first:
-        curves.setdefault(with_fields(config, {axis: 1.0}).id, []).append(config)
     runs = []
-    for curve in curves.values():
+    for curve in grouped(first, lambda config: with_fields(config, {axis: 1.0}).id):
         points = [seeds_of(config, seeds) for config in sorted(curve, key=lambda config: getattr(config, axis))]
         results = [study.results(point) for point in points]
         means = [mean_loss(finished) if finished else math.inf for finished in results]
@@ -75,10 +72,7 @@ def seeds_of(config: RunConfig, seeds: int) -> list[RunConfig]:
 
 def by_seeds(results: Sequence[Result]) -> list[list[Result]]:
     """The results in groups of runs that differ only in their seed."""
-    groups: dict[str, list[Result]] = {}
-    for result in results:
-        groups.setdefault(replace(result.config, seed=0).id, []).append(result)
-    return list(groups.values())
+    return grouped(results, lambda result: replace(result.config, seed=0).id)
 
 
 def mean_loss(results: Sequence[Result]) -> float:
@@ -90,8 +84,7 @@ def best_in_words(results: Sequence[Result]) -> str:
     best = min(by_seeds(results), key=mean_loss)
     diverged = sum(result.summary.status == "diverged" for result in results)
     row, several = row_of(best[0]), len(best) > 1
-    others = (*_RESULT_COLUMNS, "seed") if several else _RESULT_COLUMNS
-    varied = varied_columns([row_of(result) for result in results], others)
+    varied = varied_columns([row_of(result) for result in results], (*_RESULT_COLUMNS, "seed") if several else _RESULT_COLUMNS)
     where = ", ".join(f"{name} {cell(row[name])}" for name in varied)
     runs = f"run{'s' if several else ''} {', '.join(result.config.id for result in best)}"
     losses = [result.loss for result in best]

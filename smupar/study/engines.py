@@ -24,19 +24,19 @@ from tqdm import tqdm
 from smupar.execute.timing import seconds_of
 from smupar.lm.config.run import Execution, RunConfig
 from smupar.lm.data import batches as data
-from smupar.lm.data.batches import Corpus
 from smupar.lm.model.cost import estimate
 from smupar.lm.model.gpt import plan_on_meta
 from smupar.lm.run.distributed import pick_device
 from smupar.lm.run.folder import Row, Summary
 from smupar.lm.run.loop import Cadence, Loop, Progress
-from smupar.lm.run.signals import Stop, end, ended_by_sigterm
+from smupar.lm.run.signals import Stop, end_if_stopped, ended_by_sigterm
 from smupar.lm.run.stack import GPTStack, stack_key
 from smupar.lm.run.train import train
 from smupar.plan.optimizers import family_of
 from smupar.plan.plan import PlanWarning
 from smupar.study.config import EngineConfig, EngineName
 from smupar.study.definition import Stage, StudyDefinition
+from smupar.study.space import grouped
 from smupar.study.store import Study
 
 _LOOK_EVERY = 50  # steps after which losses of a stack are fetched from a GPU, and runs that diverged are seen
@@ -98,10 +98,13 @@ def settle(study: Study, propose: Stage, how: EngineConfig) -> Sequence[RunConfi
             return configs
         try:
             with ended_by_sigterm():
-                _run_all(study, missing, how)
+                execute(study, missing, engine=how.engine, device=how.device, address=how.address)
         except (KeyboardInterrupt, SystemExit):
-            done = f"{len(configs) - len(study.missing(configs))} of {len(configs)} runs are done and kept"
-            print(f"\n{done}; stacked ones that were running begin again: the same command goes on", file=sys.stderr)
+            print(
+                f"\n{len(configs) - len(study.missing(configs))} of {len(configs)} runs are done and kept; stacked ones that "
+                "were running begin again: the same command goes on",
+                file=sys.stderr,
+            )
             raise
         if left := study.missing(missing):
             raise ValueError(f"{len(left)} runs of {study.folder} have not ended: the same command goes on")
@@ -121,8 +124,7 @@ def _refuse_impossible(configs: Sequence[RunConfig]) -> None:
     distinct = {(c.rule, c.pattern, c.allocation, c.optimizer.lower(), c.sparsity, c.model): c for c in configs}
     for config in distinct.values():
         family_of(config.optimizer)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the run itself will warn
+        with warnings.catch_warnings(action="ignore"):  # the run itself will warn
             plan_on_meta(config)
     for warning in dict.fromkeys(config.few_moves_warning for config in configs):
         if warning:
@@ -132,31 +134,24 @@ def _refuse_impossible(configs: Sequence[RunConfig]) -> None:
 def execute(
     study: Study, configs: Sequence[RunConfig], *, engine: EngineName = "auto", device: str = "auto", address: str = "auto"
 ) -> None:
-    """Runs the configurations that have no result in the study yet."""
-    _run_all(study, study.missing(configs), EngineConfig(engine, device, address))
-
-
-def _run_all(study: Study, configs: Sequence[RunConfig], how: EngineConfig) -> None:
-    if how.engine == "ray":
+    """Runs those that have no result in the study yet."""
+    missing = study.missing(configs)
+    if engine == "ray":
         from smupar.study.ray_engine import execute_on_ray
 
-        execute_on_ray(study, configs, address=how.address)
+        execute_on_ray(study, missing, address=address)
         return
-    with contextlib.closing(StudyProgress(configs)) as progress:
-        for group in groups(configs):
-            run_group(study, group, how.engine, pick_device(how.device), progress)
+    with contextlib.closing(StudyProgress(missing)) as progress:
+        for group in groups(missing):
+            run_group(study, group, engine, pick_device(device), progress)
             if torch.cuda.is_initialized():  # frees what the group's captured steps held
                 gc.collect()
                 torch.cuda.empty_cache()
 
 
-def groups(configs: Sequence[RunConfig]) -> Iterator[list[RunConfig]]:
+def groups(configs: Sequence[RunConfig]) -> list[list[RunConfig]]:
     """The runs in groups that can be stacked; a run that cannot be stacked is a group of its own."""
-    by_key: dict[str, list[RunConfig]] = {}
-    for config in configs:
-        key = stack_key(config)
-        by_key.setdefault(config.id if key is None else key, []).append(config)
-    yield from by_key.values()
+    return grouped(configs, lambda config: stack_key(config) or config.id)
 
 
 def run_group(study: Study, group: list[RunConfig], engine: EngineName, device: torch.device, progress: StudyProgress) -> None:
@@ -164,8 +159,7 @@ def run_group(study: Study, group: list[RunConfig], engine: EngineName, device: 
     if stack_key(group[0]) is None or room < 1:  # the trainer takes a batch in parts
         for config in group:
             summary = train(config, Execution(out=str(study.runs / config.id), device=str(device)))
-            if summary.status in ("interrupted", "terminated"):
-                end(summary.status)
+            end_if_stopped(summary.status)
             progress.done(summary)
         return
     text = data.open_text(group[0])
@@ -188,8 +182,7 @@ def _train_stack(study: Study, stack: GPTStack, part: Sequence[RunConfig], progr
     with Stop.on_signals() as stop:
         loop = Loop(stack, cadence, keeper, stop, [Progress() for _ in part])
         status = loop.run()
-    if status in ("interrupted", "terminated"):
-        end(status)
+    end_if_stopped(status)
     keeper.show(steps)  # also if all diverged, and the loop ended early
     summaries = loop.summaries(status, [config.id for config in part])
     if study.keeps_weights:
@@ -198,7 +191,7 @@ def _train_stack(study: Study, stack: GPTStack, part: Sequence[RunConfig], progr
         study.add(config, summary, rows, trace)
         progress.done(summary)
     if stop.asked:  # by a signal after the last step
-        end(stop.status)
+        end_if_stopped(stop.status)
 
 
 class _StackKeeper:
@@ -220,27 +213,25 @@ class _StackKeeper:
 
 
 def _faster_stack(
-    group: list[RunConfig], text: Corpus, device: torch.device, size: int, *, measure: bool
+    group: list[RunConfig], text: data.Corpus, device: torch.device, size: int, *, measure: bool
 ) -> tuple[GPTStack, int]:
     """A stack of ``size`` runs, or of one run if that is faster; and the number of its runs."""
     if size == 1:
         return GPTStack(group[:1], text, device), 1
-    several_seeds = len({config.seed for config in group}) > 1
-    stacked = GPTStack(group[:size], text, device, own_batches=several_seeds)
+    stacked = GPTStack(group[:size], text, device, own_batches=len({config.seed for config in group}) > 1)
     if not measure:
         return stacked, size
-    together = _seconds(stacked, device) / size
+    together = _seconds_of_warm_step(stacked, device) / size
     # Where steps are compiled, a single run is worth a look only if the group takes longer than compiling it.
     if device.type == "cuda" and sum(config.steps for config in group) * together < _LONG_SECONDS:
         return stacked, size
     single = GPTStack(group[:1], text, device)
-    return (stacked, size) if together <= _seconds(single, device) else (single, 1)
+    return (stacked, size) if together <= _seconds_of_warm_step(single, device) else (single, 1)
 
 
-def _seconds(stack: GPTStack, device: torch.device) -> float:
-    """The time that one step takes once it is warm."""
-    num_steps = _MEASURED_STEPS if device.type == "cuda" else 3
-    return min(seconds_of(partial(stack.step, number), device=device) for number in range(num_steps))
+def _seconds_of_warm_step(stack: GPTStack, device: torch.device) -> float:
+    steps = range(_MEASURED_STEPS if device.type == "cuda" else 3)
+    return min(seconds_of(partial(stack.step, step), device=device) for step in steps)
 
 
 def largest_stack(config: RunConfig, device: torch.device) -> int:
@@ -249,11 +240,10 @@ def largest_stack(config: RunConfig, device: torch.device) -> int:
     # Attention by products keeps its scores, in fp32 and as weights, in every layer.
     scores = 8 * model.depth * model.num_heads * config.batch_size * config.seq_len**2
     each = cost.state_bytes + cost.activation_bytes + scores + cost.num_parameters * 8
-    return min(_MOST, int(_USABLE * _free_memory(device) / each))
+    return min(_MOST, int(_USABLE * _free_bytes(device) / each))
 
 
-def _free_memory(device: torch.device) -> float:
-    """The bytes that other processes leave to this one."""
+def _free_bytes(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
     return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

@@ -32,9 +32,11 @@ class Curve:
         index = self.best_index
         if self.on_edge or not all(math.isfinite(self.losses[index + side]) for side in (-1, 1)):
             return self.best_value
-        xs = [math.log2(self.values[index + side]) for side in (-1, 0, 1)]
-        ys = [self.losses[index + side] for side in (-1, 0, 1)]
-        return 2 ** _vertex(xs, ys)
+        x0, x1, x2 = (math.log2(value) for value in self.values[index - 1 : index + 2])
+        y0, y1, y2 = self.losses[index - 1 : index + 2]
+        top = (x1 - x0) ** 2 * (y1 - y2) - (x1 - x2) ** 2 * (y1 - y0)
+        bottom = (x1 - x0) * (y1 - y2) - (x1 - x2) * (y1 - y0)
+        return 2 ** (x1 if bottom == 0 else x1 - top / (2 * bottom))
 
     @property
     def best_value(self) -> float:
@@ -80,13 +82,6 @@ def times(factor: float) -> str:
     if math.isinf(factor):
         return "out of reach"
     return f"{factor:.2g}x" if factor < 10 else f"{factor:.0f}x"
-
-
-def _vertex(xs: Sequence[float], ys: Sequence[float]) -> float:
-    (x0, x1, x2), (y0, y1, y2) = xs, ys
-    top = (x1 - x0) ** 2 * (y1 - y2) - (x1 - x2) ** 2 * (y1 - y0)
-    bottom = (x1 - x0) * (y1 - y2) - (x1 - x2) * (y1 - y0)
-    return x1 if bottom == 0 else x1 - top / (2 * bottom)
 
 
 def _interpolated(values: Sequence[float], losses: Sequence[float], value: float) -> float:

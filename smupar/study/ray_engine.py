@@ -25,7 +25,7 @@ from smupar.lm.config.run import RunConfig
 from smupar.lm.model.cost import estimate
 from smupar.lm.run.folder import Summary
 from smupar.lm.run.signals import handled
-from smupar.output.optional import first_line
+from smupar.output.optional import first_line, optional
 from smupar.study.engines import StudyProgress, groups, run_group
 from smupar.study.store import Study
 
@@ -59,10 +59,7 @@ def execute_on_ray(study: Study, todo: Sequence[RunConfig], *, address: str = "a
 
 @contextlib.contextmanager
 def _connected(address: str) -> Iterator[Any]:
-    try:
-        import ray
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("the engine ray needs Ray: pip install 'smupar[ray]'") from error
+    ray = optional("ray", "the engine ray", "ray")
     if ray.is_initialized():  # by the program that runs the study
         yield ray
         return
@@ -82,31 +79,32 @@ def _start(ray: Any, address: str) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         ray.init(address="local", include_dashboard=False, **quiet)
         return
-    where = "here" if address == "auto" else f"at {address}"
     try:
         if address != "auto":  # Ray itself would try for minutes
             host, _, port = address.rpartition("://")[2].rpartition(":")
             socket.create_connection((host, int(port)), timeout=10).close()
         ray.init(address=address, **quiet)
     except (OSError, ValueError) as error:
-        message = f"no Ray cluster answers {where}: start one with `ray start --head`, or pass --address local"
-        raise ValueError(message) from error
+        where = "here" if address == "auto" else f"at {address}"
+        raise ValueError(
+            f"no Ray cluster answers {where}: start one with `ray start --head`, or pass --address local"
+        ) from error
 
 
 def _run_all(ray: Any, study: Study, todo: list[RunConfig], progress: StudyProgress) -> None:
     resources = ray.cluster_resources()
     resource = "GPU" if resources.get("GPU", 0) >= 1 else "CPU"
     parts = _PartsProgress(ray, progress)
-    settings = {"num_gpus": 1} if resource == "GPU" else {"num_cpus": 1}
-    task = ray.remote(max_retries=_RETRIES, **settings)(_train_part)
+    task = ray.remote(max_retries=_RETRIES, **({"num_gpus": 1} if resource == "GPU" else {"num_cpus": 1}))(_train_part)
     # Paths of data may be relative to where the command was given.
     where = (str(study.folder.resolve()), str(Path.cwd()), "cuda" if resource == "GPU" else "cpu", study.keeps_weights)
 
     left, failure = todo, ""
     for _ in range(_ROUNDS):
         pending = {}
-        for part in split(left, num_slots=max(1, int(resources.get(resource, 1))), resource=resource):
-            number = parts.add(part)
+        tasks = split(left, num_slots=max(1, int(resources.get(resource, 1))), resource=resource)
+        for number, part in enumerate(tasks, start=len(parts.configs)):
+            parts.configs[number] = part
             pending[task.remote(*where, part, parts.reports, number)] = number
         lost, failures = _collect(ray, pending, parts)
         left = [config for config in todo if config.id not in parts.finished]
@@ -160,32 +158,25 @@ class _PartsProgress:
 
     def __init__(self, ray: Any, progress: StudyProgress) -> None:
         self.ray, self.progress = ray, progress
-        self.parts: dict[int, list[RunConfig]] = {}
+        self.configs: dict[int, list[RunConfig]] = {}  # by the number of the part
         self.states: dict[int, _PartState] = {}
         self.ended: set[int] = set()
         self.finished: set[str] = set()  # ids of runs
         self.reports = _start_reports(ray)
         self._answer: Any = None
 
-    def add(self, part: list[RunConfig]) -> int:
-        number = len(self.parts)
-        self.parts[number] = part
-        return number
-
     def end(self, number: int, outcomes: list[tuple[str, bool]]) -> None:
-        part = self.parts[number]
         self.finished |= {id_ for id_, _ in outcomes}
         self.ended.add(number)
-        diverged = sum(diverged for _, diverged in outcomes)
-        self.states[number] = _PartState(sum(config.steps for config in part), len(outcomes), diverged)
+        steps = sum(config.steps for config in self.configs[number])
+        self.states[number] = _PartState(steps, len(outcomes), sum(diverged for _, diverged in outcomes))
 
     def refresh(self) -> None:
         self._ask()
         progress, states = self.progress, self.states.values()
         progress.num_done = sum(state.done for state in states)
         progress.num_diverged = sum(state.diverged for state in states)
-        at_work = set(self.states) - self.ended
-        running = sum(len(self.parts[number]) - self.states[number].done for number in at_work)
+        running = sum(len(self.configs[number]) - self.states[number].done for number in self.states.keys() - self.ended)
         progress.steps(sum(state.steps for state in states) - int(progress.bar.n), running)
 
     def _ask(self) -> None:

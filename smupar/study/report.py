@@ -50,10 +50,12 @@ def _unfinished(study: Study, definition: StudyDefinition) -> str:
     yet."""
     for propose in definition.stages:
         configs = propose(study)
-        missing, num_runs = len(study.missing(configs)), len({config.id for config in configs})
-        if missing:
-            done = f"{num_runs - missing} of {num_runs} runs are done"
-            return f"Not finished: {done}, in {study.folder}; its command, which study.json holds, goes on."
+        num_runs = len({config.id for config in configs})
+        if missing := len(study.missing(configs)):
+            return (
+                f"Not finished: {num_runs - missing} of {num_runs} runs are done, in {study.folder}; its command, which "
+                "study.json holds, goes on."
+            )
     return ""
 
 
@@ -89,13 +91,13 @@ const k=r=>{const t=r.cells[i].textContent;const n=parseFloat(t);return isNaN(n)
 
 def _page(sentence: str, findings: Findings, described: dict[str, Any]) -> str:
     lines = {line.label: line for panel in findings.panels for line in panel.lines}
-    stored = json.dumps(described["definition"], indent=1)
     charts = legend(list(lines.values())) + draw_svg(findings.panels) if findings.panels else ""
     return (
         "<!doctype html><html lang='en'><meta charset='utf-8'><title>smupar study</title>"
         f"<style>{_STYLE}</style><h1>Study</h1><p class='found'>{html.escape(sentence)}</p>{charts}<div id='tip'></div>"
         f"<h2>Runs</h2>{_table(findings.results)}<h2>Command</h2><pre>{html.escape(described['command'])}</pre>"
-        f"<h2>Configuration</h2><pre>{html.escape(stored)}</pre><script>{_SCRIPT}</script></html>\n"
+        f"<h2>Configuration</h2><pre>{html.escape(json.dumps(described['definition'], indent=1))}</pre>"
+        f"<script>{_SCRIPT}</script></html>\n"
     )
 
 

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, get_args, get_type_hints
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from smupar.lm.config.run import ModelConfig, RunConfig, changed
+from smupar.lm.config.validation import refuse
 
+_Item = TypeVar("_Item")
 _MODEL = {field.name for field in dataclasses.fields(ModelConfig)}
-_RUN = {field.name for field in dataclasses.fields(RunConfig)} - {"model"}
+_FIELDS = _MODEL | {field.name for field in dataclasses.fields(RunConfig)} - {"model"}
 
 
 def unique(configs: Iterable[RunConfig]) -> list[RunConfig]:
     """Each run once, in order of first appearance."""
     return list({config.id: config for config in configs}.values())
+
+
+def grouped(items: Iterable[_Item], key: Callable[[_Item], str]) -> list[list[_Item]]:
+    """The items in groups of equal keys, in the order in which they come first."""
+    groups: dict[str, list[_Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return list(groups.values())
 
 
 def with_fields(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
@@ -26,15 +36,13 @@ def with_fields(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
 
 
 def _refuse_unknown(name: str) -> None:
-    if name not in _MODEL | _RUN:
-        raise ValueError(f"a run has no field called {name!r}: choose among {', '.join(sorted(_MODEL | _RUN))}")
+    refuse(name not in _FIELDS, f"a run has no field called {name!r}: choose among {', '.join(sorted(_FIELDS))}")
 
 
 def grid(config: RunConfig, axes: Mapping[str, Sequence[Any]]) -> Iterator[RunConfig]:
     """Every combination of the axes' values."""
     for name, values in axes.items():
-        if not values:
-            raise ValueError(f"the axis {name} has no values")
+        refuse(not values, f"the axis {name} has no values")
     for combination in itertools.product(*axes.values()):
         yield with_fields(config, dict(zip(axes, combination, strict=True)))
 
@@ -42,8 +50,7 @@ def grid(config: RunConfig, axes: Mapping[str, Sequence[Any]]) -> Iterator[RunCo
 def parse_axes(texts: Iterable[str]) -> dict[str, list[Any]]:
     parsed: dict[str, list[Any]] = {}
     for name, values in map(parse_axis, texts):
-        if name in parsed:
-            raise ValueError(f"the axis {name} is given twice: write {name}=first,second,...")
+        refuse(name in parsed, f"the axis {name} is given twice: write {name}=first,second,...")
         parsed[name] = values
     return parsed
 
@@ -54,10 +61,7 @@ def parse_axis(text: str) -> tuple[str, list[Any]]:
     name = name.strip().replace("-", "_")
     _refuse_unknown(name)
     words = [word.strip() for word in values.split(",") if word.strip()]
-    if not words:
-        raise ValueError(
-            f"the axis {name} has no values: write {name}=first,second,... or, for powers of two, {name}=2^-8..2^-4"
-        )
+    refuse(not words, f"the axis {name} has no values: write {name}=first,second,... or, for powers of two, {name}=2^-8..2^-4")
     return name, [value for word in words for value in _values(name, word)]
 
 
@@ -65,10 +69,11 @@ def _values(name: str, word: str) -> list[Any]:
     first, dots, last = word.partition("..")
     if dots:
         low, high = _exponent(name, first), _exponent(name, last)
-        if not (low.is_integer() and high.is_integer()):
-            raise ValueError(f"{name}: a range goes from one whole power to another, as in 2^-8..2^-4, got {word!r}")
-        if low > high:
-            raise ValueError(f"{name}: the smaller end of a range comes first, as in 2^-8..2^-4, got {word!r}")
+        refuse(
+            not (low.is_integer() and high.is_integer()),
+            f"{name}: a range goes from one whole power to another, as in 2^-8..2^-4, got {word!r}",
+        )
+        refuse(low > high, f"{name}: the smaller end of a range comes first, as in 2^-8..2^-4, got {word!r}")
         return [_power(name, exponent) for exponent in range(int(low), int(high) + 1)]
     return [_power(name, _exponent(name, word))] if word.startswith("2^") else [_typed(name, word)]
 
@@ -94,8 +99,7 @@ def _exponent(name: str, word: str) -> float:
 def _typed(name: str, word: str) -> Any:
     types = _types_of(name)
     if bool in types:
-        if word.lower() not in ("true", "false"):
-            raise ValueError(f"{name} is true or false, got {word!r}")
+        refuse(word.lower() not in ("true", "false"), f"{name} is true or false, got {word!r}")
         return word.lower() == "true"
     if type(None) in types and word.lower() == "none":
         return None
@@ -113,6 +117,5 @@ def _typed(name: str, word: str) -> Any:
 
 
 def _types_of(name: str) -> list[type[Any]]:
-    """The types of a field's values."""
     hint = get_type_hints(ModelConfig if name in _MODEL else RunConfig)[name]
     return [each for each in (get_args(hint) or (hint,)) if isinstance(each, type)]

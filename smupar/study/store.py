@@ -21,8 +21,9 @@ from typing import Any
 
 from smupar import __version__
 from smupar.lm.config.run import LATER_FIELDS, RunConfig, default_of, differences, flat
+from smupar.lm.config.validation import refuse
 from smupar.lm.run.folder import TRACE_FILE, Row, Summary, metrics_line, read_config, read_summary
-from smupar.output.files import locked, write_atomic
+from smupar.output.files import locked, refuse_other_files, write_atomic
 from smupar.output.optional import optional
 from smupar.study.config import TransferConfig
 from smupar.study.space import unique
@@ -65,16 +66,14 @@ class Study:
         """Makes the folder, or goes on in it if it holds the same study of the same version."""
         study = cls(folder, keeps_weights=keeps_weights)
         study.may_write = True
-        if study.folder.is_file():
-            raise ValueError(f"{folder} is a file: choose another --out")
-        if study.folder.exists() and not (study.folder / "study.json").exists() and any(study.folder.iterdir()):
-            raise ValueError(f"{folder} holds other files and no study: choose another --out")
-        is_new = not study.folder.exists()
+        file, is_new = study.folder / "study.json", not study.folder.exists()
         with locked(study.folder), study._undone_if_nothing_ran(is_new):
+            if not file.exists():
+                refuse_other_files(study.folder, "study")
             stored = json.loads(json.dumps(definition))  # with lists for tuples, as it is read again
             described = {"format": FORMAT, "version": __version__, "definition": stored, "command": command}
-            if not (study.folder / "study.json").exists() or _has_grown(study, described):
-                write_atomic(study.folder / "study.json", json.dumps(described, indent=1))
+            if not file.exists() or _has_grown(study, described):
+                write_atomic(file, json.dumps(described, indent=1))
             study.runs.mkdir(exist_ok=True)
             yield study
 
@@ -96,11 +95,11 @@ class Study:
     def remember(self, what: str, name: str, sha256: str) -> None:
         """Raises if a text or a trace is not the one that runs of the study read under that name."""
         checksums = self._checksums()
-        if checksums.setdefault(f"{what} {name}", sha256) != sha256:
-            raise ValueError(
-                f"the {what} {name!r} is not the one that {self.folder} was started with: bring that back, give it another "
-                "name, or choose another --out"
-            )
+        refuse(
+            checksums.setdefault(f"{what} {name}", sha256) != sha256,
+            f"the {what} {name!r} is not the one that {self.folder} was started with: bring that back, give it another name, "
+            "or choose another --out",
+        )
         write_atomic(self.folder / "data.json", json.dumps(checksums, indent=1))
 
     def files(self, configs: Sequence[RunConfig]) -> dict[str, str]:
@@ -110,16 +109,14 @@ class Study:
 
     def _checksums(self) -> dict[str, str]:
         path = self.folder / "data.json"
-        checksums: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
-        return checksums
+        return json.loads(path.read_text()) if path.exists() else {}
 
     def describe(self) -> dict[str, Any]:
         """What study.json holds."""
         try:
-            described: dict[str, Any] = json.loads((self.folder / "study.json").read_text())
+            return json.loads((self.folder / "study.json").read_text())
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{self.folder} is not the folder of a study: it has no study.json") from error
-        return described
 
     def missing(self, configs: Sequence[RunConfig]) -> list[RunConfig]:
         """The runs without a result, each once."""
@@ -131,15 +128,12 @@ class Study:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / "config.json", config.to_json())
         write_atomic(folder / "metrics.jsonl", "".join(map(metrics_line, metrics)))
-        if trace is not None:
-            write_atomic(folder / TRACE_FILE, trace.to_json())
-        write_atomic(folder / "summary.json", json.dumps(asdict(summary), indent=1))
+        summary.write(folder, trace)
 
     def results(self, configs: Sequence[RunConfig] | None = None) -> list[Result]:
         """The results of these runs, in their order; by default, of all that have ended."""
         if configs is None:
-            folders = sorted(path.parent for path in self.runs.glob("*/summary.json"))
-            configs = [read_config(folder) for folder in folders]
+            configs = [read_config(path.parent) for path in sorted(self.runs.glob("*/summary.json"))]
         ended = [(config, read_summary(self.runs / config.id)) for config in configs]
         return [Result(config, summary) for config, summary in ended if summary is not None]
 
@@ -158,10 +152,8 @@ class Study:
     def write_parquet(self) -> None:
         """Writes the rows of the table with their types."""
         arrow, parquet = (optional(name, "table.parquet") for name in ("pyarrow", "pyarrow.parquet"))
-        file = io.BytesIO()
-        parquet.write_table(arrow.Table.from_pylist([row_of(result) for result in self.results()]), file)
         temporary = self.folder / "table.parquet.tmp"
-        temporary.write_bytes(file.getvalue())
+        parquet.write_table(arrow.Table.from_pylist([row_of(result) for result in self.results()]), temporary)
         temporary.replace(self.folder / "table.parquet")
 
 
@@ -194,15 +186,14 @@ def row_of(result: Result) -> dict[str, Any]:
 def _has_grown(study: Study, asked: dict[str, Any]) -> bool:
     """Whether a study asks for more runs than before. Raises if it is another study."""
     there = study.describe()
-    if there.get("format") != FORMAT or there["version"] != asked["version"]:
-        raise ValueError(
-            f"{study.folder} was made by smupar {there.get('version')}, this is {asked['version']}: choose another --out"
-        )
+    refuse(
+        there.get("format") != FORMAT or there["version"] != asked["version"],
+        f"{study.folder} was made by smupar {there.get('version')}, this is {asked['version']}: choose another --out",
+    )
     old, new = (_comparable(described["definition"]) for described in (there, asked))
     grown = {name for name in old.keys() & new.keys() if old[name] != new[name] and _grows(name, old[name], new[name])}
     other = differences(*({name: value for name, value in values.items() if name not in grown} for values in (old, new)))
-    if other:
-        raise ValueError(f"{study.folder} holds another study ({other}): choose another --out")
+    refuse(other, f"{study.folder} holds another study ({other}): choose another --out")
     return bool(grown)
 
 
@@ -215,9 +206,5 @@ def _grows(name: str, old: Any, new: Any) -> bool:
     if old is None or new is None:
         return False
     if name == "axes":
-        return bool(old.keys() == new.keys()) and all(_holds(new[axis], old[axis]) for axis in old)
-    return bool(new >= old) if name == "seeds" else name in _LISTS and _holds(new, old)
-
-
-def _holds(new: list[Any], old: list[Any]) -> bool:
-    return all(value in new for value in old)
+        return bool(old.keys() == new.keys()) and all(value in new[axis] for axis in old for value in old[axis])
+    return bool(new >= old) if name == "seeds" else name in _LISTS and all(value in new for value in old)

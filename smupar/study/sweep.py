@@ -17,8 +17,11 @@ from smupar.study.store import Result, row_of
 def define_sweep(run: RunConfig, axes: Mapping[str, Sequence[Any]]) -> StudyDefinition:
     configs = list(grid(run, axes))
     once = unique(configs)  # lr=0.01,0.02,0.01 names a run twice
-    stored = {"kind": "sweep", "axes": axes, "run": asdict(run)}
-    return StudyDefinition(stored, [lambda study: configs], lambda study: _read(study.results(once) or study.results(), axes))
+    return StudyDefinition(
+        stored={"kind": "sweep", "axes": axes, "run": asdict(run)},
+        stages=[lambda study: configs],
+        read=lambda study: _read(study.results(once) or study.results(), axes),
+    )
 
 
 def sweep_from_json(stored: dict[str, Any]) -> StudyDefinition:
@@ -48,5 +51,5 @@ def sweep_panels(results: Sequence[Result], axes: Mapping[str, Sequence[Any]]) -
         curves.setdefault(others or "loss", []).append(Point(row[axis], mean_loss(same), ids))
     last = max(1, len(curves) - 1)
     lines = tuple(Line(label, tuple(points), n / last) for n, (label, points) in enumerate(curves.items()))
-    positive = all(point.x > 0 for points in curves.values() for point in points)
-    return [Panel("loss at the end", axis, LOSS, lines, log_x=positive)]
+    is_positive = all(point.x > 0 for line in lines for point in line.points)
+    return [Panel("loss at the end", axis, LOSS, lines, log_x=is_positive)]

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from smupar.lm.config.run import RunConfig
+from smupar.lm.config.validation import refuse
 from smupar.rules import get_rule
 from smupar.study.comparison import as_rule, sp_init_std
 from smupar.study.config import TransferConfig
@@ -53,8 +54,12 @@ def define_transfer(config: TransferConfig) -> StudyDefinition:
 
     runs = proposals(config)
     stages: list[Stage] = [lambda study: runs, partial(measured_proposals, config)]
-    stored = {"kind": "transfer", **asdict(config)}
-    return StudyDefinition(stored, with_more_seeds(stages, config.axis, config.seeds), read, needs_all_runs=True)
+    return StudyDefinition(
+        stored={"kind": "transfer", **asdict(config)},
+        stages=with_more_seeds(stages, config.axis, config.seeds),
+        read=read,
+        needs_all_runs=True,
+    )
 
 
 def transfer_from_json(stored: dict[str, Any]) -> StudyDefinition:
@@ -83,8 +88,7 @@ def followed_trace(config: TransferConfig, study: Study) -> str | None:
         return None
     setup = _Setup(MEASURED, config.run.base_width, 0.0, is_proxy=True)
     proxy = _curve(config, {result.config.id: result for result in study.results()}, setup)
-    if proxy.diverged:
-        raise ValueError(f"all runs of the proxy diverged: sweep smaller values of {config.axis} (--values)")
+    refuse(proxy.diverged, f"all runs of the proxy diverged: sweep smaller values of {config.axis} (--values)")
     return str(study.trace_to_follow(_run(config, setup, proxy.best_value)))
 
 
@@ -98,8 +102,7 @@ def analyse(config: TransferConfig, results: Iterable[Result], trace: str | None
     verdicts = []
     for rule in config.rules:
         proxy, *targets = (_curve(config, by_id, setup, trace) for setup in _setups(config) if setup.rule == rule)
-        if proxy.diverged:
-            raise ValueError(f"all runs of {rule} on the proxy diverged: sweep smaller values of {config.axis} (--values)")
+        refuse(proxy.diverged, f"all runs of {rule} on the proxy diverged: sweep smaller values of {config.axis} (--values)")
         verdicts.append(Verdict(rule, proxy, tuple(targets)))
     return verdicts
 
@@ -110,8 +113,9 @@ def sentence(config: TransferConfig, verdicts: Sequence[Verdict]) -> str:
     moves = ", ".join(f"{_whose(_title(verdict.rule))} {verdict.moved_words}" for verdict in verdicts)
     first = f"From the dense proxy of width {config.run.base_width} the best {name} moved: {moves}"
     far = verdicts[0].farthest
-    excess = {verdict.rule: verdict.farthest.excess(verdict.proxy.best_value) for verdict in verdicts}
-    costs = ", ".join(f"{_title(rule)} {_percent(share)}" for rule, share in excess.items())
+    costs = ", ".join(
+        f"{_title(verdict.rule)} {_percent(verdict.farthest.excess(verdict.proxy.best_value))}" for verdict in verdicts
+    )
     second = f"at {far.sparsity:.4g} sparsity and width {far.width} the proxy's best swept {name} costs {costs}"
     curves = [curve for verdict in verdicts for curve in (verdict.proxy, *verdict.targets)]
     lost = _named(curve for curve in curves if curve.diverged)
@@ -129,7 +133,6 @@ def _named(curves: Iterable[Curve]) -> str:
 
 
 def panels(config: TransferConfig, verdicts: Sequence[Verdict]) -> list[Panel]:
-    name = _NAMES[config.axis]
     drawn = []
     for verdict in verdicts:
         curves = sorted(verdict.targets, key=lambda curve: (curve.width, curve.sparsity))
@@ -137,9 +140,17 @@ def panels(config: TransferConfig, verdicts: Sequence[Verdict]) -> list[Panel]:
         for number, curve in enumerate(curves):
             label = f"sparsity {curve.sparsity:.4g}" + (f", width {curve.width}" if len(config.widths) > 1 else "")
             lines.append(line_of(curve, label, number / max(1, len(curves) - 1)))
-        title = f"{_title(verdict.rule)}: best moves {verdict.moved_words}"
-        marked = f"best on the proxy: {verdict.proxy.best:.4g}"
-        drawn.append(Panel(title, name, LOSS, tuple(lines), verdict.proxy.best, marked))
+        best = verdict.proxy.best
+        drawn.append(
+            Panel(
+                title=f"{_title(verdict.rule)}: best moves {verdict.moved_words}",
+                x_label=_NAMES[config.axis],
+                y_label=LOSS,
+                lines=tuple(lines),
+                marked_x=best,
+                marked_label=f"best on the proxy: {best:.4g}",
+            )
+        )
     return drawn
 
 
@@ -157,54 +168,34 @@ def _setups(config: TransferConfig) -> list[_Setup]:
     setups = []
     for rule in config.rules:
         title = _title(rule)  # refuses an unknown rule
-        if config.axis.startswith("alpha") and rule not in _OURS and not get_rule(rule).has_alphas:
-            raise ValueError(f"{title} has no {config.axis} to sweep: leave it out of --rules")
+        refuse(
+            config.axis.startswith("alpha") and rule not in _OURS and not get_rule(rule).has_alphas,
+            f"{title} has no {config.axis} to sweep: leave it out of --rules",
+        )
         setups.append(_Setup(rule, config.run.base_width, 0.0, is_proxy=True))
         setups += [_Setup(rule, width, sparsity) for width in config.widths for sparsity in config.sparsities]
     return setups
 
 
 def _run(config: TransferConfig, setup: _Setup, value: float, trace: str | None = None) -> RunConfig:
-    """The run of a setup at one value of the axis. If two parts set the same field, the later one counts."""
-    fields = {
-        **_rule_fields(config.run, setup, trace),
-        **_dense_fields(config.run, setup),
-        **_proxy_fields(config, setup),
-        **_sp_fields(config.run, setup),
-        config.axis: value,
-    }
-    return with_fields(config.run, fields)
-
-
-def _rule_fields(run: RunConfig, setup: _Setup, trace: str | None) -> dict[str, object]:
+    """The run of a setup at one value of the axis. Where two lines set a field, the later one counts."""
+    run = config.run
     rule, width, sparsity, is_proxy = setup
-    fields: dict[str, object] = {"width": width, "sparsity": sparsity}
+    table_1_rule = as_rule("smupar" if rule in _OURS else rule, sparsity)
+    fields: dict[str, object] = {"width": width, "sparsity": sparsity, "rule": table_1_rule}
+    if rule == MEASURED and not is_proxy:
+        fields |= {"rule": "smupar", "follow": trace}
     if run.prunes and sparsity > 0:
         fields["correction"] = "moment" if rule in _OURS else "fixed"
-    if rule == MEASURED and not is_proxy:
-        return fields | {"rule": "smupar", "follow": trace}
-    return fields | {"rule": as_rule("smupar" if rule in _OURS else rule, sparsity)}
-
-
-def _dense_fields(run: RunConfig, setup: _Setup) -> dict[str, object]:
-    """A dense model has no masks to move, so its run has the fields, and the id, of a run whose masks stay."""
-    if setup.sparsity > 0:
-        return {}
-    return {"dynamic": "none", "mask_every": RunConfig.mask_every, "steps": run.round_steps}
-
-
-def _proxy_fields(config: TransferConfig, setup: _Setup) -> dict[str, object]:
-    if not setup.is_proxy:
-        return {}
-    return {
-        "depth": config.proxy_depth or config.run.model.depth,
-        "steps": config.proxy_steps or config.run.round_steps,
-        "record": setup.rule != "sp" and MEASURED in config.rules,
-    }
-
-
-def _sp_fields(run: RunConfig, setup: _Setup) -> dict[str, object]:
-    return {"init_std": sp_init_std(run.init_std, run.base_width, setup.width)} if setup.rule == "sp" else {}
+    if sparsity == 0:  # no masks to move, so the run has the fields, and the id, of a run whose masks stay
+        fields |= {"dynamic": "none", "mask_every": RunConfig.mask_every, "steps": run.round_steps}
+    if is_proxy:
+        records = rule != "sp" and MEASURED in config.rules
+        steps = config.proxy_steps or run.round_steps
+        fields |= {"depth": config.proxy_depth or run.model.depth, "steps": steps, "record": records}
+    if rule == "sp":
+        fields["init_std"] = sp_init_std(run.init_std, run.base_width, width)
+    return with_fields(run, fields | {config.axis: value})
 
 
 def _curve(config: TransferConfig, by_id: dict[str, Result], setup: _Setup, trace: str | None = None) -> Curve:
@@ -214,8 +205,7 @@ def _curve(config: TransferConfig, by_id: dict[str, Result], setup: _Setup, trac
         seeds = seeds_of(_run(config, setup, value, trace), config.seeds)
         if finished := [by_id[run.id] for run in seeds if run.id in by_id]:
             means[value] = mean_loss(finished)
-    if not means:
-        raise ValueError(f"no finished run of {rule} at width {width}, sparsity {sparsity:g}: start the same command again")
+    refuse(not means, f"no finished run of {rule} at width {width}, sparsity {sparsity:g}: start the same command again")
     return Curve(rule, width, sparsity, tuple(means), tuple(means.values()), is_proxy)
 
 

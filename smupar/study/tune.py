@@ -15,13 +15,14 @@ import numpy as np
 
 from smupar import __version__
 from smupar.lm.config.run import RunConfig, flat
+from smupar.lm.config.validation import refuse
 from smupar.output.files import write_atomic
-from smupar.study.config import TUNED, EngineConfig, TuneConfig
+from smupar.output.optional import optional
+from smupar.study.config import TUNED, TuneConfig
 from smupar.study.curves import LOSS, Line, Panel, Point
 from smupar.study.definition import Findings, Stage, StudyDefinition, best_in_words
-from smupar.study.engines import run_study
 from smupar.study.space import with_fields
-from smupar.study.store import Result
+from smupar.study.store import Result, Study
 
 FORMAT = "smupar-hps/1"
 _DIGITS = 6  # of a sampled value, so that its run has the same id on every machine
@@ -72,9 +73,16 @@ class Tuned:
             "num_diverged": self.num_diverged,
             "version": __version__,
         }
-        sensitivities = {name: asdict(sensitivity) for name, sensitivity in self.sensitivities.items()}
-        values = {"format": FORMAT, **self.hps, "base_width": run.base_width, "source": source, "sensitivity": sensitivities}
-        return json.dumps(values, indent=1)
+        return json.dumps(
+            {
+                "format": FORMAT,
+                **self.hps,
+                "base_width": run.base_width,
+                "source": source,
+                "sensitivity": {name: asdict(sensitivity) for name, sensitivity in self.sensitivities.items()},
+            },
+            indent=1,
+        )
 
     def explain(self) -> str:
         run = self.best.config
@@ -90,15 +98,6 @@ class Tuned:
             close = f"{sensitivity.low:.3g} .. {sensitivity.high:.3g}"
             lines.append(f"{name:<14}{value:>9.4g}   {close:<20}  {sensitivity.explained:>6.0%}{note}")
         return "\n".join([*lines, f"use them with --hps {self.path}"])
-
-
-def tune(config: TuneConfig, how: EngineConfig | None = None, *, out: str = "runs/tune", command: str = "smupar tune") -> Tuned:
-    """Runs what is missing of the search, and writes best.json into its folder."""
-    with run_study(out, define_search(config), command, how or EngineConfig()) as (study, _):
-        study.write_table()
-        tuned = judge(config, study.results(), study.folder / "best.json")
-        write_atomic(tuned.path, tuned.to_json())
-    return tuned
 
 
 def define_search(config: TuneConfig) -> StudyDefinition:
@@ -141,23 +140,18 @@ def propose(config: TuneConfig, losses: Mapping[str, float] | None = None) -> li
 
 def _random_sample(config: TuneConfig, index: int) -> RunConfig:
     draw = random.Random(f"{config.search_seed} {index}")  # a string is hashed, so that neighbours have nothing in common
-    values = {}
-    for name, (low, high) in config.ranges.items():
-        values[name] = _rounded(low * (high / low) ** draw.random(), low, high)
-    return with_fields(config.run, values)
+    ranges = config.ranges.items()
+    return with_fields(
+        config.run, {name: _rounded(low * (high / low) ** draw.random(), low, high) for name, (low, high) in ranges}
+    )
 
 
 def _tpe_samples(config: TuneConfig, losses: Mapping[str, float]) -> list[RunConfig]:
     """Asks TPE for one round after the other, and tells it how each ended."""
-    try:
-        import optuna
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("tpe is Optuna's: pip install 'smupar[search]', or --method random") from error
+    optuna = optional("optuna", "--method tpe", "search")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     search = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=config.search_seed))
-    spaces: dict[str, optuna.distributions.BaseDistribution] = {
-        name: optuna.distributions.FloatDistribution(*ends, log=True) for name, ends in config.ranges.items()
-    }
+    spaces = {name: optuna.distributions.FloatDistribution(*ends, log=True) for name, ends in config.ranges.items()}
     samples: list[RunConfig] = []
     while len(samples) < config.num_samples:
         trials = [search.ask(spaces) for _ in range(min(config.round_size, config.num_samples - len(samples)))]
@@ -175,17 +169,19 @@ def _rounded(value: float, low: float, high: float) -> float:
     return min(max(float(f"{value:.{_DIGITS}g}"), low), high)
 
 
-def judge(config: TuneConfig, results: Sequence[Result], path: Path) -> Tuned:
-    """The best of the samples, and how sensitive their losses are."""
+def write_best(config: TuneConfig, study: Study) -> Tuned:
+    """Writes the best sample of a search, and how sensitive the losses are, into best.json of the study's folder."""
+    results = study.results()
     losses = [result.loss for result in results]
-    if not any(map(math.isfinite, losses)):
-        raise ValueError(
-            f"all {len(losses)} samples diverged: lower --lr-range, now {config.lr_range[0]:g} .. {config.lr_range[1]:g}"
-        )
+    refuse(
+        not any(map(math.isfinite, losses)),
+        f"all {len(losses)} samples diverged: lower --lr-range, now {config.lr_range[0]:g} .. {config.lr_range[1]:g}",
+    )
     best = min(results, key=lambda result: result.loss)
-    values = {name: [float(getattr(result.config, name)) for result in results] for name in TUNED}
-    sensitivities = {name: sensitivity(column, losses) for name, column in values.items()}
-    return Tuned(config, best, len(results), sum(map(math.isinf, losses)), sensitivities, path)
+    sensitivities = {name: sensitivity([getattr(result.config, name) for result in results], losses) for name in TUNED}
+    tuned = Tuned(config, best, len(results), sum(map(math.isinf, losses)), sensitivities, study.folder / "best.json")
+    write_atomic(tuned.path, tuned.to_json())
+    return tuned
 
 
 def sensitivity(values: Sequence[float], losses: Sequence[float]) -> Sensitivity:
@@ -209,8 +205,7 @@ def _explained(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> float:
 def _ranks(losses: Sequence[float]) -> np.ndarray[Any, Any]:
     """The rank of each loss. Equal losses, such as those of diverged runs, share the mean of their ranks."""
     _, inverse, counts = np.unique(losses, return_inverse=True, return_counts=True)
-    ranks: np.ndarray[Any, Any] = (np.cumsum(counts) - (counts + 1) / 2)[inverse]
-    return ranks
+    return (np.cumsum(counts) - (counts + 1) / 2)[inverse]
 
 
 def _edge(value: float, ends: tuple[float, float]) -> str | None:
@@ -245,12 +240,14 @@ def _read_best(path: str | Path) -> dict[str, Any]:
         raise FileNotFoundError(f"there is no {file}: `smupar tune` writes it when its search is done") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} is damaged, it is no JSON ({error}): `smupar tune` writes it again") from error
-    if not isinstance(values, dict) or values.get("format") != FORMAT:
-        raise ValueError(f"{file} was not written by `smupar tune` of this version: it does not say {FORMAT}")
+    refuse(
+        not isinstance(values, dict) or values.get("format") != FORMAT,
+        f"{file} was not written by `smupar tune` of this version: it does not say {FORMAT}",
+    )
     for name in (*TUNED, "base_width"):
         value = values.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise ValueError(
-                f"{file} is damaged: {name} must be a number above 0, got {value!r}: `smupar tune` writes it again"
-            )
+        refuse(
+            isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf,
+            f"{file} is damaged: {name} must be a number above 0, got {value!r}: `smupar tune` writes it again",
+        )
     return values

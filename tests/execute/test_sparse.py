@@ -16,10 +16,10 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import smupar
-from smupar.bench.sparse import bench_sparse
 from smupar.bench.sparse import gpu as bench_gpu
 from smupar.bench.sparse import run as bench_run
 from smupar.bench.sparse.rows import Machine
+from smupar.bench.sparse.run import bench_sparse
 from smupar.execute.sparse import auto, backends, compiled, convert
 from smupar.execute.sparse.backends import compress
 from smupar.execute.sparse.cpu import Compiled, Torch, best_kernel, to_csc

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import smupar
-from smupar.bench.sparse import bench_sparse
+from smupar.bench.sparse.run import bench_sparse
 from smupar.execute.sparse import auto, gpu, tiles
 from smupar.execute.sparse.backends import compress, missing
 from smupar.lm.config.run import Execution, ModelConfig, RunConfig

@@ -449,7 +449,7 @@ def test_folder_without_a_model_raises(data, gpt2, tmp_path):
 def test_missing_harness_raises_with_the_remedy(data, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setitem(sys.modules, "lm_eval.api.task", None)
-    with pytest.raises(ModuleNotFoundError, match=r"smupar eval needs the harness: pip install 'smupar\[eval\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"smupar eval needs lm_eval: pip install 'smupar\[eval\]'"):
         write_requests(TasksConfig(("piqa",), data), tmp_path / "requests.jsonl")
 
 

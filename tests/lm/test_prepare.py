@@ -163,7 +163,7 @@ def test_several_sources_follow_each_other_with_a_bpe():
     assert _text() == "code of self<|endoftext|><|endoftext|><|endoftext|>def<|endoftext|>"
     ids = open_tokens("out").windows(np.array([0]), index.num_tokens)[0]
     assert (ids == 0).sum() == index.num_documents == 3  # the one written out is text
-    assert index.dtype_name == "u2"
+    assert index.dtype.itemsize == 2
 
 
 def test_other_encodings_are_decoded():

@@ -19,7 +19,7 @@ from smupar.cli.main import main
 from smupar.lm.config.run import Execution, ModelConfig, RunConfig
 from smupar.lm.data.shard_writer import write_tokens
 from smupar.lm.data.shards import TokenizerInfo
-from smupar.lm.run.tracking import Tracker
+from smupar.lm.run.tracking import tracked
 from smupar.lm.run.train import train
 from smupar.study.engines import execute
 from smupar.study.store import Study
@@ -95,13 +95,16 @@ def test_tensorboard_and_wandb_offline_get_the_rows_of_the_metrics(config, tmp_p
 def test_missing_tracker_names_its_extra(flag, tmp_path, monkeypatch):
     for module in ("torch.utils.tensorboard", "wandb"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ModuleNotFoundError, match=re.escape(f"--{flag} needs {flag}: pip install 'smupar[tracking]'")):
-        Tracker(tmp_path, TINY, Execution(**{flag: True}), 0)
+    with (
+        pytest.raises(ModuleNotFoundError, match=re.escape(f"--{flag} needs {flag}: pip install 'smupar[tracking]'")),
+        tracked(tmp_path, TINY, Execution(**{flag: True}), 0),
+    ):
+        pass
 
 
 def test_other_ranks_write_nothing(tmp_path):
-    with Tracker(tmp_path, TINY, Execution(tensorboard=True, wandb=True), 0, writes=False) as tracker:
-        tracker.write({"step": 1, "loss": 2.0, "valid_loss": None})
+    with tracked(tmp_path, TINY, Execution(tensorboard=True, wandb=True), 0, writes=False) as track:
+        track({"step": 1, "loss": 2.0, "valid_loss": None})
     assert list(tmp_path.iterdir()) == []
 
 

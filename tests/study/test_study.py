@@ -27,7 +27,7 @@ from smupar.output.files import locked
 from smupar.study.config import EngineConfig, TransferConfig
 from smupar.study.curves import Line, Panel, Point, draw_png
 from smupar.study.definition import more_seeds
-from smupar.study.engines import StudyProgress, execute, groups, largest_stack, run_group, settle
+from smupar.study.engines import StudyProgress, execute, groups, largest_stack, run_group, run_study, settle
 from smupar.study.optima import Curve, move_in_words, moved
 from smupar.study.report import write_report
 from smupar.study.space import grid, parse_axes, parse_axis
@@ -682,10 +682,11 @@ def test_bad_study_raises(bad):
 
 def test_tune_page_has_a_panel_for_each_hyperparameter(tmp_path):
     from smupar.study.config import TuneConfig
-    from smupar.study.tune import tune
+    from smupar.study.tune import define_search
 
-    tune(TuneConfig(run=replace(TINY, sparsity=0.0, steps=5), num_samples=3), out=str(tmp_path / "study"))
-    assert "Of 3 runs" in write_report(Study(tmp_path / "study"))
+    search = define_search(TuneConfig(run=replace(TINY, sparsity=0.0, steps=5), num_samples=3))
+    with run_study(tmp_path / "study", search, "smupar tune", EngineConfig()) as (study, _):
+        assert "Of 3 runs" in write_report(study)
     page = (tmp_path / "study" / "report.html").read_text()
     assert page.count("<svg") == 4
     assert page.count("<circle") == 12

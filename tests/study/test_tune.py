@@ -15,9 +15,10 @@ import pytest
 from smupar.cli.main import main
 from smupar.lm.config.run import ModelConfig, RunConfig
 from smupar.study.config import TUNED, EngineConfig, TuneConfig
+from smupar.study.engines import run_study
 from smupar.study.space import with_fields
 from smupar.study.store import Study
-from smupar.study.tune import FORMAT, doubts, propose, read_hps, sensitivity, tune
+from smupar.study.tune import FORMAT, Tuned, define_search, doubts, propose, read_hps, sensitivity, write_best
 
 PROXY = RunConfig(
     model=ModelConfig(width=32, depth=1, head_dim=16),
@@ -32,6 +33,12 @@ TINY = TuneConfig(run=PROXY, num_samples=8)
 SERIAL = EngineConfig(engine="serial", device="cpu")
 STACKED = EngineConfig(engine="stacked", device="cpu")
 OPTIMUM = {"lr": 2**-6, "init_std": 0.087, "alpha_input": 9.17, "alpha_output": 1.095}
+
+
+def tune(config: TuneConfig, how: EngineConfig, *, out: str) -> Tuned:
+    with run_study(out, define_search(config), "smupar tune", how) as (study, _):
+        study.write_table()
+        return write_best(config, study)
 
 
 def _bowl(run: RunConfig) -> float:

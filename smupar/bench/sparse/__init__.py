@@ -12,7 +12,3 @@ cpu     hidden layers and a GPT on a CPU
 gpu     a layer, its product and hidden layers on a GPU
 show    the table and the picture
 """
-
-from smupar.bench.sparse.run import bench_sparse
-
-__all__ = ["bench_sparse"]

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from smupar.bench.sparse.rows import HiddenLayers, Machine, Row, against_dense, hidden_layers, state_bytes, step_floor
+from smupar.bench.sparse.rows import HiddenLayers, Machine, Row, hidden_layers, state_bytes, step_floor
 from smupar.execute.sparse.convert import sparsify_storage
 from smupar.execute.sparse.cpu import Torch
 from smupar.execute.timing import in_turns, seconds_of, training_step
@@ -29,11 +29,13 @@ PEERS = ("sparselab", "sparseprop")
 def bench_layers(width: int, density: float, tokens: int, depth: int, repeats: int, machine: Machine) -> list[Row]:
     x = torch.randn(tokens, width, generator=torch.Generator().manual_seed(0))
     grad = torch.randn(tokens, width, generator=torch.Generator().manual_seed(1)) / tokens
-    models: dict[str, nn.Module] = {DENSE: hidden_layers(width, depth, 1.0)[0]}
-    models["dense bf16"] = hidden_layers(width, depth, 1.0)[0].bfloat16()
-    models["torch csr"] = _sparse(width, depth, density, torch_kernel=True)
-    models |= _peers(width, depth, density)
-    models[OURS] = _sparse(width, depth, density)
+    models: dict[str, nn.Module] = {
+        DENSE: hidden_layers(width, depth, 1.0)[0],
+        "dense bf16": hidden_layers(width, depth, 1.0)[0].bfloat16(),
+        "torch csr": _sparse(width, depth, density, torch_kernel=True),
+        **_peers(width, depth, density),
+        OURS: _sparse(width, depth, density),
+    }
     steps, optimizers = {}, {}
     for side, model in models.items():
         optimizers[side] = torch.optim.AdamW(model.get_submodule("hidden").parameters(), lr=1e-3)
@@ -42,9 +44,7 @@ def bench_layers(width: int, density: float, tokens: int, depth: int, repeats: i
     seconds = _interleaved(steps, repeats)
     held = {side: state_bytes(model, optimizers[side]) for side, model in models.items()}
     floor = {side: step_floor(width, tokens, depth, density if "dense" not in side else 1.0, machine) for side in models}
-    return [
-        Row("layers", width, tokens, density, side, *against_dense(seconds, held, side, DENSE), floor[side]) for side in models
-    ]
+    return _rows(("layers", width, tokens, density), seconds, held, floor)
 
 
 def _sparse(width: int, depth: int, density: float, *, torch_kernel: bool = False) -> HiddenLayers:
@@ -66,8 +66,7 @@ def _peers(width: int, depth: int, density: float) -> dict[str, nn.Module]:
             continue
         model, _ = hidden_layers(width, depth, density)
         for number, layer in enumerate(model.hidden):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch's CSR is in beta
+            with warnings.catch_warnings(action="ignore"):  # torch's CSR is in beta
                 peer = make.from_dense(layer) if name == "sparseprop" else make(width, width, bias=False, sparsity=1 - density)
             model.hidden[number] = peer
         models[name] = model
@@ -93,8 +92,15 @@ def bench_gpt(config: ModelConfig, tokens: int, density: float, repeats: int) ->
 
     seconds = _interleaved({side: partial(step, side) for side in models}, repeats)
     held = {side: state_bytes(model.blocks, optimizers[side]) for side, model in models.items()}
+    return _rows(("gpt", config.width, tokens, density), seconds, held, dict.fromkeys(models, math.nan))
+
+
+def _rows(
+    case: tuple[str, int, int, float], seconds: dict[str, float], held: dict[str, int], floor: dict[str, float]
+) -> list[Row]:
     return [
-        Row("gpt", config.width, tokens, density, side, *against_dense(seconds, held, side, DENSE), math.nan) for side in models
+        Row(*case, side, took, seconds[DENSE] / took, held[side], held[side] / held[DENSE], floor[side])
+        for side, took in seconds.items()
     ]
 
 

@@ -36,6 +36,7 @@ from smupar.execute.sparse.convert import sparsify_storage
 from smupar.execute.sparse.tiles import SlicedEll, Tiles, multiply, pack
 from smupar.execute.timing import Call, in_turns, training_step
 from smupar.model.compressed import SparseLinear
+from smupar.output.optional import first_line
 from smupar.plan.patterns import generator, parse_pattern
 
 DENSE, CAPTURED = "dense bf16", " captured"
@@ -60,20 +61,23 @@ def bench(
     repeats: int,
     machine: Machine,
 ) -> Iterator[Part]:
-    """Measures case by case. If a case cannot be measured here, this is noted, and the benchmark goes on."""
-    layers: list[tuple[str, str, int, float]] = [("2:4", "2:4-transposable", each, 1 / 2) for each in widths]
-    layers += [("csr", "random", width, density) for density in densities]
-    layers += [("csr", "random", each, 1 / 128) for each in widths if each != width or 1 / 128 not in densities]
-    layers += [("block", f"block-{size}", 2 * width, density) for size in (64, 128) for density in _BLOCK_DENSITIES]
+    """Measures case by case. What cannot be measured here is noted, and the benchmark goes on."""
+    layers = [
+        *(("2:4", "2:4-transposable", each, 1 / 2) for each in widths),
+        *(("csr", "random", width, density) for density in densities),
+        *(("csr", "random", each, 1 / 128) for each in widths if each != width or 1 / 128 not in densities),
+        *(("block", f"block-{size}", 2 * width, density) for size in (64, 128) for density in _BLOCK_DENSITIES),
+    ]
     stacks = [
         ("csr", "random", width, 1 / 128),
         ("2:4", "2:4-transposable", 2 * width, 1 / 2),
         ("block", "block-64", width, 1 / 8),
     ]
-    cases: list[tuple[tuple[str, str, int, float], Callable[[str, Contestants, int, Machine], list[Row]]]]
-    cases = [(case, partial(_layer, case[1])) for case in layers]
-    cases += [(case, partial(_steps, case[1], depth)) for case in stacks]
-    cases += [(("csr", "", each, 1 / 128), _product) for each in widths]
+    cases: list[tuple[tuple[str, str, int, float], Callable[[str, Contestants, int, Machine], list[Row]]]] = [
+        *((case, partial(_layer, case[1])) for case in layers),
+        *((case, partial(_steps, case[1], depth)) for case in stacks),
+        *((("csr", "", each, 1 / 128), _product) for each in widths),
+    ]
     for (backend, _, at_width, density), measure in tqdm(cases, desc="bench", leave=False):
         sides = Contestants(at_width, density, tokens)
         rows = sides.attempt(backend, partial(measure, backend, sides, repeats, machine))
@@ -97,9 +101,8 @@ class Contestants:
         try:
             return what()
         except Exception as error:  # whatever a compiler or a library of kernels raises
-            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-            said = str(error).strip().splitlines()
-            why = f"{kind}{said[0] if said else ''}".removesuffix(": ")
+            kind = "" if isinstance(error, ValueError) or not str(error) else f"{type(error).__name__}: "
+            why = f"{kind}{first_line(error)}"
             self.missed.append(f"not measured: {side} at {self.width}, 1/{round(1 / self.density)}: {why}")
             return None
 
@@ -108,8 +111,7 @@ class Contestants:
         if peak is None:
             return
         self.calls[side], self.peaks[side] = call, peak
-        graph = self.attempt(f"{side}{CAPTURED}", lambda: _captured(call))
-        if graph is not None:
+        if graph := self.attempt(f"{side}{CAPTURED}", lambda: _captured(call)):
             self.calls[f"{side}{CAPTURED}"] = graph
 
     def rows(self, what: str, held: dict[str, int], floor: Callable[[float], float], repeats: int) -> list[Row]:
@@ -204,8 +206,7 @@ def _product(backend: str, sides: Contestants, repeats: int, machine: Machine) -
         layout, entries = made
         sides.add(backend, lambda: multiply(x, layout, entries))
         sides.add(f"{backend} with packing", lambda: multiply(x, layout, pack(values, layout)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's CSR is in beta
+    with warnings.catch_warnings(action="ignore"):  # torch's CSR is in beta
         peer = torch.sparse_csr_tensor(starts.int(), columns, values, (width, width), check_invariants=False)
     by_feature = x.T.contiguous()  # as cuSPARSE likes activations
     sides.add("cuSPARSE", lambda: peer @ by_feature)
@@ -242,10 +243,9 @@ def _steps(pattern: str, depth: int, backend: str, sides: Contestants, repeats: 
             if side in sides.calls:
                 held[side] = state_bytes(model, optimizer)
 
-        def floor(share: float) -> float:
-            return step_floor(width, tokens, depth, share, machine, activation_bytes=2)
-
-        return sides.rows("layers", held, floor, repeats)
+        return sides.rows(
+            "layers", held, lambda share: step_floor(width, tokens, depth, share, machine, activation_bytes=2), repeats
+        )
 
 
 # Measuring
@@ -264,7 +264,6 @@ def _peak_bytes(call: Call) -> int:
 
 
 def _captured(call: Call) -> Call:
-    """The call as a CUDA graph."""
     done = torch.zeros((), device=_GPU)
 
     def captured() -> Tensor:

@@ -80,11 +80,9 @@ class HiddenLayers(nn.Module):
 
 def hidden_layers(width: int, depth: int, density: float, *, pattern: str = "random") -> tuple[HiddenLayers, Plan]:
     model = HiddenLayers(width, depth)
-    with warnings.catch_warnings(), torch.device("meta"):
-        warnings.simplefilter("ignore")
-        base = HiddenLayers(width // 4, depth)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # few weights per neuron are what is measured here
+    with warnings.catch_warnings(action="ignore"):  # few weights per neuron are what is measured here
+        with torch.device("meta"):
+            base = HiddenLayers(width // 4, depth)
         return model, parameterize(model, base=base, density=density, pattern=pattern, reset=False)
 
 
@@ -94,12 +92,7 @@ def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     weights = [parameter for parameter in hidden.parameters() if parameter in optimizer.state]
     tensors = [value for weight in weights for value in (weight, *optimizer.state[weight].values()) if value.ndim]
     index = sum(layer.num_index_bytes for layer in hidden.modules() if isinstance(layer, SparseLinear))
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors) + index
-
-
-def against_dense(seconds: dict[str, float], held: dict[str, int], side: str, dense: str) -> tuple[float, float, int, float]:
-    """Seconds, speed, bytes and share of the bytes of a side, as in a ``Row``."""
-    return seconds[side], seconds[dense] / seconds[side], held[side], held[side] / held[dense]
+    return sum(tensor.nbytes for tensor in tensors) + index
 
 
 def step_floor(width: int, tokens: int, depth: int, density: float, machine: Machine, *, activation_bytes: int = 4) -> float:

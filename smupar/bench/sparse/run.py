@@ -15,6 +15,7 @@ from smupar.bench.sparse import cpu, gpu
 from smupar.bench.sparse.rows import Machine, Part, measure_machine
 from smupar.bench.sparse.show import draw, facts, table
 from smupar.lm.config.run import ModelConfig
+from smupar.lm.config.validation import refuse
 from smupar.output.files import write_atomic
 
 _DENSITIES = (1 / 2, 1 / 8, 1 / 32, 1 / 128)
@@ -35,9 +36,12 @@ def bench_sparse(
     gpt: ModelConfig | None = _GPT,
 ) -> str:
     """Dense and sparse over density and over width. On a CPU: steps of a stack of hidden layers and of a GPT. On a GPU: forward
-    and backward of a layer, steps of a stack, and a product alone. ``device`` is a GPU by default, if there is one. ``out`` is
-    a folder for the picture and for the numbers as JSON, which are written after each case."""
-    device = _pick(device)
+    and backward of a layer, steps of a stack, and a product alone. ``device``: default a GPU if there is one. ``out``: a folder
+    for the numbers as JSON, written after each case, and the picture."""
+    has_gpu = torch.cuda.is_available()
+    device = device or ("cuda" if has_gpu else "cpu")
+    refuse(device not in ("cpu", "cuda"), f"device must be cpu or cuda, got {device!r}")
+    refuse(device == "cuda" and not has_gpu, "there is no NVIDIA GPU here: leave out --device, or pass cpu")
     folder = None if out is None else Path(out)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -61,16 +65,6 @@ def bench_sparse(
         except ModuleNotFoundError as error:  # the numbers do not need matplotlib
             print(f"smupar: only {folder / 'sparse.json'} was written, {error}", file=sys.stderr)
     return table(total, machine, repeats, device)
-
-
-def _pick(device: str | None) -> str:
-    """The device to measure on: the one that is asked for, or a GPU if there is one."""
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f"device must be cpu or cuda, got {device!r}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("there is no NVIDIA GPU here: leave out --device, or pass cpu")
-    return device
 
 
 def _on_cpu(

@@ -13,10 +13,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-try:
-    import transformers
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("smupar's Hugging Face integration needs transformers: pip install 'smupar[hf]'") from error
+from smupar.output.optional import optional
 
 if TYPE_CHECKING:
     from smupar.integrations.huggingface.families import base_config, set_attention_scale
@@ -24,11 +21,10 @@ if TYPE_CHECKING:
     from smupar.integrations.huggingface.models import parameterize
     from smupar.integrations.huggingface.training import SmuparCallback, make_optimizer
 
-_MAJOR = "5"
-if transformers.__version__.partition(".")[0] != _MAJOR:
+_VERSION = optional("transformers", "smupar's Hugging Face integration", "hf").__version__
+if not _VERSION.startswith("5."):
     raise ImportError(
-        f"smupar's Hugging Face integration is for transformers {_MAJOR}.x, this is {transformers.__version__}: "
-        "pip install 'smupar[hf]'"
+        f"smupar's Hugging Face integration is for transformers 5.x, this is {_VERSION}: pip install 'smupar[hf]'"
     )
 
 _WHERE = {

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from smupar.lm.config.validation import refuse
 from smupar.plan.plan import Plan
 
 
@@ -74,11 +74,11 @@ def head_dim(attention: Any) -> int:
 def set_attention_scale(model: nn.Module, plan: Plan) -> None:
     """Puts the rule's scale into every attention module that keeps it as ``scaling``."""
     every = [attention for _, attention in attentions(model)]
-    if not every:
-        raise ValueError(
-            f"no module of this {type(model).__name__} has the fields 'scaling' and one of {', '.join(_HEAD_SIZES)}: set its "
-            "attention scale to plan.attention_scale(head_dim) yourself"
-        )
+    refuse(
+        not every,
+        f"no module of this {type(model).__name__} has the fields 'scaling' and one of {', '.join(_HEAD_SIZES)}: set its "
+        "attention scale to plan.attention_scale(head_dim) yourself",
+    )
     for attention in every:
         scale = plan.attention_scale(head_dim(attention))
         if getattr(attention, "scale_attn_by_inverse_layer_idx", False):  # GPT-2's own option, beside any rule
@@ -87,34 +87,30 @@ def set_attention_scale(model: nn.Module, plan: Plan) -> None:
     plan.settle("attention_scale")
 
 
-@torch.no_grad()
-def scale_queries(family: Family, attention: nn.Module, factor: float) -> None:
-    for part in family.queries(attention):
-        part.mul_(factor)
-
-
 def base_config(config: PreTrainedConfig, width: int = 256) -> PreTrainedConfig:
     """The config of the same architecture at another width. The number of layers, the size of heads and the number of queries
     for each key stay the same. The number of heads and the width of MLPs change in proportion."""
     kind = config.model_type
-    if kind not in FAMILIES:
-        raise ValueError(
-            f"base_config knows {', '.join(FAMILIES)}, not {kind!r}: build the base's config yourself, other widths only "
-            "(fewer heads of the same size), and pass it as parameterize(model, base=config)"
-        )
-    if isinstance(width, bool) or not isinstance(width, int) or width < 1:
-        raise ValueError(f"the base width must be a positive whole number, got {width!r}")
+    refuse(
+        kind not in FAMILIES,
+        f"base_config knows {', '.join(FAMILIES)}, not {kind!r}: build the base's config yourself, other widths only "
+        "(fewer heads of the same size), and pass it as parameterize(model, base=config)",
+    )
+    refuse(
+        isinstance(width, bool) or not isinstance(width, int) or width < 1,
+        f"the base width must be a positive whole number, got {width!r}",
+    )
     ratio = Fraction(width, config.hidden_size)
     # One head for all keys stays one.
-    names = [name for name in ("num_attention_heads", "num_key_value_heads") if (getattr(config, name, None) or 1) > 1]
-    counts = {name: getattr(config, name) for name in names}
+    every = {name: getattr(config, name, None) or 1 for name in ("num_attention_heads", "num_key_value_heads")}
+    counts = {name: count for name, count in every.items() if count > 1}
     unit = Fraction(config.hidden_size, math.gcd(*counts.values()) if counts else 1)
-    if Fraction(width) % unit:
-        shown = " and ".join(f"{name} {count}" for name, count in counts.items()) or "one head"
-        raise ValueError(
-            f"at width {width} the heads of this {kind} ({shown} at width {config.hidden_size}) would not come out whole: "
-            f"choose a multiple of {unit.numerator}"
-        )
+    shown = " and ".join(f"{name} {count}" for name, count in counts.items()) or "one head"
+    refuse(
+        Fraction(width) % unit,
+        f"at width {width} the heads of this {kind} ({shown} at width {config.hidden_size}) would not come out whole: "
+        f"choose a multiple of {unit.numerator}",
+    )
     base = deepcopy(config)
     inside = getattr(config, FAMILIES[kind].intermediate)
     base.hidden_size = width

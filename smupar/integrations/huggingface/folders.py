@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
-from smupar.integrations.huggingface.families import FAMILIES, attentions, scale_queries, set_attention_scale
+from smupar.integrations.huggingface.families import FAMILIES, attentions, set_attention_scale
+from smupar.lm.config.validation import refuse
 from smupar.model.csr import expand_state, is_compressed
 from smupar.model.parameterize import add_masks, attach, let_masks_move
 from smupar.model.weights import weight_of
@@ -42,8 +43,10 @@ class _Saving:
         self.model, self.plan = model, plan
 
     def __call__(self, save_directory: str | PathLike[str], is_main_process: bool = True, **kwargs: Any) -> None:
-        if kwargs.get("push_to_hub"):
-            raise ValueError("save_pretrained(push_to_hub=True) would not write the plan: use model.push_to_hub(repo_id)")
+        refuse(
+            kwargs.get("push_to_hub"),
+            "save_pretrained(push_to_hub=True) would not write the plan: use model.push_to_hub(repo_id)",
+        )
         # In the model's own names: masks go with their weights, and the Trainer reads checkpoints back without renaming.
         kwargs.setdefault("save_original_format", False)
         type(self.model).save_pretrained(self.model, save_directory, is_main_process=is_main_process, **kwargs)
@@ -75,12 +78,10 @@ def load(folder: str | PathLike[str], *, model_class: type[PreTrainedModel] | No
     for row in plan:
         if is_compressed(tensors, row.name):  # saved while sparsify_storage kept only non-zeros
             expand_state(tensors, row.name, row.shape)
-    masked = [name for name in tensors if name.endswith(_MASK) and name.removesuffix(_MASK) in plan]
-    masks = {name.removesuffix(_MASK): tensors.pop(name) for name in masked}
-    kind = model_class or _class_of(config, path)
-    read: Any = kind.from_pretrained(None, config=config, state_dict=tensors, output_loading_info=True)
-    model: PreTrainedModel = read[0]
-    lost = [name for name in read[1]["missing_keys"] if name in plan]
+    masks = {row.name: tensors.pop(f"{row.name}{_MASK}") for row in plan if f"{row.name}{_MASK}" in tensors}
+    kind: Any = model_class or _class_of(config, path)
+    model, info = kind.from_pretrained(None, config=config, state_dict=tensors, output_loading_info=True)
+    lost = [name for name in info["missing_keys"] if name in plan]
     lost += [f"{row.name}{_MASK}" for row in plan if row.masked and row.name not in masks]
     if lost:
         raise ValueError(f"{path} is incomplete, it lacks {lost[0]!r} and {len(lost) - 1} more: save the model again")
@@ -114,8 +115,7 @@ def _put_masks(model: nn.Module, plan: Plan, masks: dict[str, Tensor]) -> None:
 def export(folder: str | PathLike[str], out: str | PathLike[str], *, dtype: str = "fp32") -> str:
     """Writes a folder that a plain ``from_pretrained`` reads, with the same logits. Returns a line that says what is in it."""
     source, target = Path(folder), Path(out)
-    if dtype not in _DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+    refuse(dtype not in _DTYPES, f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
     refuse_existing(target)
     model, plan = load(source)
     plain = folded(model.float(), plan)  # factors are not rounded before the weights are
@@ -136,11 +136,11 @@ def folded(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
     """A plain model with the same logits. Embedding and head take up their factors, and queries take up the difference in
     attention scale. A tied table with two factors becomes two tables."""
     family = FAMILIES.get(model.config.model_type)
-    if family is None and get_rule(plan.rule).attention_exponent != SP.attention_exponent:
-        raise ValueError(
-            f"the attention of a {model.config.model_type!r} is not known, so its scale cannot be folded into the weights; "
-            f"known are {', '.join(FAMILIES)}"
-        )
+    refuse(
+        family is None and get_rule(plan.rule).attention_exponent != SP.attention_exponent,
+        f"the attention of a {model.config.model_type!r} is not known, so its scale cannot be folded into the weights; "
+        f"known are {', '.join(FAMILIES)}",
+    )
     config = deepcopy(model.config)
     if _has_two_factors(plan):
         config.tie_word_embeddings = False
@@ -157,7 +157,8 @@ def folded(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
     if family is not None:
         for path, attention in attentions(plain):
             trained: Any = model.get_submodule(path)
-            scale_queries(family, attention, trained.scaling / attention.scaling)
+            for part in family.queries(attention):
+                part.mul_(trained.scaling / attention.scaling)
     if model.can_generate():
         plain.generation_config = deepcopy(model.generation_config)
     return plain
@@ -170,11 +171,11 @@ def _has_two_factors(plan: Plan) -> bool:
 
 def _read_plan(folder: Path) -> Plan:
     file = folder / PLAN_FILE
-    if not file.exists():
-        raise ValueError(
-            f"{folder} has no {PLAN_FILE}: it was not written by save_pretrained of a model that was parameterized here. "
-            "A plain model is read by from_pretrained; save(model, plan, folder) is for one that smupar.parameterize changed."
-        )
+    refuse(
+        not file.exists(),
+        f"{folder} has no {PLAN_FILE}: it was not written by save_pretrained of a model that was parameterized here. "
+        "A plain model is read by from_pretrained; save(model, plan, folder) is for one that smupar.parameterize changed.",
+    )
     try:
         return Plan.from_json(file.read_text())
     except ValueError as error:
@@ -183,8 +184,7 @@ def _read_plan(folder: Path) -> Plan:
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
     files = sorted(folder.glob("model*.safetensors"))
-    if not files:
-        raise ValueError(f"{folder} has a plan and no model.safetensors: save the model again")
+    refuse(not files, f"{folder} has a plan and no model.safetensors: save the model again")
     try:
         return {name: tensor for file in files for name, tensor in load_file(file).items()}
     except SafetensorError as error:

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from smupar.integrations.huggingface.families import FAMILIES, Family, attentions, base_config, set_attention_scale
 from smupar.integrations.huggingface.folders import keep_plan
+from smupar.lm.config.validation import refuse
 from smupar.model import parameterize as apply
 from smupar.plan.make import Settings
 from smupar.plan.plan import Plan, PlanWarning
@@ -38,7 +39,7 @@ def parameterize(
     GPT-2, Llama, Mistral, Qwen2, Qwen3, GPT-NeoX and ViT are known. For other architectures, give a config or a model as base;
     a warning says what to confirm.
     """
-    refuse(model)
+    _check_model(model)
     family = FAMILIES.get(model.config.model_type)
     narrow = _base_model(model, base)
     if family is None:
@@ -65,21 +66,21 @@ def build(kind: type[nn.Module], config: PreTrainedConfig) -> nn.Module:
         return kind(config)
 
 
-def refuse(model: nn.Module) -> None:
-    """Refuses models that cannot follow a rule, before anything changes."""
-    if _has_adapters(model):
-        raise ValueError(
-            "this model carries adapters (LoRA, PEFT), which train beside frozen weights, and no row of Table 1 is about them: "
-            "parameterize and train the model without them, or merge them first (merge_and_unload)"
-        )
+def _check_model(model: nn.Module) -> None:
+    """Refuses what cannot follow a rule, before anything changes."""
+    refuse(
+        _has_adapters(model),
+        "this model carries adapters (LoRA, PEFT), which train beside frozen weights, and no row of Table 1 is about them: "
+        "parameterize and train the model without them, or merge them first (merge_and_unload)",
+    )
     if not isinstance(model, PreTrainedModel):
-        wrapped = apply.unwrapped(model) is not model
-        remedy = "parameterize first, then compile or wrap it" if wrapped else "use smupar.parameterize for others"
+        is_wrapped = apply.unwrapped(model) is not model
+        remedy = "parameterize first, then compile or wrap it" if is_wrapped else "use smupar.parameterize for others"
         raise ValueError(f"a {type(model).__name__} is no model of transformers: {remedy}")
-    if getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "quantization_config", None) is not None:
-        raise ValueError(
-            "this model is quantized: a rule sets init and learning rates of floating-point weights, load it as such"
-        )
+    refuse(
+        getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "quantization_config", None) is not None,
+        "this model is quantized: a rule sets init and learning rates of floating-point weights, load it as such",
+    )
 
 
 def _has_adapters(model: nn.Module) -> bool:
@@ -91,8 +92,10 @@ def _base_model(model: PreTrainedModel, base: int | PreTrainedConfig | nn.Module
     if isinstance(base, nn.Module):
         return base
     config = base if isinstance(base, PreTrainedConfig) else base_config(model.config, base)
-    if config.model_type != model.config.model_type:
-        raise ValueError(f"the base's config is of a {config.model_type!r}, the model a {model.config.model_type!r}")
+    refuse(
+        config.model_type != model.config.model_type,
+        f"the base's config is of a {config.model_type!r}, the model a {model.config.model_type!r}",
+    )
     return build(type(model), config)
 
 
@@ -101,12 +104,12 @@ def _check_attention(model: PreTrainedModel, family: Family) -> None:
         queries = [family.queries(attention) for _, attention in attentions(model)]
     except AttributeError:  # other names inside, as in some earlier versions
         queries = []
-    if not queries:
-        raise ValueError(
-            f"the attention of this {model.config.model_type} is not what current versions of transformers have (its scale as "
-            f"'scaling', its queries as known here; this is {transformers.__version__}): update transformers, or, for a copy "
-            "of your own, use smupar.parameterize and set the attention scale yourself"
-        )
+    refuse(
+        not queries,
+        f"the attention of this {model.config.model_type} is not what current versions of transformers have (its scale as "
+        f"'scaling', its queries as known here; this is {transformers.__version__}): update transformers, or, for a copy "
+        "of your own, use smupar.parameterize and set the attention scale yourself",
+    )
 
 
 def _with_known_roles(model: PreTrainedModel, base: nn.Module, settings: Settings) -> Settings:

@@ -29,9 +29,9 @@ def make_optimizer(model: PreTrainedModel, plan: Plan, args: TrainingArguments, 
         )
     # The method looks at nothing but the model.
     decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
-    lr = options.pop("lr")
     settings = {"no_decay": lambda name, _: name not in decayed, "optimizer": kind, **settings}
-    return kind(param_groups(model, plan, lr=lr, weight_decay=args.weight_decay, **settings), **options)
+    groups = param_groups(model, plan, lr=options.pop("lr"), weight_decay=args.weight_decay, **settings)
+    return kind(groups, **options)
 
 
 class SmuparCallback(TrainerCallback):
@@ -44,9 +44,8 @@ class SmuparCallback(TrainerCallback):
 
     def __init__(self, plan: Plan, *, sparsifier: Sparsifier | None = None, updates: Recorder | Follower | None = None) -> None:
         self.plan, self.sparsifier, self.updates = plan, sparsifier, updates
-        for part in (sparsifier, updates):
+        for name, part in (("sparsifier", sparsifier), ("measured updates", updates)):
             if part is not None:
-                name = "sparsifier" if part is sparsifier else "measured updates"
                 carry_state(part.optimizers[0], {name: part})
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

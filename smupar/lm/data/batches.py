@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from smupar.lm.config.run import STANDARD_LIBRARY, RunConfig, padded_vocab
-from smupar.lm.data.shards import ShardIndex, Tokens, open_tokens, read_index, verify
+from smupar.lm.config.validation import refuse
+from smupar.lm.data.shards import Tokens, open_tokens, read_index, verify
 from smupar.lm.data.tokenizer import TOKENIZER_FILE, Tokenizer
 
 # Share of the text, at its end, that is never trained on where no text for validation is given.
@@ -57,11 +58,11 @@ def open_text(config: RunConfig, *, check: bool = True) -> Corpus:
         train, valid = split(tokens)
     else:
         valid, valid_facts = _open(config.valid_data, check)
-        if valid_facts.tokenizer["sha256"] != facts.tokenizer["sha256"]:
-            raise ValueError(
-                f"{config.data} and {config.valid_data} have different tokenizers ({facts.tokenizer['name']} and "
-                f"{valid_facts.tokenizer['name']}): prepare both with the same one"
-            )
+        refuse(
+            valid_facts.tokenizer["sha256"] != facts.tokenizer["sha256"],
+            f"{config.data} and {config.valid_data} have different tokenizers ({facts.tokenizer['name']} and "
+            f"{valid_facts.tokenizer['name']}): prepare both with the same one",
+        )
         train = tokens
         facts = CorpusFacts(
             f"{facts.name}, validated on {valid_facts.name}",
@@ -70,11 +71,11 @@ def open_text(config: RunConfig, *, check: bool = True) -> Corpus:
             max(facts.largest_token, valid_facts.largest_token),
             facts.tokenizer,
         )
-    if facts.largest_token >= config.model.vocab_size:
-        raise ValueError(
-            f"the text has token {facts.largest_token}, beyond the model's vocabulary of {config.model.vocab_size}: "
-            f"pass --vocab-size {padded_vocab(facts.tokenizer['vocab_size'])}"
-        )
+    refuse(
+        facts.largest_token >= config.model.vocab_size,
+        f"the text has token {facts.largest_token}, beyond the model's vocabulary of {config.model.vocab_size}: "
+        f"pass --vocab-size {padded_vocab(facts.tokenizer['vocab_size'])}",
+    )
     for part, what in ((train, "training"), (valid, "validation")):
         num_sequences(part, config.seq_len, what)  # raises if there is none
     file = Path(config.data) / TOKENIZER_FILE
@@ -107,12 +108,8 @@ def _open(name: str, check: bool) -> tuple[Tokens, CorpusFacts]:
         info, largest = asdict(Tokenizer("bytes").info), max(source)
         return Tokens([np.frombuffer(source, dtype=np.uint8)]), CorpusFacts(name, len(source), _sha256(source), largest, info)
     index = verify(name) if check else read_index(name)
-    facts = CorpusFacts(name, index.num_tokens, _fingerprint(index), index.largest_token, asdict(index.tokenizer))
-    return open_tokens(name), facts
-
-
-def _fingerprint(index: ShardIndex) -> str:
-    return _sha256("".join([index.tokenizer.sha256, *(shard.sha256 for shard in index.shards)]).encode())
+    sha256 = _sha256("".join([index.tokenizer.sha256, *(shard.sha256 for shard in index.shards)]).encode())
+    return open_tokens(name), CorpusFacts(name, index.num_tokens, sha256, index.largest_token, asdict(index.tokenizer))
 
 
 def _sha256(data: bytes) -> str:
@@ -130,7 +127,7 @@ def batch(
     batch_size: int,
     seq_len: int,
     rows: tuple[int, int] | None = None,
-    to: Callable[[Tensor], Tensor] | None = None,
+    to: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> tuple[Tensor, Tensor]:
     """Inputs and targets of one step. ``rows`` is (from, to) if a rank needs only a part of the batch. ``to`` moves tensors to
     a device."""
@@ -143,9 +140,7 @@ def batch(
         here = slice(None) if len(epochs) == 1 else positions // count == epoch
         offset, keys = _epoch(seed, epoch, len(tokens) - count * seq_len)
         starts[here] = offset + seq_len * shuffled(positions[here] % count, count, keys)
-    windows = torch.from_numpy(tokens.windows(starts, seq_len + 1))
-    if to is not None:
-        windows = to(windows)
+    windows = to(torch.from_numpy(tokens.windows(starts, seq_len + 1)))
     return windows[:, :-1], windows[:, 1:]
 
 

@@ -22,6 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 from smupar.lm.config.commands import PrepareConfig
+from smupar.lm.config.validation import refuse
 from smupar.lm.data.shard_writer import ShardWriter
 from smupar.lm.data.shards import (
     INDEX,
@@ -50,13 +51,9 @@ _BATCH_PIECES = 1 << 13
 
 
 @dataclass(frozen=True)
-class PreparationState:
-    """The content of progress.json: what is done, and what it was done for."""
+class PreparationState(ShardIndex):
+    """The content of progress.json: an index of what is done, and where in the sources it goes on."""
 
-    tokenizer: TokenizerInfo
-    source: dict[str, Any]
-    shards: tuple[Shard, ...] = ()
-    largest_token: int = -1
     num_units: int = 0  # files (or datasets) that are done
     num_pieces: int = 0  # pieces of the next one that are done
     # It stopped at input that it cannot read. Another command may then start over in the same folder.
@@ -69,21 +66,24 @@ class PreparationState:
 def prepare(config: PrepareConfig) -> ShardIndex:
     """Tokenise the sources into ``config.out``; goes on where an earlier call with the same configuration was stopped."""
     folder = Path(config.out)
-    if not config.sources:
-        raise ValueError("nothing to prepare: name at least one file, folder or dataset")
+    refuse(not config.sources, "nothing to prepare: name at least one file, folder or dataset")
     _check_encoding(config)
     tokenizer = load_tokenizer(config.tokenizer)
     units_of = {source: find_units(source, out=folder) for source in config.sources}
     units = [unit for source in config.sources for unit in units_of[source]]
-    source = {
-        "sources": [describe(source, units_of[source]) for source in config.sources],
-        "options": {name: getattr(config, name) for name in _OPTIONS},
-    }
-    asked = PreparationState(tokenizer.info, source)
+    asked = PreparationState(
+        tokenizer.info,
+        largest_token=-1,
+        shards=(),
+        source={
+            "sources": [describe(source, units_of[source]) for source in config.sources],
+            "options": {name: getattr(config, name) for name in _OPTIONS},
+        },
+    )
 
     if (folder / INDEX).is_file():
         index = read_index(folder)
-        _refuse_if_different(folder, PreparationState(index.tokenizer, index.source), asked)
+        _refuse_if_different(folder, index, asked)
         check_sizes(folder, index)
         (folder / PROGRESS).unlink(missing_ok=True)
         print(f"{folder} is already prepared: nothing to do", file=sys.stderr)
@@ -103,10 +103,7 @@ def _prepare(
     *,
     is_new: bool,
 ) -> ShardIndex:
-    earlier = _earlier_progress(folder, asked)
-    if earlier is not None:
-        _say_if_newer(units, folder / PROGRESS)
-    progress = earlier or asked
+    progress = _resumed(folder, units, asked)
     writer = ShardWriter(
         folder,
         vocab_size=tokenizer.vocab_size,
@@ -123,10 +120,10 @@ def _prepare(
     except OSError as error:
         # Reading has its own errors: this one is about the folder.
         writer.abandon()
-        done = f"{writer.num_tokens} tokens in {len(writer.shards)} shards are done"
         remedy = "make space" if error.errno in _FULL else "see to it that the folder can be written"
         raise ValueError(
-            f"cannot write {folder} ({error.strerror or error}), {done}: {remedy} and run the same command again, it goes on"
+            f"cannot write {folder} ({error.strerror or error}), {writer.num_tokens} tokens in {len(writer.shards)} shards are "
+            f"done: {remedy} and run the same command again, it goes on"
         ) from error
     except ValueError as error:
         writer.abandon()
@@ -162,8 +159,7 @@ def _fill(
             if config.max_tokens is not None and writer.num_tokens >= config.max_tokens:
                 break
     writer.close()
-    if not writer.shards:
-        raise ValueError(f"no text in {', '.join(config.sources)}: every file or row is empty")
+    refuse(not writer.shards, f"no text in {', '.join(config.sources)}: every file or row is empty")
 
 
 # The number of the unit that a piece comes from, how many pieces of that unit there are up to and with it, the piece.
@@ -195,14 +191,12 @@ class _Bar:
     """A progress bar. It counts bytes of files, or documents if a dataset does not say how large it is."""
 
     def __init__(self, units: list[SourceUnit], progress: PreparationState):
-        sizes = [unit.size for unit in units]
-        self._before = None if None in sizes else np.cumsum([0, *(size or 0 for size in sizes)])
-        total = None if self._before is None else int(self._before[-1])
-        initial = sum(shard.num_documents for shard in progress.shards)
-        if self._before is not None:
-            initial = int(self._before[progress.num_units])
-        unit = " documents" if self._before is None else "B"
-        self._bar = tqdm(total=total, initial=initial, desc="prepare", unit=unit, unit_scale=True, leave=False, file=sys.stderr)
+        self._before: list[int] | None = None  # bytes before each file, and at last all of them
+        scale: dict[str, Any] = {"initial": progress.num_documents, "unit": " documents"}
+        if all(unit.size is not None for unit in units):
+            self._before = np.cumsum([0, *(unit.size or 0 for unit in units)]).tolist()
+            scale = {"total": self._before[-1], "initial": self._before[progress.num_units], "unit": "B"}
+        self._bar = tqdm(desc="prepare", unit_scale=True, leave=False, file=sys.stderr, **scale)
 
     def close(self) -> None:
         self._bar.close()
@@ -213,7 +207,7 @@ class _Bar:
             self._bar.update(sum(piece.ends_document for _, _, piece in batch))
         else:
             unit, _, piece = batch[-1]
-            self._bar.update(int(self._before[unit]) + piece.position - self._bar.n)
+            self._bar.update(self._before[unit] + piece.position - self._bar.n)
 
 
 def _check_encoding(config: PrepareConfig) -> None:
@@ -225,22 +219,22 @@ def _check_encoding(config: PrepareConfig) -> None:
         raise ValueError(f"{error}: pass --encoding utf-8, latin-1, ... and --errors strict, replace or ignore") from error
 
 
-def _earlier_progress(folder: Path, asked: PreparationState) -> PreparationState | None:
-    """What an earlier call with the same configuration left, if anything. Anything else in the folder raises."""
+def _resumed(folder: Path, units: Sequence[SourceUnit], asked: PreparationState) -> PreparationState:
+    """What an earlier call with the same configuration left, or the start. Anything else in the folder raises."""
     for path in folder.iterdir():
         if _OUR_TEMPORARY.fullmatch(path.name):
             path.unlink()
     path = folder / PROGRESS
     if not path.is_file():
         refuse_other_files(folder, "preparation")
-        return None
+        return asked
     progress = _read_progress(path)
     if progress.failed and _differences(progress, asked):
         _remove_ours(folder)
-        return None
+        return asked
     _refuse_if_different(folder, progress, asked)
-    check_sizes(folder, ShardIndex(progress.tokenizer, progress.largest_token, progress.shards, progress.source))
-    # With other --errors the shards are the same, as no error was met in them.
+    check_sizes(folder, progress)
+    _say_if_newer(units, path)
     return replace(progress, source=asked.source, failed=False)
 
 
@@ -269,27 +263,31 @@ def _read_progress(path: Path) -> PreparationState:
         raise ValueError(f"{path} is damaged or of another version ({error}): choose another --out, or delete it") from error
 
 
-def _differences(there: PreparationState, asked: PreparationState) -> list[str]:
+def _differences(there: ShardIndex, asked: ShardIndex) -> list[str]:
     differences = []
     if there.tokenizer.sha256 != asked.tokenizer.sha256:
         differences.append(f"tokenizer {there.tokenizer.name}, not {asked.tokenizer.name}")
     if there.source.get("sources") != asked.source["sources"]:
-        old, new = ([_brief(source) for source in state.source.get("sources", [])] for state in (there, asked))
-        differences.append(f"sources {', '.join(old)}, not {', '.join(new)}")
+        differences.append(f"sources {_named(there)}, not {_named(asked)}")
     options = there.source.get("options", {})
+    # With other --errors the shards before a mistake are the same, as no error was met in them.
+    lax = isinstance(there, PreparationState) and there.failed and options.get("errors") == "strict"
     for name, value in asked.source["options"].items():
-        if options.get(name) != value and not (name == "errors" and there.failed and options.get(name) == "strict"):
+        if options.get(name) != value and not (name == "errors" and lax):
             differences.append(f"{name} {options.get(name)}, not {value}")
     return differences
 
 
-def _brief(source: dict[str, Any]) -> str:
-    return f"{source['source']} ({source['num_bytes']} bytes)" if "num_bytes" in source else str(source["source"])
+def _named(index: ShardIndex) -> str:
+    sources = index.source.get("sources", [])
+    return ", ".join(
+        source["source"] + (f" ({source['num_bytes']} bytes)" if "num_bytes" in source else "") for source in sources
+    )
 
 
-def _refuse_if_different(folder: Path, there: PreparationState, asked: PreparationState) -> None:
-    if differences := _differences(there, asked):
-        raise ValueError(f"{folder} holds another preparation ({'; '.join(differences)}): choose another --out")
+def _refuse_if_different(folder: Path, there: ShardIndex, asked: ShardIndex) -> None:
+    differences = _differences(there, asked)
+    refuse(differences, f"{folder} holds another preparation ({'; '.join(differences)}): choose another --out")
 
 
 def _leave_after_bad_input(folder: Path, *, remove_folder: bool) -> None:

@@ -29,10 +29,10 @@ class ShardWriter:
         self.shard_tokens = shard_tokens
         self.shards = list(shards)
         self.largest_token = largest_token
-        self._file: IO[bytes] | None = None
         self._start()
 
     def _start(self) -> None:
+        self._file: IO[bytes] | None = None
         self._num_before = sum(shard.num_tokens for shard in self.shards)
         self._num_tokens = self._num_documents = 0
         self._hash = hashlib.sha256()
@@ -78,11 +78,9 @@ class ShardWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        path = self._path
-        self._temporary.replace(path)
+        self._temporary.replace(self._path)
         sync_folder(self.folder)
-        self._file = None
-        self.shards.append(Shard(path.name, self._num_tokens, self._num_documents, self._hash.hexdigest()))
+        self.shards.append(Shard(self._path.name, self._num_tokens, self._num_documents, self._hash.hexdigest()))
         self._start()
 
     def abandon(self) -> None:
@@ -93,7 +91,6 @@ class ShardWriter:
                 self._file.close()
             with suppress(OSError):
                 self._temporary.unlink()
-            self._file = None
         self._start()
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from smupar.lm.config.validation import refuse
 from smupar.output.files import write_atomic
 
 FORMAT = "smupar-tokens/1"
@@ -68,15 +69,11 @@ class ShardIndex:
     def dtype(self) -> np.dtype[Any]:
         return token_dtype(self.tokenizer.vocab_size)
 
-    @property
-    def dtype_name(self) -> str:
-        return f"u{self.dtype.itemsize}"
-
     def to_json(self) -> str:
         values = {
             "format": FORMAT,
             "tokenizer": asdict(self.tokenizer),
-            "dtype": self.dtype_name,
+            "dtype": f"u{self.dtype.itemsize}",
             "num_tokens": self.num_tokens,
             "num_documents": self.num_documents,
             "largest_token": self.largest_token,
@@ -93,31 +90,34 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 def read_index(folder: str | Path) -> ShardIndex:
     folder = Path(folder)
-    if folder.is_file():
-        raise ValueError(f"{folder} is a file: make a folder of it with smupar data prepare {folder} --out FOLDER")
-    if not folder.is_dir():
-        raise ValueError(f"no folder {folder}: make it with smupar data prepare FILE --out {folder}")
     path = folder / INDEX
-    if not path.is_file():
-        if (folder / PROGRESS).is_file():
-            raise ValueError(f"the preparation of {folder} was interrupted: run the same prepare command again, it goes on")
-        raise ValueError(f"{folder} is not a prepared folder (no {INDEX}): make one with smupar data prepare FILE --out FOLDER")
+    refuse(folder.is_file(), f"{folder} is a file: make a folder of it with smupar data prepare {folder} --out FOLDER")
+    refuse(not folder.is_dir(), f"no folder {folder}: make it with smupar data prepare FILE --out {folder}")
+    refuse(
+        not path.is_file() and (folder / PROGRESS).is_file(),
+        f"the preparation of {folder} was interrupted: run the same prepare command again, it goes on",
+    )
+    refuse(
+        not path.is_file(),
+        f"{folder} is not a prepared folder (no {INDEX}): make one with smupar data prepare FILE --out FOLDER",
+    )
     again = "delete the folder and prepare it again"
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        if values["format"] != FORMAT:
-            raise ValueError(f"{path} has format {values['format']!r} and this version reads {FORMAT!r}: {again}")
+        refuse(
+            values["format"] != FORMAT,
+            f"{path} has format {values['format']!r} and this version reads {FORMAT!r}: {again}",
+        )
         index = ShardIndex(
             tokenizer=TokenizerInfo(**values["tokenizer"]),
             largest_token=int(values["largest_token"]),
             shards=tuple(Shard(**shard) for shard in values["shards"]),
             source=values["source"],
         )
-        consistent = values["num_tokens"] == index.num_tokens > 0 and values["dtype"] == index.dtype_name
+        consistent = values["num_tokens"] == index.num_tokens > 0 and values["dtype"] == f"u{index.dtype.itemsize}"
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}): {again}") from error
-    if not consistent:
-        raise ValueError(f"{path} is damaged (num_tokens or dtype do not fit its shards and vocabulary): {again}")
+    refuse(not consistent, f"{path} is damaged (num_tokens or dtype do not fit its shards and vocabulary): {again}")
     return index
 
 
@@ -134,8 +134,8 @@ def check_sizes(folder: str | Path, index: ShardIndex) -> None:
             )
 
 
-def verify(folder: str | Path, *, progress: bool = True) -> ShardIndex:
-    """Checks the size and hash of every shard. It remembers hashes that were right, so the next start is quick."""
+def verify(folder: str | Path) -> ShardIndex:
+    """Check the size and hash of every shard. Hashes that were right are remembered, so that the next start is quick."""
     folder = Path(folder)
     index = read_index(folder)
     check_sizes(folder, index)
@@ -145,9 +145,8 @@ def verify(folder: str | Path, *, progress: bool = True) -> ShardIndex:
     if not todo:
         return index
     size = sum(now[shard.file]["size"] for shard in todo)
-    hidden = not progress or size < _BAR_BYTES
     with (
-        tqdm(total=size, desc="verify", unit="B", unit_scale=True, disable=hidden, leave=False) as bar,
+        tqdm(total=size, desc="verify", unit="B", unit_scale=True, disable=size < _BAR_BYTES, leave=False) as bar,
         ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool,
     ):
         for shard, sha256 in zip(todo, pool.map(lambda shard: _file_hash(folder / shard.file, bar), todo), strict=True):
@@ -170,10 +169,9 @@ def _state(folder: Path, shard: Shard) -> dict[str, Any]:
 
 def _read_verified(folder: Path) -> dict[str, Any]:
     try:
-        values = json.loads((folder / VERIFIED).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return dict(json.loads((folder / VERIFIED).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
         return {}
-    return values if isinstance(values, dict) else {}
 
 
 def _file_hash(path: Path, bar: tqdm[Any]) -> str:
@@ -222,21 +220,13 @@ class Tokens:
         shards = np.searchsorted(self._starts, starts, side="right") - 1
         offsets = starts - self._starts[shards]
         for window, shard, offset in zip(windows, shards.tolist(), offsets.tolist(), strict=True):
-            part = self._arrays[shard][offset : offset + length]
-            if len(part) == length:
-                window[:] = part
-            else:
-                self._fill_across(window, shard, part)
+            filled = 0
+            while filled < length:  # a window may go on in the next shards
+                part = self._arrays[shard][offset : offset + length - filled]
+                window[filled : filled + len(part)] = part
+                filled += len(part)
+                shard, offset = shard + 1, 0
         return windows
-
-    def _fill_across(self, window: np.ndarray, shard: int, part: np.ndarray) -> None:
-        filled = len(part)
-        window[:filled] = part
-        while filled < len(window):
-            shard += 1
-            part = self._arrays[shard][: len(window) - filled]
-            window[filled : filled + len(part)] = part
-            filled += len(part)
 
 
 def open_tokens(folder: str | Path) -> Tokens:

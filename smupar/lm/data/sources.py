@@ -10,6 +10,7 @@ import codecs
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import os
 import zlib
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from smupar.lm.config.commands import PrepareConfig
+from smupar.lm.config.validation import refuse
 from smupar.output.optional import first_line, optional
 
 SLIMPAJAMA = "cerebras/SlimPajama-627B"
@@ -67,23 +69,22 @@ def find_units(source: str, *, out: Path) -> list[SourceUnit]:
         return [SourceUnit(SLIMPAJAMA)]
     if source.startswith("hf:"):
         name, _, config_name = source.removeprefix("hf:").partition(":")
-        if not name:
-            raise ValueError(f"the source {source!r} names no dataset: write hf:NAME or hf:NAME:CONFIG")
+        refuse(not name, f"the source {source!r} names no dataset: write hf:NAME or hf:NAME:CONFIG")
         return [SourceUnit(name, config_name=config_name or None)]
     path = Path(source)
     if path.is_dir():
         files = [path for path in _walk(path, out.resolve()) if path.stat().st_size]
-        if not files:
-            raise ValueError(f"the folder {source} holds no file with anything in it: name one that holds text")
+        refuse(not files, f"the folder {source} holds no file with anything in it: name one that holds text")
     elif path.is_file():
         files = [path]
-        if not path.stat().st_size:
-            raise ValueError(f"{source} is empty: leave it out, or name a file with text")
+        refuse(not path.stat().st_size, f"{source} is empty: leave it out, or name a file with text")
     else:
         raise FileNotFoundError(f"no file or folder {source}: check the path, or write hf:NAME for a Hugging Face dataset")
     for file in files:
-        if file.name.lower().endswith(_UNREADABLE):
-            raise ValueError(f"{file} is compressed in a way that is not read here: decompress it, or compress it with gzip")
+        refuse(
+            file.name.lower().endswith(_UNREADABLE),
+            f"{file} is compressed in a way that is not read here: decompress it, or compress it with gzip",
+        )
     return [SourceUnit(str(file), file.stat().st_size) for file in files]
 
 
@@ -91,8 +92,7 @@ def describe(source: str, units: list[SourceUnit]) -> dict[str, Any]:
     """Names and sizes, which identify a source without reading it."""
     if units[0].size is None:
         return {"source": source}
-    root = Path(source)
-    listing = "".join(f"{Path(unit.name).relative_to(root).as_posix()}\t{unit.size}\n" for unit in units)
+    listing = "".join(f"{Path(unit.name).relative_to(source).as_posix()}\t{unit.size}\n" for unit in units)
     return {
         "source": source,
         "num_files": len(units),
@@ -176,14 +176,14 @@ def cut_at(text: str) -> int:
             return at + 1
     if (at := text.rfind("\n", half, end)) > 0:
         return at + 1
-    if (at := text.rfind(" ", half, end)) > 0:
-        return at
-    return end
+    return at if (at := text.rfind(" ", half, end)) > 0 else end
 
 
 def _read_jsonl(path: Path, config: PrepareConfig, skip: int) -> Iterator[TextPiece]:
-    if "\n".encode(config.encoding) != b"\n":
-        raise ValueError(f"{path}: lines of JSON in {config.encoding} are not read here, convert the file to UTF-8")
+    refuse(
+        "\n".encode(config.encoding) != b"\n",
+        f"{path}: lines of JSON in {config.encoding} are not read here, convert the file to UTF-8",
+    )
     offset = 0
     with _open(path) as (stream, raw):
         for number, line in enumerate(stream, 1):
@@ -244,11 +244,15 @@ def _read_parquet(path: Path, config: PrepareConfig, skip: int) -> Iterator[Text
 
 def _rows(file: Any, path: Path, config: PrepareConfig, skip: int) -> Iterator[TextPiece]:
     schema = file.schema_arrow
-    if config.field not in schema.names:
-        raise ValueError(f"{path}: no column {config.field!r}, it has {_names(schema.names)}: choose one with --field")
+    refuse(
+        config.field not in schema.names,
+        f"{path}: no column {config.field!r}, it has {_names(schema.names)}: choose one with --field",
+    )
     kind = str(schema.field(config.field).type)
-    if "string" not in kind or "list" in kind or "struct" in kind:
-        raise ValueError(f"{path}: column {config.field!r} holds {kind}, not text: choose another with --field")
+    refuse(
+        "string" not in kind or "list" in kind or "struct" in kind,
+        f"{path}: column {config.field!r} holds {kind}, not text: choose another with --field",
+    )
     size, num_rows = path.stat().st_size, file.metadata.num_rows
     row = 0
     for group in range(file.num_row_groups):
@@ -275,16 +279,14 @@ def _read_dataset(unit: SourceUnit, config: PrepareConfig, skip: int) -> Iterato
     if config.field in (rows.column_names or ()):
         rows = rows.select_columns([config.field])  # the others need not be read
     stream = iter(rows.skip(skip) if skip else rows)
-    number = skip
-    while True:
+    for number in itertools.count(skip + 1):
         try:
             row = next(stream, None)
         except Exception as error:
             raise BrokenOffError(
-                f"the dataset {unit.name} broke off after row {number} ({first_line(error)}): run the same command again, "
+                f"the dataset {unit.name} broke off after row {number - 1} ({first_line(error)}): run the same command again, "
                 "it goes on from the last finished shard"
             ) from error
         if row is None:
             return
-        number += 1
         yield TextPiece(_field(row, config.field, f"{unit.name}, row {number}"), True, 0)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from smupar.lm.config.validation import refuse
 from smupar.lm.data.shards import TokenizerInfo, token_dtype
 from smupar.output.files import write_atomic
 from smupar.output.optional import first_line, optional
@@ -37,8 +38,7 @@ class Tokenizer:
             # Not their number: a vocabulary may have holes.
             self.vocab_size = max(vocabulary.values(), default=-1) + 1
             self.eot = next((vocabulary[token] for token in _END_OF_TEXT if token in vocabulary), None)
-            if not self.vocab_size:
-                raise ValueError(f"the tokenizer {name} has no vocabulary: get its file again")
+            refuse(not self.vocab_size, f"the tokenizer {name} has no vocabulary: get its file again")
         self.sha256 = hashlib.sha256((definition or "bytes").encode()).hexdigest()
 
     @property
@@ -49,8 +49,8 @@ class Tokenizer:
         """One array of ids per text, in the smallest type that holds them; no token is added at either end."""
         if self._library is None:
             return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
-        encoded = self._library.encode_batch_fast(texts, add_special_tokens=False)
         # Through int64, so that an id beyond the type is not wrapped around before anybody sees it.
+        encoded = self._library.encode_batch_fast(texts, add_special_tokens=False)
         arrays = [np.array(text.ids, dtype=np.int64) for text in encoded]
         return [ids.astype(token_dtype(self.vocab_size)) if ids.max(initial=0) < self.vocab_size else ids for ids in arrays]
 
@@ -64,8 +64,7 @@ class Tokenizer:
             raise ValueError(f"token {outside[0]} is outside the vocabulary of {self.name}, which has {self.vocab_size}")
         if self._library is None:
             return numbers.astype(np.uint8).tobytes().decode(errors="replace")
-        text: str = self._library.decode(numbers.tolist(), skip_special_tokens=False)
-        return text
+        return self._library.decode(numbers.tolist(), skip_special_tokens=False)
 
     def save(self, folder: str | Path) -> None:
         """Write tokenizer.json; bytes need none."""
@@ -91,8 +90,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
 def read_tokenizer(folder: Path, name: str) -> Tokenizer:
     """The tokenizer of a run, an export or a prepared folder, which keeps its file unless it is bytes."""
     path = folder / TOKENIZER_FILE
-    if not path.is_file() and name != "bytes":
-        raise ValueError(f"{path} is missing: copy the JSON of the tokenizer {name} there")
+    refuse(not path.is_file() and name != "bytes", f"{path} is missing: copy the JSON of the tokenizer {name} there")
     return Tokenizer(name, _read(path) if path.is_file() else None)
 
 
@@ -111,8 +109,7 @@ def _from_json(name: str, definition: str) -> Any:
 
 
 def _from_file(path: Path) -> Tokenizer:
-    name = path.resolve().parent.name if path.name == TOKENIZER_FILE else path.stem
-    return Tokenizer(name, _read(path))
+    return Tokenizer(path.resolve().parent.name if path.name == TOKENIZER_FILE else path.stem, _read(path))
 
 
 def _gpt2_from_hub() -> Tokenizer:
@@ -134,13 +131,13 @@ def _from_vocabulary(folder: Path) -> Tokenizer:
         ids = {str(token): int(number) for token, number in json.loads(_read(vocabulary)).items()}
     except (ValueError, AttributeError, TypeError) as error:
         raise ValueError(f"{vocabulary} is not a vocabulary, an object of token and id ({error}): get it again") from error
-    lines = _read(merges).split("\n")
-    pairs = [tuple(line.rstrip("\r").split(" ")) for line in lines if line.strip() and not line.startswith("#version")]
+    lines = [line.rstrip("\r") for line in _read(merges).split("\n")]
+    pairs = [tuple(line.split(" ")) for line in lines if line.strip() and not line.startswith("#version")]
     for number, pair in enumerate(pairs, 1):
         if len(pair) != 2 or pair[0] not in ids or pair[1] not in ids or "".join(pair) not in ids:
             raise ValueError(f"merge {number} of {merges} ({' '.join(pair)!r}) does not fit the vocabulary {vocabulary}")
-    prefix = vocabulary.name.removesuffix("encoder.json").removesuffix("vocab.json").rstrip("-_.")
-    return Tokenizer(prefix or folder.resolve().name, _byte_level_bpe(ids, pairs))
+    name = vocabulary.name.removesuffix("encoder.json").removesuffix("vocab.json").rstrip("-_.") or folder.resolve().name
+    return Tokenizer(name, _byte_level_bpe(ids, pairs))
 
 
 def _only(folder: Path, *endings: str) -> Path:
@@ -159,14 +156,16 @@ def _byte_level_bpe(vocabulary: dict[str, int], merges: list[tuple[str, ...]]) -
     special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     end = _END_OF_TEXT[0]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    definition = {
-        "version": "1.0",
-        "added_tokens": [{"id": vocabulary[end], "content": end, **special}] if end in vocabulary else [],
-        "pre_tokenizer": byte_level,
-        "decoder": byte_level,
-        "model": {"type": "BPE", "vocab": dict(sorted(vocabulary.items(), key=lambda item: item[1])), "merges": merges},
-    }
-    return json.dumps(definition, ensure_ascii=False)
+    return json.dumps(
+        {
+            "version": "1.0",
+            "added_tokens": [{"id": vocabulary[end], "content": end, **special}] if end in vocabulary else [],
+            "pre_tokenizer": byte_level,
+            "decoder": byte_level,
+            "model": {"type": "BPE", "vocab": dict(sorted(vocabulary.items(), key=lambda item: item[1])), "merges": merges},
+        },
+        ensure_ascii=False,
+    )
 
 
 def _read(path: Path) -> str:

@@ -15,6 +15,7 @@ import torch
 
 from smupar.execute.timing import seconds_of
 from smupar.lm.config.run import Execution, RunConfig
+from smupar.lm.config.validation import refuse
 from smupar.lm.model.gpt import plan_on_meta
 from smupar.plan.optimizers import facts_for_role, family_of
 from smupar.plan.plan import Plan, PlanRow
@@ -45,10 +46,9 @@ def estimate(config: RunConfig, *, num_ranks: int = 1, micro_batch: int = 0, sha
     """The cost of a run. With ``micro_batch`` 0 a rank takes all its sequences at once."""
     plan = plan_on_meta(config)
     model, tokens = config.model, config.num_tokens
-    rows = [row for row in plan for _ in range(_uses(row, config))]
+    rows = [row for row in plan if _is_multiplied(row, config)]
     attention = 12 * model.depth * config.seq_len * model.width
     num_parameters = sum(math.prod(row.shape) for row in plan)
-    num_sequences = micro_batch or -(-config.batch_size // num_ranks)
     return Cost(
         num_parameters=num_parameters,
         num_nonzeros=round(sum(_kept(row) for row in plan)),
@@ -57,7 +57,7 @@ def estimate(config: RunConfig, *, num_ranks: int = 1, micro_batch: int = 0, sha
         sparse_flops=tokens * (6 * sum(_kept(row) for row in rows) + attention),
         usual_flops=6.0 * num_parameters * tokens,
         state_bytes=_state_bytes(plan, config) / (num_ranks if sharded else 1),
-        activation_bytes=num_sequences * config.seq_len * _activation_bytes(config),
+        activation_bytes=(micro_batch or -(-config.batch_size // num_ranks)) * config.seq_len * _activation_bytes(config),
     )
 
 
@@ -73,15 +73,15 @@ def fitting_micro_batch(config: RunConfig, *, num_ranks: int, sharded: bool, mem
 
 def report(config: RunConfig, how: Execution, *, gpus: int, gpu_gib: float, peak_share: float) -> str:
     """What ``smupar train --dry-run`` prints."""
-    if gpus < 1 or not gpu_gib > 0 or not 0 < peak_share <= 1:
-        raise ValueError(
-            f"--gpus {gpus}, --gpu-gib {gpu_gib:g} and --peak-share {peak_share:g} must be above 0, a share at most 1"
-        )
-    if config.batch_size % gpus or config.batch_size // gpus % (how.micro_batch or 1):
-        raise ValueError(
-            f"batch_size {config.batch_size} does not divide among {gpus} GPUs in parts of {how.micro_batch or 1}: "
-            "choose another --batch-size or --micro-batch"
-        )
+    refuse(
+        gpus < 1 or not gpu_gib > 0 or not 0 < peak_share <= 1,
+        f"--gpus {gpus}, --gpu-gib {gpu_gib:g} and --peak-share {peak_share:g} must be above 0, a share at most 1",
+    )
+    refuse(
+        config.batch_size % gpus or config.batch_size // gpus % (how.micro_batch or 1),
+        f"batch_size {config.batch_size} does not divide among {gpus} GPUs in parts of {how.micro_batch or 1}: "
+        "choose another --batch-size or --micro-batch",
+    )
     sharded, peak_tflops = how.parallel == "fsdp" and gpus > 1, how.peak_tflops or _PEAK_TFLOPS["H200"]
     micro_batch = how.micro_batch or fitting_micro_batch(config, num_ranks=gpus, sharded=sharded, memory=gpu_gib * _GIB)
     cost = estimate(config, num_ranks=gpus, micro_batch=micro_batch, sharded=sharded)
@@ -107,11 +107,10 @@ def report(config: RunConfig, how: Execution, *, gpus: int, gpu_gib: float, peak
     return "\n".join(f"{name:<12}{text}" for name, text in lines.items())
 
 
-def _uses(row: PlanRow, config: RunConfig) -> int:
-    """In how many products a parameter takes part. A lookup is no product; a tied table counts as the unembedding."""
-    if row.role == "hidden" or row.name == "unembedding.weight":
-        return 1
-    return int(row.name == "embedding.weight" and config.model.tied)
+def _is_multiplied(row: PlanRow, config: RunConfig) -> bool:
+    """Whether a parameter takes part in a product: not in a lookup, but a tied table does as the unembedding."""
+    unembedding = "embedding.weight" if config.model.tied else "unembedding.weight"
+    return row.role == "hidden" or row.name == unembedding
 
 
 def _kept(row: PlanRow) -> float:
@@ -119,7 +118,7 @@ def _kept(row: PlanRow) -> float:
 
 
 def _state_bytes(plan: Plan, config: RunConfig) -> float:
-    family_of(config.optimizer)
+    family_of(config.optimizer)  # refuses an unknown one
     total = 0.0
     for row in plan:
         moments = facts_for_role(row.role, config.optimizer, config.rest_lr).num_states_with(config.momentum)
@@ -156,7 +155,7 @@ def peak_flops(device: torch.device, dtype: str, given_tflops: float | None = No
     return _measured_flops(device, torch.bfloat16 if dtype == "bf16" else torch.float32)
 
 
-def _measured_flops(device: torch.device, dtype: torch.dtype, size: int = 1024, repeats: int = 5) -> float:
-    a = torch.full((size, size), 0.5, dtype=dtype, device=device)
-    rounds = range(repeats + 1)  # the first warms up
-    return 2 * size**3 / min(seconds_of(lambda: (a @ a).sum().item(), device=device) for _ in rounds)
+def _measured_flops(device: torch.device, dtype: torch.dtype) -> float:
+    a = torch.full((1024, 1024), 0.5, dtype=dtype, device=device)
+    # The first of six rounds warms up.
+    return 2 * 1024**3 / min(seconds_of(lambda: (a @ a).sum().item(), device=device) for _ in range(6))

@@ -135,6 +135,10 @@ class GPT(nn.Module):
         return self.norm(x)
 
 
+def attentions(model: nn.Module) -> list[Attention]:
+    return [module for module in model.modules() if isinstance(module, Attention)]
+
+
 # Positions
 
 
@@ -172,16 +176,14 @@ def use_flex_attention(model: GPT, length: int) -> None:
         return query >= key
 
     mask = create_block_mask(causal, None, None, length, length, device=str(model.embedding.weight.device))
-    for block in model.blocks:
-        assert isinstance(block, TransformerBlock)
-        block.attention.block_mask = mask
+    for attention in attentions(model):
+        attention.block_mask = mask
 
 
 def use_plain_attention(model: GPT) -> None:
-    """Computes attention by products and a softmax, because torch's fused kernels cannot always be batched over models."""
-    for block in model.blocks:
-        assert isinstance(block, TransformerBlock)
-        block.attention.plain = True
+    """Attention by products and a softmax: torch's fused kernels cannot be batched over models everywhere."""
+    for attention in attentions(model):
+        attention.plain = True
 
 
 # Parameterized
@@ -203,9 +205,8 @@ def parameterized(model: GPT, config: RunConfig, *, reset: bool | None = None) -
 
 
 def set_attention_scale(model: nn.Module, plan: Plan) -> None:
-    for module in model.modules():
-        if isinstance(module, Attention):
-            module.scale.fill_(plan.attention_scale(module.head_dim))
+    for attention in attentions(model):
+        attention.scale.fill_(plan.attention_scale(attention.head_dim))
     plan.settle("attention_scale")
 
 
@@ -233,10 +234,9 @@ def allocated(config: RunConfig, density: float | None) -> float | Allocation | 
 
 
 def _settings(config: RunConfig) -> Settings:
-    density = allocated(config, config.start_density)
     return {
         "rule": config.rule,
-        "density": density,
+        "density": allocated(config, config.start_density),
         "pattern": config.pattern,
         "seed": config.seed,
         "init_std": config.init_std,

@@ -75,13 +75,31 @@ def load(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) 
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
+    """Reads weights and masks. A weight that the checkpoint keeps another way than the model (as non-zeros, as a matrix) goes
+    through a matrix; the others are read into the model's own tensors."""
     with _named(path):
-        _read_model(path / "model", model)
+        stored = _metadata(path / "model")
+        every = [weight_of(model, name) for name, _ in model.named_parameters()]
+        foreign = [weight for weight in every if weight.is_masked and is_compressed(stored, weight.name) == weight.stores_zeros]
+        for weight in every:
+            if weight.name in stored and weight not in foreign:
+                weight.make_room(stored[weight.name].size.numel())
+        elsewhere = {name for weight in foreign for name in (weight.name, *weight.mask_buffers)}
+        tensors = {name: tensor for name, tensor in weights(model).items() if name not in elsewhere}
+        parts = [f"{weight.name}{part}" for weight in foreign for part in ("", MASK, COLUMNS, ROW_STARTS)]
+        tensors |= {
+            name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in parts if name in stored
+        }
+        _read(path / "model", tensors)
+        for weight in foreign:
+            if is_compressed(tensors, weight.name):
+                expand_state(tensors, weight.name, weight.shape)
+            weight.load(tensors[weight.name], tensors[f"{weight.name}{MASK}"])
 
 
 def read_state(path: Path) -> dict[str, Any]:
     with _named(path):
-        state: dict[str, Any] = json.loads((path / "state.json").read_text())
+        state = json.loads((path / "state.json").read_text())
         if not isinstance(state, dict) or state.get("step") != step_of(path):
             raise ValueError("state.json is not of this step")
     return state
@@ -96,8 +114,6 @@ def _named(path: Path) -> Iterator[None]:
     """Turns whatever goes wrong in reading a checkpoint into one line with the remedy."""
     try:
         yield
-    except DamagedCheckpointError:  # named already
-        raise
     except (OSError, ValueError, KeyError, RuntimeError, AssertionError, SafetensorError, CheckpointException) as error:
         raise DamagedCheckpointError(
             f"the checkpoint {path} is damaged ({_reason(error)}): delete it, and the run goes on from the one before, or from "
@@ -188,26 +204,6 @@ def _write(folder: Path, tensors: dict[str, Tensor], world: World) -> None:
             save_tensors(tensors, storage_writer=writer, no_dist=world.size == 1)
     elif world.is_main:
         folder.mkdir()
-
-
-def _read_model(folder: Path, model: nn.Module) -> None:
-    """Reads weights and masks. If the checkpoint keeps a weight in another form than the model (non-zeros or matrix), it is
-    read as a matrix first. Other weights are read into the model's own tensors."""
-    stored = _metadata(folder)
-    every = [weight_of(model, name) for name, _ in model.named_parameters()]
-    foreign = [weight for weight in every if weight.is_masked and is_compressed(stored, weight.name) == weight.stores_zeros]
-    for weight in every:
-        if weight.name in stored and weight not in foreign:
-            weight.make_room(stored[weight.name].size.numel())
-    elsewhere = {name for weight in foreign for name in (weight.name, *weight.mask_buffers)}
-    tensors = {name: tensor for name, tensor in weights(model).items() if name not in elsewhere}
-    parts = [f"{weight.name}{part}" for weight in foreign for part in ("", MASK, COLUMNS, ROW_STARTS)]
-    tensors |= {name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in parts if name in stored}
-    _read(folder, tensors)
-    for weight in foreign:
-        if is_compressed(tensors, weight.name):
-            expand_state(tensors, weight.name, weight.shape)
-        weight.load(tensors[weight.name], tensors[f"{weight.name}{MASK}"])
 
 
 def _metadata(folder: Path) -> dict[str, TensorStorageMetadata]:

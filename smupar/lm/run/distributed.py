@@ -90,11 +90,10 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise RuntimeError("torch sees no GPU")
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", local_rank)
         if device.type == "cuda":
+            if not torch.cuda.is_available():
+                raise RuntimeError("torch sees no GPU")
+            device = torch.device("cuda", local_rank if device.index is None else device.index)
             torch.cuda.set_device(device)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -112,8 +111,7 @@ def build_on_device(config: RunConfig, world: World) -> tuple[GPT, Plan]:
     any number of ranks. The model is built on meta, so that no rank ever holds more than its part."""
     model = on_meta(config.model)
     if world.sharded:
-        bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        policy = bf16 if config.dtype == "bf16" else MixedPrecisionPolicy()
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if config.dtype == "bf16" else MixedPrecisionPolicy()
         for block in model.blocks:
             fully_shard(block, mp_policy=policy)
         fully_shard(model, mp_policy=policy)
@@ -133,8 +131,8 @@ def wrap(model: GPT, world: World) -> nn.Module:
         return model
     # Buffers are equal on all ranks by construction and need not be sent at each forward.
     no_broadcast(model, (name for name, _ in model.named_buffers()))
-    on_gpu = [world.device] if world.device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=on_gpu, gradient_as_bucket_view=True)
+    device_ids = [world.device] if world.device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
 
 
 @contextlib.contextmanager

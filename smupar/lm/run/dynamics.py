@@ -28,14 +28,14 @@ def make_stacked_sparsifier(stack: Stack, plans: Sequence[Plan], configs: Sequen
 def _goal(config: RunConfig, plan: Plan) -> Goal:
     if config.dynamic == "none" or config.density == 1:  # a dense model has nothing that could move
         return Goal(plan)
+    times = Times(config.mask_every, config.last_move)
     if not config.prunes:
-        grow = {"rigl": "gradient", "set": "random"}[config.dynamic]
-        return Goal(plan, DropAndGrow(Times(config.mask_every, config.last_move), grow, config.drop_fraction))
+        return Goal(plan, DropAndGrow(times, "gradient" if config.dynamic == "rigl" else "random", config.drop_fraction))
     density = allocated(config, config.density)
     assert density is not None
-    in_rounds = config.dynamic == "imp"
-    policy = Rounds(config.round_steps, config.rounds) if in_rounds else Pruning(Times(config.mask_every, config.last_move))
-    return pruning_goal(plan, policy, density, config.correction)
+    if config.dynamic == "imp":
+        return pruning_goal(plan, Rounds(config.round_steps, config.rounds), density, config.correction)
+    return pruning_goal(plan, Pruning(times), density, config.correction)
 
 
 def read_trace(config: RunConfig) -> Trace | None:

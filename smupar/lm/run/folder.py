@@ -27,6 +27,7 @@ import torch
 
 from smupar import __version__
 from smupar.lm.config.run import STANDARD_LIBRARY, RunConfig, differences, flat
+from smupar.lm.config.validation import refuse
 from smupar.lm.data.batches import Corpus, CorpusFacts
 from smupar.lm.data.tokenizer import TOKENIZER_FILE
 from smupar.output.files import locked, refuse_other_files, write_atomic
@@ -61,6 +62,12 @@ class Summary:
     num_ranks: int
     num_threads: int
     versions: dict[str, str]
+
+    def write(self, folder: Path, trace: Trace | None) -> None:
+        """Ends a run's folder, with what was measured in the run, where it was: a run whose summary is there is finished."""
+        if trace is not None:
+            write_atomic(folder / TRACE_FILE, trace.to_json())
+        write_atomic(folder / "summary.json", json.dumps(asdict(self), indent=1))
 
 
 @cache
@@ -111,20 +118,19 @@ class RunFolder:
         if (self.path / "config.json").exists():
             old = read_config(self.path)
             self.config = _with_texts_of(old, config)
-            if old.portable != self.config.portable:
-                told = differences(flat(asdict(old)), flat(asdict(config)))
-                raise ValueError(f"{self.path} holds another run ({told}): choose another --out")
-            if read_facts(self.path).sha256 != corpus.facts.sha256:
-                raise ValueError(
-                    f"the text {config.data!r} is not the one that {self.path} was started with: bring that back, "
-                    "or choose another --out"
-                )
+            told = differences(flat(asdict(old)), flat(asdict(config)))
+            refuse(old.portable != self.config.portable, f"{self.path} holds another run ({told}): choose another --out")
+            refuse(
+                read_facts(self.path).sha256 != corpus.facts.sha256,
+                f"the text {config.data!r} is not the one that {self.path} was started with: bring that back, or choose "
+                "another --out",
+            )
             given = Path(config.follow or "")
-            if given.is_file() and given.read_text() != (self.path / FOLLOWED_FILE).read_text():
-                raise ValueError(
-                    f"the trace {config.follow} is not the one that {self.path} was started with, which is {FOLLOWED_FILE} "
-                    "in that folder: bring it back, or choose another --out"
-                )
+            refuse(
+                given.is_file() and given.read_text() != (self.path / FOLLOWED_FILE).read_text(),
+                f"the trace {config.follow} is not the one that {self.path} was started with, which is {FOLLOWED_FILE} in "
+                "that folder: bring it back, or choose another --out",
+            )
         else:
             refuse_other_files(self.path, "run", _is_ours)
 
@@ -132,12 +138,6 @@ class RunFolder:
         if self._metrics is not None:
             self._metrics.close()
         self._held.close()
-
-    def write_trace(self, trace: Trace) -> None:
-        write_atomic(self.path / TRACE_FILE, trace.to_json())
-
-    def write_summary(self, summary: Summary) -> None:
-        write_atomic(self.path / "summary.json", json.dumps(asdict(summary), indent=1))
 
     def resume_metrics(self, step: int) -> None:
         """Drops lines that were written after the checkpoint from which the run goes on, and a line that was cut off."""

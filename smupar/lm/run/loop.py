@@ -68,8 +68,7 @@ class Progress:
 
     def validated(self, loss: float, step: int) -> None:
         self.valid_loss, self.valid_step = loss, step
-        best = self.best_valid_loss
-        if math.isfinite(loss) and (best is None or loss < best):
+        if math.isfinite(loss) and (self.best_valid_loss is None or loss < self.best_valid_loss):
             self.best_valid_loss, self.best_step = loss, step
 
 
@@ -171,8 +170,7 @@ class Loop:
         """The losses that are waiting, by step and run, averaged over ranks. Here the host waits for the GPU."""
         waiting = torch.stack(self.pending)
         self.pending.clear()
-        losses: list[list[float]] = self.runs.world.mean(waiting).view(len(waiting), -1).tolist()
-        return losses
+        return self.runs.world.mean(waiting).view(len(waiting), -1).tolist()
 
     def _record(self, losses: list[list[float]], seconds: float) -> None:
         num_kept = max(1, self.config.steps // 20)
@@ -217,8 +215,8 @@ class Loop:
 
     def summaries(self, status: Status, folders: Sequence[str]) -> list[Summary]:
         """How each run ended, in these folders, given what ``run`` returned."""
-        sparsities = self.runs.sparsities
-        return [self._summary(index, status, folder, sparsities[index]) for index, folder in enumerate(folders)]
+        ends = enumerate(zip(folders, self.runs.sparsities, strict=False))
+        return [self._summary(index, status, folder, sparsity) for index, (folder, sparsity) in ends]
 
     def _summary(self, index: int, status: Status, folder: str, sparsity: float) -> Summary:
         progress, world = self.progress[index], self.runs.world
@@ -246,7 +244,6 @@ class Loop:
         )
 
     def _tokens(self, steps: int) -> int:
-        """The number of tokens that one run reads in this many steps."""
         return steps * self.config.batch_size * self.config.seq_len
 
 

@@ -8,9 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
-from typing import Any, Literal, NoReturn
-
-Ending = Literal["interrupted", "terminated"]
+from typing import Any, Literal
 
 _TERMINATED = 143  # the exit code that a shell gives to a process that SIGTERM ended
 
@@ -39,7 +37,7 @@ class Stop:
     """Whether a signal has asked to stop. A loop that watches it can save before it ends; a second SIGINT ends it at once."""
 
     asked = False
-    status: Ending = "terminated"
+    status: Literal["interrupted", "terminated"] = "terminated"
 
     @classmethod
     @contextlib.contextmanager
@@ -57,16 +55,17 @@ class Stop:
 
 @contextlib.contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """Makes SIGTERM raise in the block, so that a preempted job cleans up and ends with the usual exit code."""
-    with handled({signal.SIGTERM: lambda *_: end("terminated")}):
+    """SIGTERM unwinds the block, so that a job that is preempted ends in order and with the exit code of a shell."""
+    with handled({signal.SIGTERM: lambda *_: sys.exit(_TERMINATED)}):
         try:
             yield
         except SystemExit as error:
             raise SystemExit(_TERMINATED) from error  # while Ray waits, it turns ours into its own, with code 1
 
 
-def end(status: Ending) -> NoReturn:
-    """Ends the process as the signal that was noted would have ended it."""
+def end_if_stopped(status: str) -> None:
+    """Ends the process as the signal that stopped a run would have ended it."""
     if status == "interrupted":
         raise KeyboardInterrupt
-    sys.exit(_TERMINATED)
+    if status == "terminated":
+        sys.exit(_TERMINATED)

@@ -16,7 +16,6 @@ from torch import Tensor
 from smupar.execute.stacked import SUPPORTED, Hyperparameters, Stack
 from smupar.lm.config.run import RunConfig
 from smupar.lm.data import batches as data
-from smupar.lm.data.batches import Corpus
 from smupar.lm.data.shards import Tokens
 from smupar.lm.model.gpt import GPT, build, use_plain_attention
 from smupar.lm.run import checkpoint
@@ -45,8 +44,14 @@ def stack_key(config: RunConfig) -> str | None:
     if config.optimizer not in SUPPORTED:
         return None
     fixed = {name: value for name, value in asdict(config).items() if name not in STACKABLE_FIELDS}
-    parts = {"clips": config.clip is not None, "two optimizers": config.rest_lr is not None, "round": config.round_steps}
-    return json.dumps({**fixed, **parts})
+    return json.dumps(
+        {
+            **fixed,
+            "clips": config.clip is not None,
+            "two optimizers": config.rest_lr is not None,
+            "round": config.round_steps,
+        }
+    )
 
 
 class GPTStack:
@@ -55,7 +60,7 @@ class GPTStack:
     def __init__(
         self,
         configs: Sequence[RunConfig],
-        corpus: Corpus,
+        corpus: data.Corpus,
         device: torch.device,
         *,
         compile: bool | None = None,  # noqa: A002 (torch's word)
@@ -65,8 +70,7 @@ class GPTStack:
         a stack is refilled."""
         self.corpus, self.device, self.world = corpus, device, World(0, 1, device, "ddp")
         first, on_gpu = configs[0], device.type == "cuda"
-        compiled = on_gpu if compile is None else compile
-        models, plans = self._built(configs)
+        models, plans = self._build(configs)
         if on_gpu or first.dtype == "bf16":  # torch.func knows torch's fused kernels on the CPU in fp32 only
             for model in models:
                 use_plain_attention(model)
@@ -78,14 +82,14 @@ class GPTStack:
             next_token_loss,
             [hyperparameters(config) for config in configs],
             optimizer=first.optimizer,
-            compile=compiled,
+            compile=on_gpu if compile is None else compile,
             dtype=torch.bfloat16 if first.dtype == "bf16" else None,
             own_batches=self.own_batches,
         )
         self._set_moving(plans)
 
     def refill(self, configs: Sequence[RunConfig]) -> None:
-        models, plans = self._built(configs)
+        models, plans = self._build(configs)
         assert self.own_batches or len(self.seeds) == 1, "a stack with one batch for all runs has one seed"
         self.stack.refill(models, plans, [hyperparameters(config) for config in configs])
         self._set_moving(plans)
@@ -107,15 +111,15 @@ class GPTStack:
         return (1 - torch.as_tensor(num_kept).double() / total).tolist()
 
     def traces(self) -> list[Trace | None]:
-        """The trace of each run; None if nothing was measured."""
         return [None] * len(self.configs) if self.updates is None else list(self.updates.traces())
 
-    def _built(self, configs: Sequence[RunConfig]) -> tuple[list[GPT], list[Plan]]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", PlanWarning)  # a study says once what it is about
+    def _build(self, configs: Sequence[RunConfig]) -> tuple[list[GPT], list[Plan]]:
+        with (
+            warnings.catch_warnings(action="ignore", category=PlanWarning),  # a study says once what it is about
             # Drawing random numbers takes most of the time, and a model is drawn by one thread.
-            with ThreadPoolExecutor(min(len(configs), os.cpu_count() or 1)) as pool:
-                built = list(pool.map(build, configs))
+            ThreadPoolExecutor(min(len(configs), os.cpu_count() or 1)) as pool,
+        ):
+            built = list(pool.map(build, configs))
         self.configs = list(configs)
         self.seeds = sorted({config.seed for config in configs})
         return [model.to(self.device) for model, _ in built], [plan for _, plan in built]
@@ -127,8 +131,14 @@ class GPTStack:
             path = folder / config.id
             write_facts(path, self.corpus)
             write_atomic(path / "config.json", config.to_json())
-            state = {"best_step": None, "valid_loss": summary.valid_loss, "seconds": summary.seconds}
-            checkpoint.save(path / "checkpoints", config.steps, model, [], state, self.world)
+            checkpoint.save(
+                path / "checkpoints",
+                config.steps,
+                model,
+                optimizers=[],
+                state={"best_step": None, "valid_loss": summary.valid_loss, "seconds": summary.seconds},
+                world=self.world,
+            )
 
     def step(self, step: int) -> Tensor:
         batch, shares = self._batch(self.corpus.train, step), [lr_share(step, config) for config in self.configs]
@@ -144,7 +154,7 @@ class GPTStack:
         return losses
 
     def _start_of(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """The sequences at the start of a batch that are looked at."""
+        """The sequences of a batch that are measured."""
         num = -(-NUM_TOKENS // self.configs[0].seq_len)
         inputs, targets = (part[:, :num] if self.own_batches else part[:num] for part in batch)
         return inputs, targets
@@ -160,20 +170,20 @@ class GPTStack:
             if self.own_batches:
                 batch = (batch[0].expand(len(self.configs), -1, -1), batch[1].expand(len(self.configs), -1, -1))
             total += self.stack.evaluate(batch)
-        losses: list[float] = (total / first.valid_batches).tolist()
-        return losses
+        return (total / first.valid_batches).tolist()
 
     def _batch(self, tokens: Tokens, step: int) -> tuple[Tensor, Tensor]:
         if not self.own_batches:
             return self._of_seed(tokens, self.seeds[0], step)
         by_seed = {seed: self._of_seed(tokens, seed, step) for seed in self.seeds}
-        inputs, targets = (torch.stack([by_seed[config.seed][part] for config in self.configs]) for part in (0, 1))
-        return inputs, targets
+        inputs, targets = zip(*(by_seed[config.seed] for config in self.configs), strict=True)
+        return torch.stack(inputs), torch.stack(targets)
 
     def _of_seed(self, tokens: Tokens, seed: int, step: int) -> tuple[Tensor, Tensor]:
         first = self.configs[0]
-        size, length = first.batch_size, first.seq_len
-        return data.batch(tokens, seed=seed, step=step, batch_size=size, seq_len=length, to=self.stack.upload)
+        return data.batch(
+            tokens, seed=seed, step=step, batch_size=first.batch_size, seq_len=first.seq_len, to=self.stack.upload
+        )
 
 
 def hyperparameters(config: RunConfig) -> Hyperparameters:

@@ -15,8 +15,8 @@ from smupar.check.audit import audit
 from smupar.execute.cuda_graphs import Graphed, Upload, compile_static
 from smupar.execute.sparse.convert import StorageReport, sparsify_storage
 from smupar.lm.config.run import Execution, RunConfig
+from smupar.lm.config.validation import refuse
 from smupar.lm.data import batches as data
-from smupar.lm.data.batches import Corpus
 from smupar.lm.data.shards import Tokens
 from smupar.lm.model.cost import fitting_micro_batch
 from smupar.lm.model.gpt import use_flex_attention
@@ -39,8 +39,10 @@ class Stepper:
     """``step(n)`` does step n of the run and returns its loss. The loss is a tensor, so that the GPU does not have to wait for
     the host."""
 
-    def __init__(self, config: RunConfig, how: Execution, world: World, corpus: Corpus, trace: Trace | None = None) -> None:
-        """``trace`` is the trace that the run follows; by default it is read from the file that the configuration names.
+    def __init__(
+        self, config: RunConfig, how: Execution, world: World, corpus: data.Corpus, trace: Trace | None = None
+    ) -> None:
+        """``trace``: the one that the run follows, where it is not to be read from the file that the configuration names.
 
         The order matters. Weights are laid out as they will be kept before the optimizers take them. The audit sees the
         groups as planned, before measured updates and pruning give each hidden weight a group of its own. Both add hooks and
@@ -57,11 +59,11 @@ class Stepper:
         compiled = on_gpu if how.compile is None else how.compile
         moving = config.dynamic != "none" or config.follow or config.record
         one_graph = on_gpu and world.size == 1 and self.num_micro == 1 and facts_of(config.optimizer).capturable and not moving
-        if how.graph and not one_graph:
-            raise ValueError(
-                "--graph is for one GPU, one micro-batch per step, AdamW or Adam, masks that stay and nothing measured: leave "
-                "it out"
-            )
+        refuse(
+            how.graph and not one_graph,
+            "--graph is for one GPU, one micro-batch per step, AdamW or Adam, masks that stay and nothing measured: leave it "
+            "out",
+        )
         self.optimizers = make_optimizers(self.model, self.plan, config, capturable=how.graph)
         audit(self.model, self.plan, self.optimizers)
         self.updates = self._updates(trace or read_trace(config))
@@ -79,9 +81,14 @@ class Stepper:
         if self.config.prunes or facts.mixes_entries:
             what = "a run that is pruned starts dense" if self.config.prunes else f"{facts.name} needs whole matrices"
             raise ValueError(f"{what}: leave out --storage {how.storage}")
-        tokens = (self.rows[1] - self.rows[0]) // self.num_micro * self.config.seq_len
-        dtype = torch.bfloat16 if self.config.dtype == "bf16" else torch.float32
-        return sparsify_storage(self.model, self.plan, backend=how.storage, tokens=tokens, passes=self.num_micro, dtype=dtype)
+        return sparsify_storage(
+            self.model,
+            self.plan,
+            backend=how.storage,
+            tokens=(self.rows[1] - self.rows[0]) // self.num_micro * self.config.seq_len,
+            passes=self.num_micro,
+            dtype=torch.bfloat16 if self.config.dtype == "bf16" else torch.float32,
+        )
 
     def _updates(self, trace: Trace | None) -> Recorder | Follower | None:
         period = self.config.round_steps if self.config.dynamic == "imp" else None
@@ -94,14 +101,16 @@ class Stepper:
         """The state of sparsifier and measured updates as JSON. Masks are in the model. The weights that IMP goes back to are
         not saved, since a new model starts with them."""
         parts = {"updates": self.updates, "sparsifier": self.sparsifier}
-        states = {name: part.state_dict() for name, part in parts.items() if part is not None}
-        return {name: {k: v for k, v in state.items() if k != "weights"} for name, state in states.items()}
+        return {
+            name: {key: value for key, value in part.state_dict().items() if key != "weights"}
+            for name, part in parts.items()
+            if part is not None
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.updates is not None:
-            self.updates.load_state_dict(state["updates"])
-        if self.sparsifier is not None:
-            self.sparsifier.load_state_dict(state["sparsifier"])
+        for name, part in (("updates", self.updates), ("sparsifier", self.sparsifier)):
+            if part is not None:
+                part.load_state_dict(state[name])
 
     @property
     def sparsities(self) -> list[float]:
@@ -113,7 +122,6 @@ class Stepper:
         return [1 - num_kept / sum(sizes.values())]
 
     def traces(self) -> list[Trace | None]:
-        """The trace of the run; None if nothing was measured."""
         return [None if self.updates is None else self.updates.trace]
 
     def _compile(self, *, flex: bool) -> None:
@@ -164,9 +172,15 @@ class Stepper:
         return [self.world.mean(total / (self.config.valid_batches * self.num_micro)).item()]
 
     def _batch(self, tokens: Tokens, seed: int, step: int) -> tuple[Tensor, Tensor]:
-        """This rank's rows, on its device."""
-        size, length = self.config.batch_size, self.config.seq_len
-        return data.batch(tokens, seed=seed, step=step, batch_size=size, seq_len=length, rows=self.rows, to=self.upload)
+        return data.batch(
+            tokens,
+            seed=seed,
+            step=step,
+            batch_size=self.config.batch_size,
+            seq_len=self.config.seq_len,
+            rows=self.rows,
+            to=self.upload,
+        )
 
     def _precision(self) -> contextlib.AbstractContextManager[object]:
         if self.config.dtype == "bf16" and not self.world.sharded:  # shards are gathered in bf16 already
@@ -177,11 +191,17 @@ class Stepper:
 def _fitting(config: RunConfig, world: World) -> int:
     if world.device.type != "cuda":  # the same everywhere, so that resumed runs have the same bits
         return config.batch_size // world.size
-    memory = torch.cuda.get_device_properties(world.device).total_memory
-    return fitting_micro_batch(config, num_ranks=world.size, sharded=world.sharded, memory=memory)
+    return fitting_micro_batch(
+        config,
+        num_ranks=world.size,
+        sharded=world.sharded,
+        memory=torch.cuda.get_device_properties(world.device).total_memory,
+    )
 
 
 def _num_micro_batches(num_rows: int, micro_batch: int) -> int:
-    if num_rows % micro_batch:
-        raise ValueError(f"a rank's {num_rows} sequences are no multiple of micro_batch {micro_batch}: choose a divisor")
+    refuse(
+        num_rows % micro_batch,
+        f"a rank's {num_rows} sequences are no multiple of micro_batch {micro_batch}: choose a divisor",
+    )
     return num_rows // micro_batch

@@ -13,7 +13,7 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -29,7 +29,7 @@ from smupar.lm.run.folder import Row, RunFolder, Summary, default_folder, read_f
 from smupar.lm.run.loop import Cadence, Loop, Progress
 from smupar.lm.run.signals import Stop
 from smupar.lm.run.step import Stepper
-from smupar.lm.run.tracking import Tracker
+from smupar.lm.run.tracking import tracked
 from smupar.plan.plan import PlanWarning
 
 _NUM_VALIDATIONS = 5
@@ -67,30 +67,26 @@ def _train(
     cadence = Cadence(
         config.steps, how.log_every, how.valid_every or max(1, config.steps // _NUM_VALIDATIONS), save_every=how.save_every
     )
-    with Tracker(path, config, how, progress.step, writes=world.is_main) as tracker:
-        keeper = _FolderKeeper(stepper, how, path, folder, tracker, progress.step)
+    with tracked(path, config, how, progress.step, writes=world.is_main) as track:
+        keeper = _FolderKeeper(stepper, how, path, folder, track, progress.step)
         loop = Loop(stepper, cadence, keeper, stop, [progress])
         with keeper.bar:
             status = loop.run()
     [summary] = loop.summaries(status, [str(path)])
     if folder and summary.status in ("finished", "diverged"):
-        [trace] = stepper.traces()
-        if trace is not None:
-            folder.write_trace(trace)
-        folder.write_summary(summary)
+        summary.write(path, *stepper.traces())
     world.wait()
     return summary
 
 
 def _resumed(stepper: Stepper, path: Path, folder: RunFolder | None) -> Progress:
-    """Loads the last checkpoint of the run, if there is one."""
     last, progress = checkpoint.latest(path / "checkpoints"), Progress()
     if last is not None:
         state = checkpoint.load(last, stepper.model, stepper.optimizers)
         stepper.load_state_dict(state.pop("moving", {}))
         progress = Progress(**state)
-    where = f"going on from step {progress.step} of {stepper.config.steps}, in" if last else "training in"
-    _say(stepper.world, f"{where} {path}")
+    doing = f"going on from step {progress.step} of {stepper.config.steps}, in" if last else "training in"
+    _say(stepper.world, f"{doing} {path}")
     if folder:
         folder.resume_metrics(progress.step)
     return progress
@@ -106,17 +102,17 @@ class _FolderKeeper:
     a line now and then, so that logs can be read."""
 
     def __init__(
-        self, stepper: Stepper, how: Execution, path: Path, folder: RunFolder | None, tracker: Tracker, first: int
+        self, stepper: Stepper, how: Execution, path: Path, folder: RunFolder | None, track: Callable[[Row], None], first: int
     ) -> None:
         self.stepper, self.checkpoints, self.num_kept = stepper, path / "checkpoints", how.keep
-        self.folder, self.tracker = folder, tracker
+        self.folder, self.track = folder, track
         self.steps, world = stepper.config.steps, stepper.world
         # As is usual, 6 FLOPs count for each parameter and token.
         peak = peak_flops(world.device, stepper.config.dtype, how.peak_tflops) * world.size
         self.peak_speed = peak / (6 * stepper.num_parameters)
         self.on_terminal = sys.stderr.isatty()
-        shown = world.is_main and self.on_terminal
-        self.bar = tqdm(total=self.steps, initial=first, desc="training", unit="step", disable=not shown)
+        hidden = not (world.is_main and self.on_terminal)
+        self.bar = tqdm(total=self.steps, initial=first, desc="training", unit="step", disable=hidden)
         self.spoken = -math.inf
 
     def show(self, done: int, loss: float, seconds: float) -> None:
@@ -134,7 +130,7 @@ class _FolderKeeper:
     def log(self, index: int, row: Row) -> None:
         if self.folder:
             self.folder.log(row)
-        self.tracker.write(row)
+        self.track(row)
 
     def save(self, progress: Sequence[Progress]) -> None:
         [run], stepper = progress, self.stepper

@@ -32,9 +32,10 @@ def check_gpt(config: CheckConfig, *, lr: Mapping[str, float] | None = None) -> 
         return model if next(model.parameters()).is_meta else model.to(device)
 
     text, _ = data.split(data.standard_library())
-    batch_size, seq_len = config.batch_size, config.seq_len
     batches = [
-        data.batch(text, seed=0, step=step, batch_size=batch_size, seq_len=seq_len, to=lambda part: part.to(device))
+        data.batch(
+            text, seed=0, step=step, batch_size=config.batch_size, seq_len=config.seq_len, to=lambda part: part.to(device)
+        )
         for step in range(config.steps)
     ]
     report = coord_check(

@@ -4,7 +4,6 @@ logits. A model card says what the model is, and what to be careful with."""
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,8 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from smupar.lm.config.commands import ExportConfig
+from smupar.lm.config.validation import refuse
 from smupar.lm.data.tokenizer import TOKENIZER_FILE
-from smupar.lm.model.gpt import GPT, TransformerBlock
+from smupar.lm.model.gpt import GPT, attentions
 from smupar.lm.run import checkpoint
 from smupar.lm.run.folder import read_facts, read_summary
 from smupar.lm.use.load import EXPORT_FORMAT, LoadedRun, load_run
@@ -33,17 +33,20 @@ def export(config: ExportConfig) -> str:
     out = Path(config.out)
     refuse_existing(out)
     run = load_run(config.folder, best=config.best)
-    model_config = replace(run.config.model, tied=False)
     tensors = folded(run.model)
     if config.format == "sparse":
-        for name in [row.name for row in run.plan if len(row.shape) == 2]:
-            mask = mask_of(run.model, name)
-            if mask is not None:
-                compress_export(tensors, name, mask)
+        for row in run.plan:
+            mask = mask_of(run.model, row.name)
+            if mask is not None and len(row.shape) == 2:
+                compress_export(tensors, row.name, mask)
     if config.dtype == "bf16":
         tensors = {name: t.bfloat16() if t.is_floating_point() else t for name, t in tensors.items()}
-    facts = read_facts(run.folder)
-    described = {"format": EXPORT_FORMAT, "storage": config.format, "model": asdict(model_config), "tokenizer": facts.tokenizer}
+    described = {
+        "format": EXPORT_FORMAT,
+        "storage": config.format,
+        "model": asdict(replace(run.config.model, tied=False)),
+        "tokenizer": read_facts(run.folder).tokenizer,
+    }
     with whole_folder(out) as folder:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
         (folder / "config.json").write_text(json.dumps(described, indent=1))
@@ -58,10 +61,10 @@ def is_of_transformers(config: ExportConfig) -> bool:
     """Whether the folder was written by a Hugging Face model, for which the integration has an export of its own."""
     if not (Path(config.folder) / PLAN_FILE).exists():
         return False
-    if config.format != "dense" or config.best:
-        raise ValueError(
-            f"{config.folder} is a model of transformers, which reads dense weights: leave out --format and --best"
-        )
+    refuse(
+        config.format != "dense" or config.best,
+        f"{config.folder} is a model of transformers, which reads dense weights: leave out --format and --best",
+    )
     return True
 
 
@@ -75,9 +78,8 @@ def folded(model: GPT) -> dict[str, Tensor]:
         factor = getattr(model.get_submodule(path), FACTOR, None) if hasattr(model, path) else None
         if factor is not None:
             tensors[f"{path}.weight"] *= factor
-    for number, block in enumerate(model.blocks):
-        assert isinstance(block, TransformerBlock)
-        factor = block.attention.scale * block.attention.head_dim**0.5
+    for number, attention in enumerate(attentions(model)):
+        factor = attention.scale * attention.head_dim**0.5
         for name in ("weight", "bias"):
             if f"blocks.{number}.attention.qkv.{name}" in tensors:
                 tensors[f"blocks.{number}.attention.qkv.{name}"][: model.config.width] *= factor
@@ -87,14 +89,17 @@ def folded(model: GPT) -> dict[str, Tensor]:
 def model_card(run: LoadedRun) -> str:
     config, plan, model = run.config, run.plan, run.config.model
     state = checkpoint.read_state(run.folder / "checkpoints" / checkpoint.folder_name(run.step))
-    names = [name for name, _ in run.model.named_parameters()]
-    num_parameters = sum(run.model.get_parameter(name).numel() for name in names)
+    sizes = {name: parameter.numel() for name, parameter in run.model.named_parameters()}
+    masks = {name: mask_of(run.model, name) for name in sizes}
+    kept = {name: sizes[name] if mask is None else int(mask.sum()) for name, mask in masks.items()}
+    hidden = [row.name for row in plan if row.role == "hidden"]
+    density = sum(kept[name] for name in hidden) / sum(sizes[name] for name in hidden)
     valid_loss, text = state["valid_loss"], read_facts(run.folder)
     rows = {
         "model": f"GPT, width {model.width}, depth {model.depth}, {model.num_heads} heads of {model.head_dim}, "
         f"{model.positions} positions, {model.activation}",
-        "parameters": f"{num_parameters:,}, of which the masks keep {sum(_num_kept(run, name) for name in names):,}",
-        "density of hidden weights": f"{_hidden_density(run):.4g} ({config.pattern} masks, {config.allocation}, seed "
+        "parameters": f"{sum(sizes.values()):,}, of which the masks keep {sum(kept.values()):,}",
+        "density of hidden weights": f"{density:.4g} ({config.pattern} masks, {config.allocation}, seed "
         f"{plan.seed}" + (f", moved by {config.dynamic})" if config.dynamic != "none" else ")"),
         "rule": f"{config.rule}, tuned at width {config.base_width}: LR {config.lr:g}, init std {config.init_std:g}, "
         f"alphas {config.alpha_input:g} and {config.alpha_output:g}",
@@ -142,13 +147,3 @@ preparation or the runs that tuned the hyperparameters.
 factors are folded in. In the sparse format a masked matrix is `<name>.crow_indices`, `.col_indices` and `.values` (CSR).
 `smupar generate FOLDER` samples from it.
 """
-
-
-def _hidden_density(run: LoadedRun) -> float:
-    hidden = [row for row in run.plan if row.role == "hidden"]
-    return sum(_num_kept(run, row.name) for row in hidden) / sum(math.prod(row.shape) for row in hidden)
-
-
-def _num_kept(run: LoadedRun, name: str) -> int:
-    mask = mask_of(run.model, name)
-    return run.model.get_parameter(name).numel() if mask is None else int(mask.sum())

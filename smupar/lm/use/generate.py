@@ -9,21 +9,25 @@ import torch
 from torch import Tensor
 
 from smupar.lm.config.commands import GenerateConfig
+from smupar.lm.config.validation import refuse
 from smupar.lm.model.gpt import GPT, Cache
 from smupar.lm.run.distributed import pick_device
 from smupar.lm.use.load import load_model
 
 
 def generate(config: GenerateConfig) -> Iterator[str]:
-    """The prompt and the text that the model adds to it, piece by piece."""
-    if config.tokens < 1 or not 0 <= config.temperature < math.inf or config.top_k < 0:
-        raise ValueError("--tokens must be above 0, --temperature and --top-k at least 0")
+    """The prompt and what the model makes of it, piece by piece."""
+    refuse(
+        config.tokens < 1 or not 0 <= config.temperature < math.inf or config.top_k < 0,
+        "--tokens must be above 0, --temperature and --top-k at least 0",
+    )
     model, tokenizer = load_model(config.folder, device=pick_device(config.device))
     prompt = tokenizer.encode(config.prompt).tolist()
-    if not prompt:
-        raise ValueError("the prompt is empty: give at least one character with --prompt")
-    if max(prompt) >= model.config.vocab_size:
-        raise ValueError(f"the prompt has token {max(prompt)}, beyond the model's vocabulary of {model.config.vocab_size}")
+    refuse(not prompt, "the prompt is empty: give at least one character with --prompt")
+    refuse(
+        max(prompt) >= model.config.vocab_size,
+        f"the prompt has token {max(prompt)}, beyond the model's vocabulary of {model.config.vocab_size}",
+    )
     shown = tokenizer.decode(prompt)
     yield shown
     ids = list(prompt)

@@ -49,8 +49,7 @@ def load_run(folder: str | Path, *, device: torch.device | None = None, best: bo
     if best:
         step = checkpoint.read_state(chosen)["best_step"]
         chosen = chosen.with_name(checkpoint.folder_name(step)) if step is not None else chosen
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PlanWarning)  # said when it was trained
+    with warnings.catch_warnings(action="ignore", category=PlanWarning):  # it was said when the model was trained
         model, plan = build_on_device(config, World(0, 1, device or torch.device("cpu"), "ddp"))
     checkpoint.load_weights(chosen, model)
     return LoadedRun(run, checkpoint.step_of(chosen), config, model, plan)

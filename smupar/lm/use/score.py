@@ -17,21 +17,24 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from smupar.lm.config.commands import ScoringConfig
+from smupar.lm.config.validation import refuse
 from smupar.lm.data.tokenizer import Tokenizer
 from smupar.lm.model.gpt import GPT
 from smupar.lm.run.distributed import pick_device
 from smupar.lm.run.folder import versions
 from smupar.lm.use.load import is_export, load_model, load_run, read_description
 from smupar.output.files import write_atomic
-from smupar.output.optional import first_line
+from smupar.output.optional import first_line, optional
 from smupar.plan.plan import PLAN_FILE
 
 _AT_ONCE = 1024  # places whose probabilities are in memory at a time
@@ -49,6 +52,10 @@ class ScoreRequest:
     continuation: str
 
     @property
+    def where(self) -> str:
+        return f"document {self.doc} of {self.task}"
+
+    @property
     def key(self) -> str:
         """A hash of the texts alone, so scores stay valid if --tasks or --limit change."""
         return hashlib.sha256(json.dumps([self.context, self.continuation]).encode()).hexdigest()[:16]
@@ -58,9 +65,6 @@ class ScoreRequest:
 class Score:
     loglikelihood: float
     is_greedy: bool  # every token of the continuation was the likeliest one
-
-
-Scored = list[tuple[ScoreRequest, Score]]
 
 
 @dataclass(frozen=True)
@@ -82,8 +86,10 @@ class ScoringModel:
 
 def refuse_without_model(folder: str | Path) -> None:
     path = Path(folder)
-    if not read_description(path) and path.resolve().parent.name != "checkpoints":
-        raise ValueError(f"{path} holds no model: give a run, a checkpoint, an export, or a folder that transformers wrote")
+    refuse(
+        not read_description(path) and path.resolve().parent.name != "checkpoints",
+        f"{path} holds no model: give a run, a checkpoint, an export, or a folder that transformers wrote",
+    )
 
 
 def load_scoring_model(folder: str | Path, device: torch.device) -> ScoringModel:
@@ -106,21 +112,21 @@ def scoring_model_of(model: GPT, tokenizer: Tokenizer, identity: dict[str, Any])
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text).tolist()
 
-    def logits(tokens: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        return model.unembedding(model.features(tokens)[rows, positions])
-
-    positions = model.config.context if model.config.positions == "learned" else None
-    identity = identity | {"weights": _fingerprint(model), "tokenizer": tokenizer.sha256[:16]}
-    return ScoringModel(logits, encode, encode, tokenizer.eot, model.config.vocab_size, positions, identity)
+    return ScoringModel(
+        logits=lambda tokens, rows, positions: model.unembedding(model.features(tokens)[rows, positions]),
+        encode=encode,
+        encode_plain=encode,
+        prefix=tokenizer.eot,
+        vocab_size=model.config.vocab_size,
+        positions=model.config.context if model.config.positions == "learned" else None,
+        identity=identity | {"weights": _fingerprint(model), "tokenizer": tokenizer.sha256[:16]},
+    )
 
 
 def _from_transformers(path: Path, device: torch.device) -> ScoringModel:
-    try:
-        import transformers
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{path} is a model of transformers: pip install 'smupar[eval]'") from error
-    if (path / PLAN_FILE).exists():  # transformers alone would leave the factors out and say nothing
-        raise ValueError(f"{path} needs the factors of its plan: smupar export {path} OUT, then score OUT")
+    transformers = optional("transformers", f"the model {path}", "eval")
+    # transformers alone would leave the factors out and say nothing.
+    refuse((path / PLAN_FILE).exists(), f"{path} needs the factors of its plan: smupar export {path} OUT, then score OUT")
     try:
         tokenizer: Any = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=torch.float32)
@@ -136,19 +142,17 @@ def _from_transformers(path: Path, device: torch.device) -> ScoringModel:
         written_out = start is not None and text.startswith(start)
         return tokenizer.encode(text, add_special_tokens=not written_out)
 
-    def encode_plain(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False)
-
     names = ("n_positions", "max_position_embeddings", "n_ctx")
-    positions = next((getattr(model.config, name) for name in names if getattr(model.config, name, None)), None)
     vocabulary = hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
-    identity = _identity(path) | {"weights": _fingerprint(model), "tokenizer": vocabulary}
-    vocab_size = model.get_input_embeddings().num_embeddings
-
-    def logits(tokens: Tensor, rows: Tensor, at: Tensor) -> Tensor:
-        return model(tokens).logits[rows, at]
-
-    return ScoringModel(logits, encode, encode_plain, prefix, vocab_size, positions, identity)
+    return ScoringModel(
+        logits=lambda tokens, rows, positions: model(tokens).logits[rows, positions],
+        encode=encode,
+        encode_plain=partial(tokenizer.encode, add_special_tokens=False),
+        prefix=prefix,
+        vocab_size=model.get_input_embeddings().num_embeddings,
+        positions=next((getattr(model.config, name) for name in names if getattr(model.config, name, None)), None),
+        identity=_identity(path) | {"weights": _fingerprint(model), "tokenizer": vocabulary},
+    )
 
 
 def _fingerprint(model: nn.Module) -> str:
@@ -166,10 +170,9 @@ def _fingerprint(model: nn.Module) -> str:
 @torch.no_grad()
 def score(
     model: ScoringModel, requests: Iterable[ScoreRequest], config: ScoringConfig, device: torch.device
-) -> Iterator[Scored]:
-    """Scores batch by batch, the longest first, so that a batch that does not fit into memory fails at once. Texts that differ
-    only in their last token, such as yes and no, share a pass. The model is causal, so padding on the right changes nothing
-    before it."""
+) -> Iterator[list[tuple[ScoreRequest, Score]]]:
+    """Batch by batch, the longest first: what does not fit into memory fails at once. Texts that differ in their last token
+    alone, like yes and no, share a pass. The model is causal, so padding on the right changes nothing before it."""
     length = min(config.max_length, model.positions or config.max_length)
     asked: dict[tuple[int, ...], list[tuple[ScoreRequest, list[int]]]] = defaultdict(list)
     num_cut = 0
@@ -182,29 +185,23 @@ def score(
     inputs = sorted(asked, key=len, reverse=True)
     for first in range(0, len(inputs), config.batch_size):
         batch = inputs[first : first + config.batch_size]
-        tokens = torch.zeros(len(batch), len(batch[0]), dtype=torch.long)
-        for row, ids in enumerate(batch):
-            tokens[row, : len(ids)] = torch.tensor(ids)
-        rows: list[int] = []
-        positions: list[int] = []
-        targets: list[int] = []
-        askers: list[tuple[ScoreRequest, int]] = []
+        tokens = pad_sequence([torch.tensor(ids) for ids in batch], batch_first=True)
+        places: list[tuple[int, int, int]] = []  # row, position, target
+        answers: list[tuple[ScoreRequest, int]] = []  # with the number of places that each one has
         for row, ids in enumerate(batch):
             for request, continuation in asked[ids]:
-                rows += [row] * len(continuation)
-                positions += range(len(ids) - len(continuation), len(ids))
-                targets += continuation
-                askers.append((request, len(continuation)))
-        places = torch.tensor([rows, positions, targets], device=device)
+                start = len(ids) - len(continuation)
+                places += [(row, position, target) for position, target in enumerate(continuation, start)]
+                answers.append((request, len(continuation)))
+        rows, positions, targets = torch.tensor(places, device=device).T
         with torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bf16"):
-            logits = model.logits(tokens.to(device), *places[:2])
-        parts = zip(logits.split(_AT_ONCE), places[2].split(_AT_ONCE), strict=True)
-        judged = [_judged(some, target) for some, target in parts]
-        sizes = [size for _, size in askers]
+            logits = model.logits(tokens.to(device), rows, positions)
+        judged = [_judged(*part) for part in zip(logits.split(_AT_ONCE), targets.split(_AT_ONCE), strict=True)]
+        sizes = [size for _, size in answers]
         numbers, greedy = (torch.cat(parts).cpu().split(sizes) for parts in zip(*judged, strict=True))
         yield [
             (request, Score(logs.sum().item(), bool(is_greedy.all())))
-            for (request, _), logs, is_greedy in zip(askers, numbers, greedy, strict=True)
+            for (request, _), logs, is_greedy in zip(answers, numbers, greedy, strict=True)
         ]
 
 
@@ -225,18 +222,18 @@ def encode_pair(model: ScoringModel, request: ScoreRequest, length: int) -> tupl
     else:
         after = model.encode_plain(continuation)
         if model.prefix is None:
-            raise ValueError(f"{_where(request)} has no context, and the tokenizer no end-of-text token to stand for it")
+            raise ValueError(f"{request.where} has no context, and the tokenizer no end-of-text token to stand for it")
         before, after = (after[:1], after[1:]) if after[:1] == [model.prefix] else ([model.prefix], after)
-    if not 0 < len(after) <= length:
-        raise ValueError(f"{_where(request)} has a continuation of {len(after)} tokens, the model takes 1 to {length}")
+    refuse(
+        not 0 < len(after) <= length,
+        f"{request.where} has a continuation of {len(after)} tokens, the model takes 1 to {length}",
+    )
     largest = max(*before, *after)  # there is one of each
-    if largest >= model.vocab_size:
-        raise ValueError(f"{_where(request)} has token {largest}, beyond the model's vocabulary of {model.vocab_size}")
+    refuse(
+        largest >= model.vocab_size,
+        f"{request.where} has token {largest}, beyond the model's vocabulary of {model.vocab_size}",
+    )
     return before, after
-
-
-def _where(request: ScoreRequest) -> str:
-    return f"document {request.doc} of {request.task}"
 
 
 # Files
@@ -248,22 +245,23 @@ def score_file(folder: str, requests: str | Path, out: str | Path, config: Scori
     path = Path(out)
     device = pick_device(config.device)
     model = load_scoring_model(folder, device)
-    length = min(config.max_length, model.positions or config.max_length)
-    header = {
-        "format": SCORES_FORMAT,
-        **model.identity,
-        "dtype": config.dtype,
-        "max_length": length,
-        "versions": versions(),
-    }
-    answered = _begin(path, header)
+    answered = _begin(
+        path,
+        {
+            "format": SCORES_FORMAT,
+            **model.identity,
+            "dtype": config.dtype,
+            "max_length": min(config.max_length, model.positions or config.max_length),
+            "versions": versions(),
+        },
+    )
     missing = {request.key: request for request in asked if request.key not in answered}
     bar = tqdm(total=len(missing), desc=str(folder), unit=" requests", disable=None, leave=False)
     with bar, path.open("a", encoding="utf-8") as file:
         for scored in score(model, missing.values(), config, device):
             for request, answer in scored:
                 if not math.isfinite(answer.loglikelihood):
-                    raise ValueError(f"{folder} gives {_where(request)} a loglikelihood that is no number: has it diverged?")
+                    raise ValueError(f"{folder} gives {request.where} a loglikelihood that is no number: has it diverged?")
                 line = {"task": request.task, "doc": request.doc, "index": request.index, "key": request.key}
                 file.write(json.dumps(line | asdict(answer)) + "\n")
             file.flush()
@@ -282,11 +280,10 @@ def _begin(path: Path, header: dict[str, Any]) -> dict[str, Score]:
         write_atomic(path, text[: text.rfind("\n") + 1])
     old, answered = read_scores(path)
     for name in ("weights", "tokenizer", "dtype", "max_length"):
-        if old.get(name) != header[name]:
-            raise ValueError(
-                f"{path} holds scores of {old.get('folder')} with {name} {old.get(name)}, not {header[name]}: "
-                "choose another --out"
-            )
+        refuse(
+            old.get(name) != header[name],
+            f"{path} holds scores of {old.get('folder')} with {name} {old.get(name)}, not {header[name]}: choose another --out",
+        )
     return answered
 
 
@@ -311,11 +308,9 @@ def read_scores(path: str | Path) -> tuple[dict[str, Any], dict[str, Score]]:
 
 
 def _read(path: Path, form: str, remedy: str) -> tuple[dict[str, Any], list[tuple[int, dict[str, Any]]]]:
-    if not path.is_file():
-        raise ValueError(f"no file {path}: {remedy}")
+    refuse(not path.is_file(), f"no file {path}: {remedy}")
     (_, header), *rows = [*read_lines(path, remedy)] or [(0, {})]
-    if header.get("format") != form:
-        raise ValueError(f"{path} does not begin with {form}: {remedy}")
+    refuse(header.get("format") != form, f"{path} does not begin with {form}: {remedy}")
     return header, rows
 
 
