@@ -34,6 +34,7 @@ def main() -> None:
             max_steps=60,
             per_device_train_batch_size=16,
             learning_rate=2**-7,
+            weight_decay=0.1,
             warmup_steps=10,
             logging_steps=20,
             report_to=[],

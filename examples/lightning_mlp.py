@@ -28,7 +28,7 @@ class MLP(lightning.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=2**-8)
+        return torch.optim.AdamW(self.parameters(), lr=2**-8, weight_decay=0.1)
 
 
 def main() -> None:

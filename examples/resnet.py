@@ -49,7 +49,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 def main() -> None:
     model = ResNet(64)
     plan = smupar.parameterize(model, base=ResNet(16), density=1 / 4)  # <- 2
-    optimizer = torch.optim.AdamW(smupar.param_groups(model, plan, lr=2**-8))  # <- 3
+    optimizer = torch.optim.AdamW(smupar.param_groups(model, plan, lr=2**-8, weight_decay=0.1))  # <- 3
     smupar.audit(model, plan, optimizer)  # <- 4
     for step in range(40):
         images, targets = batch(step)

@@ -55,7 +55,7 @@ def main() -> None:
     for block in model.blocks:
         block.scale = plan.attention_scale(HEAD_DIM)  # <- 3, with the lines around it
     plan.settle("attention_scale")
-    optimizer = torch.optim.AdamW(smupar.param_groups(model, plan, lr=2**-9))  # <- 4
+    optimizer = torch.optim.AdamW(smupar.param_groups(model, plan, lr=2**-9, weight_decay=0.1))  # <- 4
     smupar.audit(model, plan, optimizer)  # <- 5
     for step in range(60):
         images, targets = batch(step)

@@ -61,7 +61,7 @@ def main() -> None:
     model, plan = build(width=128, density=1 / 4)
     print(plan)
     steps = 150
-    optimizer = torch.optim.AdamW(smupar.param_groups(model, plan, lr=2**-7, weight_decay=0.01))  # <- 4
+    optimizer = torch.optim.AdamW(smupar.param_groups(model, plan, lr=2**-7, weight_decay=0.1))  # <- 4
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
     smupar.audit(model, plan, optimizer)  # <- 5
     for step in range(steps):
