@@ -131,7 +131,17 @@ def draw(rows: Rows) -> list[Panel]:
             for density, own in scans.items()
         )
         heading = f"width {width}, {steps} steps"
-        panels.append(Panel(heading, "weight decay", "loss above that of the best decay, %", lines, WEIGHT_DECAY, log_x=False))
+        panels.append(
+            Panel(
+                heading,
+                "weight decay",
+                "loss above that of the best decay, %",
+                lines,
+                WEIGHT_DECAY,
+                "as in the paper's code",
+                False,
+            )
+        )
     return panels
 
 

@@ -13,7 +13,7 @@ from math import sqrt
 from statistics import fmean, variance
 
 from smupar.lm.config.run import RunConfig
-from smupar.paper.figure import Claim, Figure, Rows, all_of, runs_of, title
+from smupar.paper.figure import Claim, Figure, Rows, all_of, colour_of, runs_of, title
 from smupar.paper.settings import Scale
 from smupar.study.comparison import as_rule
 from smupar.study.curves import Line, Panel, Point
@@ -137,14 +137,22 @@ def draw(rows: Rows) -> list[Panel]:
     return [panels[0], _gap_panel(width, _means(lines)), *panels[1:]]
 
 
+# Variants of a rule are lighter than the rule.
+_VARIANTS = {"SP, 2e-4": "#e9a3ac", "SP, tuned, LR x decay as the others": "#f0c3a0", "SmuPar, coupled decay": "#9fd3ac"}
+
+
+def _colour(line: str) -> str:
+    return _VARIANTS.get(line, colour_of(line))
+
+
 def _weights(width: int, sparsity: float) -> float:
     return width * (1 - sparsity)
 
 
 def _loss_panel(width: int, depth: int, lines: dict[str, dict[float, float]]) -> Panel:
     drawn = tuple(
-        Line(name, tuple(Point(_weights(width, s), loss) for s, loss in own.items()), number / max(1, len(lines) - 1))
-        for number, (name, own) in enumerate(lines.items())
+        Line(name, tuple(Point(_weights(width, s), loss) for s, loss in own.items()), _colour(name))
+        for name, own in lines.items()
     )
     return Panel(f"width {width}, {depth} layers", "weights per neuron", "validation loss", drawn)
 
@@ -152,11 +160,12 @@ def _loss_panel(width: int, depth: int, lines: dict[str, dict[float, float]]) ->
 def _gap_panel(width: int, lines: dict[str, dict[float, float]]) -> Panel:
     gaps = {name: _gaps(own, lines["SmuPar"]) for name, own in lines.items() if name != "SmuPar"}
     drawn = [
-        Line(name, tuple(Point(_weights(width, s), 100 * gap) for s, gap in own.items()), number / max(1, len(gaps)))
-        for number, (name, own) in enumerate(gaps.items())
+        Line(name, tuple(Point(_weights(width, s), 100 * gap) for s, gap in own.items()), _colour(name))
+        for name, own in gaps.items()
     ]
     drawn += [
-        Line(f"paper: {name}", (Point(_PAPER_WEIGHTS_PER_NEURON, gap),), 1.0, joined=False) for name, gap in _PAPER_GAPS.items()
+        Line(f"{name} in the paper", (Point(_PAPER_WEIGHTS_PER_NEURON, gap),), colour_of(name), joined=False)
+        for name, gap in _PAPER_GAPS.items()
     ]
     return Panel("above SmuPar", "weights per neuron", "loss above SmuPar's, %", tuple(drawn))
 

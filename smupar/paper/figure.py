@@ -141,6 +141,15 @@ def at_dense_optimum(curves: Sequence[Curve], index: int) -> float:
     return losses.get(curves[0].best_value, math.inf)
 
 
+# Colours of rules, by their titles, in every picture that has a line for each.
+_COLOURS = {"SP": "#d1495b", "muP": "#2e6fb0", "SmuPar": "#2a9d4b", "measured updates": "#8a5cc2"}
+
+
+def colour_of(label: str) -> str:
+    """The colour of a line whose label begins with the title of a rule."""
+    return next((colour for name, colour in _COLOURS.items() if label.startswith(name)), "#777777")
+
+
 def title(rule: str) -> str:
     return get_rule(rule).title
 
@@ -154,7 +163,7 @@ def panel(curves: Sequence[Curve], heading: str, x_label: str = "learning rate")
         line_of(curve, f"sparsity {curve.sparsity:.4g}", number / max(1, len(curves) - 1))
         for number, curve in enumerate(curves)
     )
-    return Panel(f"{heading}: best moves {move_in_words(curves)}", x_label, LOSS, lines, curves[0].best)
+    return Panel(f"{heading}: best moves {move_in_words(curves)}", x_label, LOSS, lines, curves[0].best, "best when dense")
 
 
 def panels(rows: Rows, rules: Iterable[str] = RULES, axis: str = "lr") -> list[Panel]:
@@ -166,8 +175,8 @@ def panels(rows: Rows, rules: Iterable[str] = RULES, axis: str = "lr") -> list[P
 def over_sparsity(lines: dict[str, dict[float, float]], heading: str, y_label: str, x_label: str = "density") -> Panel:
     """A line for each rule over the density."""
     drawn = tuple(
-        Line(label, tuple(Point(1 - s, loss) for s, loss in sorted(values.items())), number / max(1, len(lines) - 1))
-        for number, (label, values) in enumerate(lines.items())
+        Line(label, tuple(Point(1 - s, loss) for s, loss in sorted(values.items())), colour_of(label))
+        for label, values in lines.items()
     )
     return Panel(heading, x_label, y_label, drawn)
 

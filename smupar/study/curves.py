@@ -18,7 +18,7 @@ LOSS = "loss (mean of the last 5 % of steps)"
 @dataclass(frozen=True)
 class Point:
     x: float
-    y: float  # infinite for a run that diverged, which is drawn at the top
+    y: float  # infinite for a run that diverged; a triangle at the top stands for what lies above the axis
     text: str = ""
 
 
@@ -26,9 +26,9 @@ class Point:
 class Line:
     label: str
     points: tuple[Point, ...]
-    colour: float = 0.0  # from 0, dark, to 1
+    colour: float | str = 0.0  # from 0, dark, to 1, or #rrggbb
     dashed: bool = False
-    best: float | None = None  # where the optimum lies, marked by a star
+    best: float | None = None  # where the optimum lies, marked by a star; by a hollow one at the edge of the grid
     joined: bool = True  # whether the points are joined
 
 
@@ -67,15 +67,13 @@ def draw_png(panels: Sequence[Panel], path: Path, title: str = "", *, columns: i
     columns = min(columns or len(panels), len(panels))
     num_rows = -(-len(panels) // columns)
     figure = new_figure(figsize=(3.6 * columns + 0.6, 3.9 * num_rows), layout="constrained")
-    from matplotlib import colormaps
-
     grid = figure.subplots(num_rows, columns, sharey=len({panel.y_label for panel in panels}) == 1, squeeze=False)
     axes = grid.flat[: len(panels)]
     for unused in grid.flat[len(panels) :]:
         unused.set_visible(False)
     shared = [line.label for line in panels[-1].lines]  # one legend for all panels that have the same lines
     for number, (panel, axis) in enumerate(zip(panels, axes, strict=True)):
-        _draw_panel(panel, axis, *y_range([other for other in panels if other.y_label == panel.y_label]), colormaps["viridis"])
+        _draw_panel(panel, axis, *y_range([other for other in panels if other.y_label == panel.y_label]))
         if panel is panels[-1] or [line.label for line in panel.lines] != shared:
             axis.legend(fontsize=8, loc="best")
         if number % columns == 0 or panel.y_label != panels[number - 1].y_label:
@@ -85,19 +83,23 @@ def draw_png(panels: Sequence[Panel], path: Path, title: str = "", *, columns: i
     figure.savefig(path, dpi=150)
 
 
-def _draw_panel(panel: Panel, axis: Any, low: float, high: float, colours: Any) -> None:
+def _draw_panel(panel: Panel, axis: Any, low: float, high: float) -> None:
     for line in panel.lines:
-        points = sorted(line.points, key=lambda point: point.x)
-        shown = [min(point.y, high) for point in points]
+        points, colour = sorted(line.points, key=lambda point: point.x), _colour(line)
         style = ("--" if line.dashed else "-") if line.joined else "none"
-        colour = {"color": "0.45" if line.dashed else colours(0.9 * line.colour)}
-        axis.plot([p.x for p in points], shown, linestyle=style, marker="o", markersize=3, label=line.label, **colour)
+        ys = [p.y if math.isfinite(p.y) else math.nan for p in points]
+        axis.plot([p.x for p in points], ys, linestyle=style, marker="o", markersize=3, label=line.label, color=colour)
+        above = [p.x for p in points if p.y > high]
+        for artist in axis.plot(above, [high] * len(above), "^", markersize=5, color=colour, clip_on=False):
+            artist.set_in_layout(False)
         if line.best is not None and points:
-            scale = math.log2 if panel.log_x else float
-            nearest = min(points, key=lambda point: abs(scale(point.x) - scale(line.best)))  # type: ignore[arg-type]
-            axis.plot(nearest.x, min(nearest.y, high), marker="*", markersize=13, markeredgecolor="white", **colour)
+            best = min(points, key=lambda point: abs(_x(point.x, panel) - _x(line.best, panel)))  # type: ignore[arg-type]
+            fill, edge = ("white", colour) if best in (points[0], points[-1]) else (colour, "white")
+            axis.plot(best.x, best.y, marker="*", markersize=13, markerfacecolor=fill, markeredgecolor=edge)
+    if any(line.best is not None for line in panel.lines):
+        axis.plot([], [], "*", color="0.3", markersize=9, label="best (hollow: at the edge)")
     if panel.marked_x is not None:
-        axis.axvline(panel.marked_x, color="0.6", linewidth=1, linestyle=":")
+        axis.axvline(panel.marked_x, color="0.6", linewidth=1, linestyle=":", label=panel.marked_label)
     if panel.log_x:
         axis.set_xscale("log", base=2)
     axis.set_ylim(low, high)
@@ -124,10 +126,11 @@ def _svg(panel: Panel, low: float, high: float) -> str:
         return _LEFT + (_x(x, panel) - left) / (right - left) * (_WIDTH - _LEFT - 14)
 
     def py(y: float) -> float:
-        return _HEIGHT - _BOTTOM - (min(y, high) - low) / (high - low) * (_HEIGHT - _BOTTOM - _TOP)
+        return _HEIGHT - _BOTTOM - (min(y, 3 * high - 2 * low) - low) / (high - low) * (_HEIGHT - _BOTTOM - _TOP)
 
     parts = [
         f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' width='{_WIDTH}' height='{_HEIGHT}' role='img'>",
+        f"<clipPath id='plot'><rect x='0' y='{_TOP}' width='{_WIDTH}' height='{_HEIGHT - _TOP}'/></clipPath>",
         f"<text x='{_WIDTH / 2}' y='16' class='title'>{html.escape(panel.title)}</text>",
     ]
     for tick in _ticks(low, high):
@@ -153,15 +156,20 @@ def _svg_line(line: Line, px: Any, py: Any) -> str:
     points = sorted(line.points, key=lambda point: point.x)
     path = " ".join(f"{px(point.x):.1f},{py(point.y):.1f}" for point in points)
     dash = " stroke-dasharray='5 4'" if line.dashed else ""
-    parts = [f"<polyline points='{path}' fill='none' stroke='{colour}' stroke-width='1.6'{dash}/>"] if line.joined else []
+    parts = [f"<polyline points='{path}' fill='none' stroke='{colour}' stroke-width='1.6'{dash} clip-path='url(#plot)'/>"]
+    parts = parts if line.joined else []
     for point in points:
         value = "diverged" if math.isinf(point.y) else f"{point.y:.4f}"
         text = html.escape(f"{line.label}: {value} at {point.x:.4g}. {point.text}")
-        parts.append(
-            f"<circle cx='{px(point.x):.1f}' cy='{py(point.y):.1f}' r='4' fill='{colour}' data-text='{text}'>"
-            f"<title>{text}</title></circle>"
-        )
+        x, y = px(point.x), py(point.y)
+        is_above = y < _TOP
+        shape = f"M{x - 5:.1f} {_TOP + 8} L{x + 5:.1f} {_TOP + 8} L{x:.1f} {_TOP} Z" if is_above else _disc(x, y)
+        parts.append(f"<path d='{shape}' fill='{colour}' data-text='{text}'><title>{text}</title></path>")
     return "".join(parts)
+
+
+def _disc(x: float, y: float, r: float = 4.0) -> str:
+    return f"M{x - r:.1f} {y:.1f} a{r} {r} 0 1 0 {2 * r} 0 a{r} {r} 0 1 0 {-2 * r} 0 Z"
 
 
 def legend(lines: Sequence[Line]) -> str:
@@ -180,9 +188,11 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _colour(line: Line) -> str:
-    """Grey where dashed; else a colour between the ends of viridis, close enough to matplotlib's."""
+    """Grey where dashed; else the line's own, or one between the ends of viridis."""
     if line.dashed:
-        return "#777"
+        return "#777777"
+    if isinstance(line.colour, str):
+        return line.colour
     stops = [(68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (203, 220, 40)]
     place = 0.9 * min(max(line.colour, 0.0), 1.0) * (len(stops) - 1)
     index = min(int(place), len(stops) - 2)

@@ -280,7 +280,7 @@ def test_figure_3_has_a_line_for_each_chance_of_sp():
         *("SP, 2e-4", "SP, tuned", "SP, tuned, LR x decay as the others", "muP", "SmuPar", "SmuPar, coupled decay"),
     }
     assert names["SmuPar"] == [2048, 256, 64, 16]
-    assert {line.label: line.points[0].y for line in gaps.lines}["paper: SP"] == 11.9
+    assert {line.label: line.points[0].y for line in gaps.lines}["SP in the paper"] == 11.9
     assert [panel.title for panel in others] == ["width 512, 8 layers", "width 2048, 4 layers"]
 
 
