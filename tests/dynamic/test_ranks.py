@@ -3,22 +3,19 @@
 In float64, where sums in another order do not change which weights are chosen.
 """
 
-import os
-import warnings
-from pathlib import Path
-
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import smupar
+from tests.models import VOCAB, TokenNet
+from tests.ranks import WORLD, full, on_two_ranks
 
-WORLD, STEPS, VOCAB, WIDTH = 2, 9, 11, 15
+STEPS, WIDTH = 9, 15  # odd sizes, so that shards are uneven
+LAYOUTS = ["ddp", "fsdp", "fsdp afterwards"]
 RUNS = {
     "RigL": ("RigL", 0.25, {"every": 2, "stop": 8, "drop_fraction": 0.5}),
     "RigL, restarted": ("RigL", 0.25, {"every": 2, "stop": 8, "drop_fraction": 0.5, "restart_bias_correction": True}),
@@ -29,23 +26,9 @@ RUNS = {
 }
 
 
-class Net(nn.Module):
-    """Odd sizes, so that shards are uneven."""
-
-    def __init__(self, width=WIDTH):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCAB, width)
-        self.norm = nn.LayerNorm(width)
-        self.mix = nn.Linear(width, width, bias=False)
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-        self.head = nn.Linear(width, VOCAB)
-
+class Net(TokenNet):
     def forward(self, tokens):
-        x = self.embedding(tokens)
-        x = x + F.gelu(self.mix(self.norm(x)))
-        x = self.head(x + self.down(F.gelu(self.up(x))))
-        return x.log_softmax(-1)  # FSDP2 warns of outputs that are views, as a layer's are
+        return super().forward(tokens).log_softmax(-1)  # FSDP2 warns of outputs that are views, as a layer's are
 
 
 def batch(step, rank=None):
@@ -54,14 +37,10 @@ def batch(step, rank=None):
     return (tokens if rank is None else tokens.chunk(WORLD)[rank]).chunk(2)
 
 
-def full(tensor):
-    return tensor.detach().full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach().clone()
-
-
 def made(layout):
     """A model and its base."""
     with torch.device("meta"):
-        model, base = Net().double(), Net(5).double()
+        model, base = Net(WIDTH).double(), Net(5).double()
     if layout == "fsdp":
         fully_shard(model)
     model.to_empty(device="cpu")
@@ -100,27 +79,19 @@ def run(name, layout, rank=None):
     return {"history": history, "moved": moved, "weights": weights, "densities": sparsifier.densities}
 
 
-def work(rank, layout, folder):
-    torch.set_num_threads(1)
-    warnings.simplefilter("error")
-    warnings.simplefilter("ignore", smupar.PlanWarning)  # a tiny model has few weights per neuron
-    torch.manual_seed(rank)  # each rank has a global RNG of its own
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
-    try:
-        torch.save({name: run(name, layout, rank) for name in RUNS}, Path(folder) / f"{rank}.pt")
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+def work(rank):
+    return {layout: {name: run(name, layout, rank) for name in RUNS} for layout in LAYOUTS}
 
 
-@pytest.fixture(scope="module", params=["ddp", "fsdp", "fsdp afterwards"])
-def ranks(request, tmp_path_factory):
-    """One start of two processes for each layout."""
-    folder = tmp_path_factory.mktemp(request.param)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(os.environ, "OMP_NUM_THREADS", "1")
-        mp.spawn(work, args=(request.param, str(folder)), nprocs=WORLD)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """What each rank found: one start of two processes for all."""
+    return on_two_ranks(work, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def ranks(request, both):
+    return [found[request.param] for found in both]
 
 
 @pytest.fixture(scope="module")
