@@ -1,5 +1,7 @@
 """Small models that many tests share, by what they show. All take their width first."""
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -34,7 +36,7 @@ class MLP(nn.Module):
 def sequential(width, num_hidden=1, *, num_in=8, num_out=4, bias=True):
     """Layers "0" (input), "2", "4", ... (hidden), the last one the readout, with ReLUs between."""
     sizes = [num_in, *[width] * (num_hidden + 1), num_out]
-    layers = [nn.Linear(*pair, bias=bias) for pair in zip(sizes, sizes[1:], strict=False)]
+    layers = [nn.Linear(*pair, bias=bias) for pair in pairwise(sizes)]
     return nn.Sequential(*(part for layer in layers for part in (layer, nn.ReLU())))[:-1]
 
 

@@ -5,15 +5,10 @@ A batch has 128 rows, as many as are looked at: one process sees all of them, ea
 
 import functools
 import math
-import os
-import warnings
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -25,27 +20,14 @@ from smupar.lm.data import batches as data
 from smupar.lm.run.distributed import World
 from smupar.lm.run.step import Stepper
 from smupar.updates.trace import Trace
+from tests.loops import adamw
+from tests.models import CLASSES, Conv1D
+from tests.ranks import WORLD, full, on_two_ranks
+from tests.updates.measured import start
 
-WORLD, STEPS, WIDTH, CLASSES = 2, 4, 15, 5
+STEPS, WIDTH = 4, 15
 HIDDEN = ["up.weight", "down.weight", "mix.weight"]
 LAYOUTS = ["ddp", "fsdp"]
-
-
-class Conv1D(nn.Module):
-    """As transformers', which is known by its name: stores (in, out)."""
-
-    def __init__(self, num_out, num_in):
-        super().__init__()
-        self.nf = num_out
-        self.weight = nn.Parameter(torch.empty(num_in, num_out))
-        self.bias = nn.Parameter(torch.empty(num_out))
-
-    def reset_parameters(self):
-        nn.init.normal_(self.weight, std=0.02)
-        nn.init.zeros_(self.bias)
-
-    def forward(self, x):
-        return x @ self.weight + self.bias
 
 
 class Net(nn.Module):
@@ -72,11 +54,7 @@ def batch(step, rank=None):
     return (x, y) if rank is None else (x.chunk(WORLD)[rank], y.chunk(WORLD)[rank])
 
 
-def full(tensor):
-    return tensor.detach().full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach().clone()
-
-
-def weights_of(model):
+def whole_weights(model):
     return {name: full(parameter) for name, parameter in model.named_parameters()}
 
 
@@ -88,18 +66,15 @@ def made(layout, density=0.5, width=WIDTH):
     model.to_empty(device="cpu")
     settings = {"delta": Net(25)} if width == 5 else {}
     plan = smupar.parameterize(model, base=base, density=density, seed=3, reset=True, **settings)
-    return model, plan, torch.optim.AdamW(smupar.param_groups(model, plan, lr=0.01, weight_decay=0.1))
+    return model, plan, adamw(model, plan)
 
 
 def run(layout, rank=None, trace=None, same_data=False):
     """What is measured, inputs and weights around the first step, and all weights at the end."""
     model, plan, optimizer = made(layout)
-    if trace is None:
-        meter = smupar.record_updates(model, plan, optimizer)
-    else:
-        meter = smupar.follow_updates(model, plan, optimizer, trace=trace)
+    meter = start(model, plan, optimizer, trace)
     forward = DistributedDataParallel(model) if layout == "ddp" else model
-    before, inputs = weights_of(model), {}
+    before, inputs = whole_weights(model), {}
     for name in HIDDEN:
         module = model.get_submodule(name.removesuffix(".weight"))
         module.register_forward_pre_hook(functools.partial(keep, inputs, name))
@@ -109,13 +84,13 @@ def run(layout, rank=None, trace=None, same_data=False):
         F.nll_loss(forward(x), y).backward()
         optimizer.step()
         if step == 0:
-            after = weights_of(model)
+            after = whole_weights(model)
     found = {
         "trace": meter.trace.to_json(),
         "factors": dict(meter.rates.measured),
         "updates": {name: after[name] - (1 - decay_of(plan, name)) * before[name] for name in HIDDEN},
         "inputs": inputs,
-        "weights": weights_of(model),
+        "weights": whole_weights(model),
         "keys": list(model.state_dict()),
     }
     meter.remove()
@@ -175,25 +150,16 @@ def gpt_runs(trace_file):
 
 
 def work(rank, folder, trace):
-    torch.set_num_threads(1)
-    warnings.simplefilter("error")
-    warnings.simplefilter("ignore", smupar.PlanWarning)  # a tiny model has few weights per neuron
-    torch.manual_seed(rank)  # each rank has a global RNG of its own
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
-    try:
-        found = {}
-        for layout in LAYOUTS:
-            found[layout] = {
-                "record": run(layout, rank),
-                "follow": run(layout, rank, trace),
-                "same data": run(layout, rank, same_data=True),
-            }
-            world = World(rank, WORLD, torch.device("cpu"), layout)
-            found[layout] |= {f"gpt, {kind}": train(c, world) for kind, c in gpt_runs(f"{folder}/gpt.json").items()}
-        torch.save(found, Path(folder) / f"{rank}.pt")
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    found = {}
+    for layout in LAYOUTS:
+        world = World(rank, WORLD, torch.device("cpu"), layout)
+        found[layout] = {
+            "record": run(layout, rank),
+            "follow": run(layout, rank, trace),
+            "same data": run(layout, rank, same_data=True),
+            **{f"gpt, {kind}": train(config, world) for kind, config in gpt_runs(f"{folder}/gpt.json").items()},
+        }
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -213,10 +179,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def both(folder, trace):
     """What each rank found: one start of two processes for all."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(os.environ, "OMP_NUM_THREADS", "1")
-        mp.spawn(work, args=(str(folder), trace), nprocs=WORLD)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+    return on_two_ranks(work, folder, str(folder), trace)
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
