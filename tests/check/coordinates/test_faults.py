@@ -17,7 +17,7 @@ from smupar.lm.model.gpt import GPT, set_attention_scale
 from smupar.lm.run.step import next_token_loss
 
 # Any real text will do, as long as it stays the same: sizes of a few steps depend on it.
-TEXT = Tokens([np.fromfile(Path(__file__).parents[1] / "fixtures" / "text.txt", dtype=np.uint8)])
+TEXT = Tokens([np.fromfile(Path(__file__).parents[2] / "fixtures" / "text.txt", dtype=np.uint8)])
 
 
 def batches(num=3):

@@ -3,9 +3,6 @@
 In a file of its own because importing transformers takes seconds. Nothing is downloaded.
 """
 
-import ast
-import re
-
 import pytest
 import torch
 from transformers import (
@@ -20,6 +17,7 @@ from transformers import (
 )
 
 import smupar
+from tests.plan.roles.nets import roles, suggested
 
 TOKENS = torch.arange(12).reshape(2, 6)
 # The defaults lie outside of a vocabulary of 40, which transformers complains about.
@@ -76,10 +74,6 @@ def neox(width):
     return GPTNeoXForCausalLM(config).eval()
 
 
-def roles(plan):
-    return {row.name: row.role for row in plan}
-
-
 def names(plan, role):
     """Names with this role, layers after the first left out."""
     return {row.name for row in plan if row.role == role and ".1." not in row.name}
@@ -87,13 +81,6 @@ def names(plan, role):
 
 def widths(plan, names):
     return {(plan[name].width_in, plan[name].width_out) for name in names}
-
-
-def suggested(error):
-    """The paste-ready line of an error, evaluated."""
-    line = re.search(r"^\s*roles=(\{.*\})$", str(error), re.MULTILINE)
-    assert line, f"no paste-ready line in: {error}"
-    return ast.literal_eval(line[1])
 
 
 def logits(model, inputs=TOKENS):
