@@ -51,8 +51,8 @@ class Conv1D(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self):
-        nn.init.normal_(self.weight)
-        nn.init.normal_(self.bias)
+        nn.init.normal_(self.weight, std=0.02)
+        nn.init.zeros_(self.bias)
 
     def forward(self, x):
         return x @ self.weight + self.bias

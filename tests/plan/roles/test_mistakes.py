@@ -170,7 +170,8 @@ ASKS = {
     "a head that is not last": (head_first, 16, 4, "reads a scaling input and writes a fixed output", {"head.weight"}),
     "a flattened image": (cnn, 16, 16, "roles=", {"3.weight": "unembedding"}),
     "layers written by hand": (
-        by_hand, 128, 32, "does not tell whether it reads or writes", {"table.weight": "embedding", "head.weight": "unembedding"},
+        by_hand, 128, 32, "does not tell whether it reads or writes",
+        {"table.weight": "embedding", "head.weight": "unembedding"},
     ),
     # The norm of such a weight is a tensor of its own, so an init of the other would change nothing.
     "weight norm": (

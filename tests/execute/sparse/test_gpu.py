@@ -23,22 +23,8 @@ from smupar.lm.use.load import load_run
 from smupar.model.compressed import SparseLinear
 from smupar.model.parameterize import mask_of
 from smupar.plan.patterns import generator, parse_pattern
-
-try:
-    from transformers.pytorch_utils import Conv1D
-except ModuleNotFoundError:  # a machine with a GPU may have torch alone
-
-    class Conv1D(nn.Module):
-        """As there: a linear layer that stores (in, out)."""
-
-        def __init__(self, nf, nx):
-            super().__init__()
-            self.nf, self.nx = nf, nx
-            self.weight, self.bias = nn.Parameter(torch.randn(nx, nf) * 0.02), nn.Parameter(torch.zeros(nf))
-
-        def forward(self, x):
-            return x @ self.weight + self.bias
-
+from tests.execute.sparse.kept import HIDDEN, relative
+from tests.models import Conv1D, TokenNet
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
@@ -74,10 +60,6 @@ def layer_for(backend, mask, *, dtype=torch.float32, bias=True, transposed=False
     layer.register_buffer("weight_mask", mask)
     compress(layer, mask, out_dim=int(transposed), backend=backend)
     return layer, matrix.T if transposed else matrix, offset
-
-
-def relative(a, b):
-    return ((a.detach().double() - b).norm() / b.norm().clamp(min=1e-30)).item()
 
 
 def poison():
@@ -280,30 +262,15 @@ def test_captured_passes_give_the_results_of_plain_ones(backend):
 # Models
 
 
-class Net(nn.Module):
-    def __init__(self, width=64):
-        super().__init__()
-        self.embedding = nn.Embedding(16, width)
-        self.norm = nn.LayerNorm(width)
-        self.mix = nn.Linear(width, width, bias=False)
-        self.up = nn.Linear(width, 2 * width)
-        self.down = Conv1D(width, 2 * width)
-        self.head = nn.Linear(width, 16)
-
-    def forward(self, tokens):
-        x = self.embedding(tokens)
-        x = x + F.gelu(self.mix(self.norm(x)))
-        return self.head(x + self.down(F.gelu(self.up(x))))
-
-
-HIDDEN = ["mix.weight", "up.weight", "down.weight"]
+def net(width=64):
+    return TokenNet(width, vocab=16, down=Conv1D)
 
 
 def parameterized(backend, **settings):
     torch.manual_seed(0)
-    model = Net()
+    model = net()
     density = {} if backend == "2:4" else {"density": 0.25}
-    plan = smupar.parameterize(model, base=Net(32), pattern=PATTERNS[backend], reset=False, **density, **settings)
+    plan = smupar.parameterize(model, base=net(32), pattern=PATTERNS[backend], reset=False, **density, **settings)
     return model.to(GPU), plan
 
 
