@@ -15,6 +15,7 @@ from smupar.study import ray_engine
 from smupar.study.engines import execute
 from smupar.study.ray_engine import execute_on_ray, split
 from smupar.study.store import Study
+from tests.texts import words
 
 TINY = RunConfig(
     model=ModelConfig(width=32, depth=1, head_dim=16),
@@ -24,6 +25,7 @@ TINY = RunConfig(
     batch_size=4,
     seq_len=32,
     valid_batches=1,
+    data=words(),
 )
 RATES = [2.0**exponent for exponent in range(-12, -4)]
 LONG = [replace(TINY, lr=rate) for rate in RATES[:6]]  # about a second each

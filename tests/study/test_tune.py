@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,7 @@ from smupar.study.config import TUNED, EngineConfig, TuneConfig
 from smupar.study.space import with_fields
 from smupar.study.store import Study
 from smupar.study.tune import FORMAT, doubts, propose, read_hps, sensitivity, tune
+from tests.texts import words
 
 PROXY = RunConfig(
     model=ModelConfig(width=32, depth=1, head_dim=16),
@@ -27,6 +29,7 @@ PROXY = RunConfig(
     batch_size=4,
     seq_len=32,
     valid_batches=1,
+    data=words(),
 )
 TINY = TuneConfig(run=PROXY, num_samples=8)
 SERIAL = EngineConfig(engine="serial", device="cpu")
@@ -145,8 +148,8 @@ def test_killed_search_ends_with_the_same_best(tmp_path):
         config = replace(TINY, method=method, round_size=4, run=replace(PROXY, steps=60))
         whole = tune(config, SERIAL, out=str(tmp_path / f"{method}-whole"))
         out = tmp_path / f"{method}-killed"
-        code = f"from test_tune import *; tune({_source(config)}, SERIAL, out={str(out)!r})"
-        environment = os.environ | {"PYTHONPATH": os.path.dirname(__file__), "OMP_NUM_THREADS": "1"}  # noqa: PTH120
+        code = f"from tests.study.test_tune import *; tune({_source(config)}, SERIAL, out={str(out)!r})"
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.DEVNULL)
         until = time.monotonic() + 100
         while len(list(out.glob("runs/*/summary.json"))) < 5 and time.monotonic() < until:
