@@ -30,3 +30,15 @@ def words():
         spaced = [np.append(spelled[i], np.uint8(32)) for i in rng.integers(50, size=20_000)]
         write_tokens(folder, np.concatenate(spaced), TokenizerInfo("bytes", 256, 0, "b"))
     return str(folder)
+
+
+def bpe(texts, *, vocab_size=300, special=("<|endoftext|>",)):
+    """A tokenizer of the library of that name: byte-level, as GPT-2's, trained on these texts."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    library = Tokenizer(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    settings = {"special_tokens": list(special), "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    library.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size, show_progress=False, **settings))
+    return library

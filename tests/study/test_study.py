@@ -332,9 +332,24 @@ def test_study_refuses_a_text_that_has_changed_under_its_name(tmp_path, capsys):
     assert "is not the one that" in capsys.readouterr().err
 
 
-TINY_FLAGS = (
-    "--depth 1 --head-dim 16 --base-width 32 --steps 4 --seq-len 16 --batch-size 2 --valid-batches 1 --device cpu".split()
-)
+TINY_FLAGS = [
+    "--depth",
+    "1",
+    "--head-dim",
+    "16",
+    "--base-width",
+    "32",
+    "--steps",
+    "4",
+    "--seq-len",
+    "16",
+    "--batch-size",
+    "2",
+    "--valid-batches",
+    "1",
+    "--device",
+    "cpu",
+]
 TINY_FLAGS += ["--data", words()]
 
 
@@ -404,7 +419,12 @@ def test_transfer_grown_in_steps_is_the_one_that_was_asked_for_at_once(tmp_path,
 
 
 def test_default_values_of_a_transfer_can_be_added_to(tmp_path, capsys):
-    transfer = ["transfer", *TINY_FLAGS, *"--widths 64 --sparsities 0.5 --rules mup --out".split(), str(tmp_path / "x")]
+    transfer = [
+        "transfer",
+        *TINY_FLAGS,
+        *["--widths", "64", "--sparsities", "0.5", "--rules", "mup", "--out"],
+        str(tmp_path / "x"),
+    ]
     main(transfer)
     main([*transfer, "--values", *(str(2.0**exponent) for exponent in range(-12, -3))])
     assert "18 runs, 16 of them done" in capsys.readouterr().out

@@ -64,7 +64,7 @@ def test_names_are_all_that_have_a_rule():
 
 
 def test_page_shows_the_table():
-    page = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "optimizers.md").read_text(encoding="utf-8")
     assert "| Muon | muon | 1 | yes |  |  | yes | yes |" in page
 
 

@@ -21,6 +21,7 @@ from smupar.lm.data.prepare import prepare
 from smupar.lm.data.shards import open_tokens, read_index, verify
 from smupar.lm.data.sources import cut_at
 from smupar.lm.data.tokenizer import load_tokenizer, read_tokenizer
+from tests.texts import bpe
 
 
 @pytest.fixture(autouse=True)
@@ -60,16 +61,7 @@ def _files(out="out"):
 
 
 def _bpe(name="tiny.json"):
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    library = Tokenizer(models.BPE())
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
-    )
-    library.train_from_iterator(["def line of code(self):\n\n        return self.code\n"] * 9, trainer)
+    library = bpe(["def line of code(self):\n\n        return self.code\n"] * 9, vocab_size=400)
     Path(name).write_text(library.to_str(), encoding="utf-8")
     return name
 

@@ -8,27 +8,18 @@ import sys
 import numpy as np
 import pytest
 from tokenizers import Tokenizer as Library
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import models, processors
 
 from smupar.lm.config.commands import PrepareConfig
 from smupar.lm.data.prepare import prepare
 from smupar.lm.data.tokenizer import _byte_level_bpe, load_tokenizer, read_tokenizer
+from tests.texts import bpe
 
 TEXT = "the cat sat on the mat, the dog sat on the cat. Grüße aus Köln!\n\n  the 你好 end 🙂\r\n"
 
 
 def _trained(special=("<|endoftext|>",), vocab_size=300):
-    library = Library(models.BPE())
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    library.train_from_iterator(
-        [TEXT] * 4,
-        trainers.BpeTrainer(
-            vocab_size=vocab_size, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
-        ),
-    )
-    return library
+    return bpe([TEXT] * 4, vocab_size=vocab_size, special=special)
 
 
 def _json_file(tmp_path, library, name="tiny.json"):

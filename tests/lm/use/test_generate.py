@@ -1,44 +1,23 @@
 """Sampling from a run that was trained for five steps, and from a model that is a known chain of tokens."""
 
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from smupar.lm.config.commands import GenerateConfig
-from smupar.lm.config.run import Execution, ModelConfig, RunConfig
-from smupar.lm.data.shard_writer import write_tokens
-from smupar.lm.data.tokenizer import Tokenizer
-from smupar.lm.model.gpt import GPT
-from smupar.lm.run.train import train
 from smupar.lm.use.generate import choose, generate, sample
-from smupar.lm.use.load import EXPORT_FORMAT, load_model, load_run
+from smupar.lm.use.load import load_model, load_run
+from tests.lm.use.tiny import chain, trained_run
 
 TEXT = b"Tune a small dense model, train wide sparse ones with the same hyperparameters. " * 50
-BYTES = Tokenizer("bytes").info
 PROMPT = [84, 117, 110, 101]  # "Tune"
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run whose vocabulary of 320 is padded: bytes need 256."""
-    folder = tmp_path_factory.mktemp("run")
-    write_tokens(folder / "text", np.frombuffer(TEXT, dtype=np.uint8), BYTES)
-    config = RunConfig(
-        model=ModelConfig(width=64, depth=1, vocab_size=320),
-        base_width=32,
-        sparsity=0.75,
-        steps=5,
-        batch_size=4,
-        seq_len=16,
-        data=str(folder / "text"),
-        valid_batches=1,
-    )
-    train(config, Execution(out=str(folder / "run"), device="cpu", peak_tflops=1.0))
-    return str(folder / "run")
+    return trained_run(tmp_path_factory.mktemp("run"), TEXT)
 
 
 @pytest.fixture
@@ -63,25 +42,6 @@ def _logits(model, ids):
         model(torch.tensor([ids]))
         handle.remove()
         return 1.095 / 2 * hidden[0][0, -1] @ model.embedding.weight[:256].T
-
-
-def _chain(folder, following, **options):
-    """An export whose likeliest next token is ``following[token]``, whatever came before: blocks that add nothing, one-hot
-    embeddings, and an unembedding that is the table of the chain."""
-    config = ModelConfig(width=256, depth=1, tied=False, **options)
-    model = GPT(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-        model.norm.weight.fill_(1)
-        model.embedding.weight.copy_(torch.eye(256))
-        for token, after in following.items():
-            model.unembedding.weight[after, token] = 1
-    folder.mkdir()
-    save_file(dict(model.named_parameters()), folder / "model.safetensors")
-    described = {"format": EXPORT_FORMAT, "storage": "dense", "model": asdict(config), "tokenizer": asdict(BYTES)}
-    (folder / "config.json").write_text(json.dumps(described))
-    return str(folder)
 
 
 # Tokens
@@ -179,13 +139,13 @@ def test_generation_from_a_run_and_from_its_checkpoint_agree(run):
 
 
 def test_text_follows_the_chain_and_stops_at_the_end_of_text(tmp_path):
-    folder = _chain(tmp_path / "abc", {97: 98, 98: 99, 99: 0})  # a, b, c, NUL
+    folder = chain(tmp_path / "abc", {97: 98, 98: 99, 99: 0})  # a, b, c, NUL
     assert list(generate(_config(folder, prompt="xa", tokens=20, temperature=0.0))) == ["xa", "b", "c"]
     assert list(generate(_config(folder, prompt="a", tokens=1, temperature=0.0))) == ["a", "b"]
 
 
 def test_half_a_character_waits_for_its_rest(tmp_path):
-    folder = _chain(tmp_path / "accent", {102: 0xC3, 0xC3: 0xA9, 0xA9: 33, 33: 0})  # f, both bytes of é, !
+    folder = chain(tmp_path / "accent", {102: 0xC3, 0xC3: 0xA9, 0xA9: 33, 33: 0})  # f, both bytes of é, !
     assert list(generate(_config(folder, prompt="caf", tokens=20, temperature=0.0))) == ["caf", "é", "!"]
 
 
@@ -201,7 +161,7 @@ def test_impossible_options_raise(run):
 
 
 def test_more_tokens_than_learned_positions_raise_with_the_number_left(tmp_path):
-    folder = _chain(tmp_path / "short", {97: 97}, positions="learned", context=10)
+    folder = chain(tmp_path / "short", {97: 97}, positions="learned", context=10)
     assert "".join(generate(_config(folder, prompt="aaa", tokens=7, temperature=0.0))) == "a" * 10
     with pytest.raises(ValueError, match="positions for 10 tokens, the prompt has 3: pass --tokens 7 or fewer"):
         list(generate(_config(folder, prompt="aaa", tokens=8)))

@@ -1,4 +1,4 @@
-"""Learning-rate schedules of Table 4, and the presets that name its rows."""
+"""Learning-rate schedules of Table 4."""
 
 from dataclasses import replace
 
@@ -52,37 +52,6 @@ def test_cosine_schedule_goes_through_the_middle_to_a_tenth():
 @pytest.mark.parametrize(("steps", "warmup"), [(11752, 1175), (1169, 116), (1907, 190)])
 def test_default_warm_up_is_that_of_table_4(steps, warmup):
     assert RunConfig(steps=steps).warmup_steps == warmup
-
-
-def test_presets_have_the_schedules_of_table_4():
-    paper, iso = preset("paper-610m"), preset("paper-iso")
-    assert (paper.steps, paper.warmup_steps, paper.schedule) == (11752, 1175, "linear-to-zero")
-    assert (iso.steps, iso.warmup_steps, iso.schedule) == (1907, 190, "linear")
-    assert iso.num_tokens == pytest.approx(1e9, rel=1e-3)
-
-
-def test_presets_have_the_hyperparameters_of_tables_3_and_4():
-    for name, sp_lr in (("paper-610m", 2e-4), ("paper-iso", 6e-4)):
-        sp = preset(name, "sp")
-        assert (sp.rule, sp.lr, sp.init_std) == ("sp", sp_lr, 0.02)
-        for rule in ("mup", "smupar"):
-            config = preset(name, rule)
-            assert (config.rule, config.base_width, config.lr, config.init_std) == (rule, 256, 1.62e-2, 0.08665602)
-            assert (config.alpha_input, config.alpha_output) == (9.1705, 1.0951835)
-    assert (preset("paper-610m").batch_size, preset("paper-iso").batch_size) == (504, 256)
-
-
-def test_unknown_preset_raises_with_those_there_are():
-    with pytest.raises(ValueError, match="no preset is called 'huge': choose one of demo, 610m, paper-610m, paper-iso"):
-        preset("huge")
-
-
-def test_610m_preset_is_the_paper_model_in_sizes_that_suit_a_gpu():
-    config, paper = preset("610m"), preset("paper-610m")
-    assert config.model.inner_width == 5440  # a multiple of 64
-    assert config.model.vocab_size % 64 == 0
-    assert not config.model.biases
-    assert (config.steps, config.batch_size, config.lr, config.dtype) == (paper.steps, paper.batch_size, paper.lr, "bf16")
 
 
 @pytest.mark.parametrize("schedule", ["linear", "linear-to-zero", "constant", "cosine"])
