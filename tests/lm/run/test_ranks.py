@@ -85,7 +85,8 @@ def test_muon_runs_on_two_sharded_ranks_as_on_one(short, tmp_path):
 
 def test_signal_to_two_ranks_saves_first(config, tmp_path):
     folder = tmp_path / "run"
-    flags = f"--width 64 --depth 1 --base-width 32 --steps 100000 --seq-len 16 --batch-size 2 --device cpu --out {folder}"
+    flags = "--width 64 --depth 1 --base-width 32 --steps 100000 --seq-len 16 --batch-size 2 --device cpu "
+    flags += f"--data {config.data} --out {folder}"
     launcher = "-m torch.distributed.run --nproc-per-node 2 -m smupar train"
     command = [sys.executable, *f"{launcher} {flags}".split()]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -110,8 +110,9 @@ def test_finished_run_is_not_trained_again(finished, config, capsys):
 )
 def test_signal_saves_first(config, tmp_path, number, code, status):
     folder = tmp_path / "run"
-    flags = f"--width 64 --depth 1 --base-width 32 --steps 100000 --seq-len 16 --batch-size 2 --log-every 1 --out {folder}"
-    process = PROCESSES.Process(target=run_command, args=(["train", *flags.split(" ")], folder.with_suffix(".log")))
+    flags = "--width 64 --depth 1 --base-width 32 --steps 100000 --seq-len 16 --batch-size 2 --log-every 1 "
+    flags += f"--data {config.data} --out {folder}"
+    process = PROCESSES.Process(target=run_command, args=(["train", *flags.split()], folder.with_suffix(".log")))
     process.start()
     deadline = time.monotonic() + 60
     while not (folder / "metrics.jsonl").exists() or len(rows(folder)) < 3:
@@ -145,10 +146,11 @@ def test_full_disk_gives_one_line_and_leaves_the_last_checkpoint(finished, confi
 
 def test_diverged_run_ends_early_and_says_so(config, tmp_path, capsys):
     folder = tmp_path / "run"
-    flags = f"--width 64 --depth 1 --base-width 32 --steps 200 --seq-len 16 --optimizer sgd --lr 1e9 --out {folder}"
+    flags = "--width 64 --depth 1 --base-width 32 --steps 200 --seq-len 16 --optimizer sgd --lr 1e9 "
+    flags += f"--data {config.data} --out {folder}"
     for _ in range(2):  # also when it is started again
         with pytest.raises(SystemExit) as ended:
-            main(["train", *flags.split(" ")])
+            main(["train", *flags.split()])
         assert ended.value.code == 3
         assert "diverged" in capsys.readouterr().out.splitlines()[-1]
     summary = read_summary(folder)
