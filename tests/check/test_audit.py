@@ -13,6 +13,7 @@ import smupar
 from smupar.lm.config.run import ModelConfig
 from smupar.lm.model.gpt import GPT
 from smupar.model.parameterize import has_factor_hook
+from tests.models import MLP
 
 RULES = ("sp", "mup", "smupar", "smupar-init-only", "smupar-lr-only")
 PATTERNS = {
@@ -26,24 +27,11 @@ PATTERNS = {
 }
 
 
-class MLP(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.fc1 = nn.Linear(8, width)
-        self.fc2 = nn.Linear(width, width)
-        self.fc3 = nn.Linear(width, width)
-        self.head = nn.Linear(width, 4)
-
-    def forward(self, x):
-        x = torch.tanh(self.fc1(x))
-        return self.head(torch.tanh(self.fc3(torch.tanh(self.fc2(x)))))
-
-
 def mlp(density=1 / 2, dtype=torch.float32, width=64, **settings):
     torch.manual_seed(0)  # biases keep the values they were built with
-    model = MLP(width).to(dtype)
+    model = MLP(width, 2).to(dtype)
     settings = {"alpha_input": 9.17, "alpha_output": 1.5, **settings}
-    return model, smupar.parameterize(model, base=MLP(16), density=density, **settings)
+    return model, smupar.parameterize(model, base=MLP(16, 2), density=density, **settings)
 
 
 def adamw(model, plan, lr=0.01, **options):
@@ -231,8 +219,8 @@ def test_layer_initialised_again_is_found(name):
 
 
 def test_parameterization_that_was_never_switched_on_is_found():
-    model = MLP(64)
-    plan = smupar.make_plan(model, base=MLP(16), density={"fc2.weight": 1 / 2})
+    model = MLP(64, 2)
+    plan = smupar.make_plan(model, base=MLP(16, 2), density={"fc2.weight": 1 / 2})
     lines = findings(model, plan, torch.optim.AdamW(model.parameters(), lr=0.01))
     for name in ("fc1.weight", "fc3.weight", "head.weight"):
         assert any(line.startswith(f"{name!r}: init std is ") for line in lines)
@@ -243,8 +231,8 @@ def test_parameterization_that_was_never_switched_on_is_found():
 
 
 def test_init_left_to_torch_is_found_although_groups_attached_the_rest():
-    model = MLP(64)
-    plan = smupar.make_plan(model, base=MLP(16))
+    model = MLP(64, 2)
+    plan = smupar.make_plan(model, base=MLP(16, 2))
     with pytest.raises(ValueError, match=r"not parameterized: call smupar\.parameterize first"):
         adamw(model, plan)
     smupar.attach(model, plan)  # masks and factors, not values

@@ -235,6 +235,7 @@ def test_classifier_on_a_llama_is_the_unembedding():
 # The defaults of `smupar check` for every family (learning rate, steps, tokens, base width, largest width and sparsity), with
 # eight seeds. The middle of three equally distant points has no weight in a slope, so the ends are enough.
 CHECK = {"base_width": 64, "lr": 2**-6, "steps": 10, "seeds": 8}
+QUICK_CHECK = {**CHECK, "steps": 4, "seeds": 4}
 AXES = {"width": {"widths": (64, 256)}, "density": {"widths": (256,), "densities": (1, 1 / 16)}}
 # From 64 weights per neuron, as on the dense axis: from 16, dY at step 1 drifts by -0.2 at every learning rate.
 DEEPER_AXES = {"width": {"widths": (128, 512), "densities": (1 / 2,)}, "density": AXES["density"]}
@@ -251,7 +252,7 @@ def batches(kind, steps):
     return [{"input_ids": one, "labels": one, "attention_mask": torch.ones_like(one)} for one in tokens]
 
 
-def check(kind, *, layers=1, **axis):
+def check(kind, *, layers=1, settings=CHECK, **axis):
     model_class, config = KINDS[kind]
 
     def make_model(width):
@@ -262,26 +263,24 @@ def check(kind, *, layers=1, **axis):
     return smupar.coord_check(
         make_model,
         lambda model, batch: model(**batch).loss,
-        batches(kind, CHECK["steps"]),
+        batches(kind, settings["steps"]),
         rules=("smupar", "sp"),
         prepare=huggingface.set_attention_scale,
         progress=False,
-        **CHECK,
+        **settings,
         **READOUTS.get(kind, {}),
         **axis,
     )
 
 
-QUICK = [("llama", "density"), ("vit", "width")]  # each of the others takes half a minute as well
+@pytest.mark.parametrize(("kind", "axis"), [("llama", "density"), ("vit", "width")])
+def test_a_quick_check_passes_under_smupar_and_fails_under_sp(kind, axis):
+    report = check(kind, settings=QUICK_CHECK, **AXES[axis])
+    assert report.verdicts == {"smupar": "pass", "sp": "fail"}, report.explain()
 
 
-@pytest.mark.parametrize(
-    ("kind", "axis"),
-    [
-        pytest.param(kind, axis, marks=() if (kind, axis) in QUICK else pytest.mark.slow)
-        for kind, axis in itertools.product(KINDS, AXES)
-    ],
-)
+@pytest.mark.slow  # half a minute each
+@pytest.mark.parametrize(("kind", "axis"), list(itertools.product(KINDS, AXES)))
 def test_coordinates_pass_under_smupar_and_fail_under_sp(kind, axis):
     report = check(kind, **AXES[axis])
     assert report.verdicts == {"smupar": "pass", "sp": "fail"}, report.explain()

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import smupar
+from tests.models import MLP
 
 ADAM_FAMILY = [
     torch.optim.Adam,
@@ -21,17 +22,6 @@ ADAM_FAMILY = [
     torch.optim.Adagrad,
     lion_pytorch.Lion,
 ]
-
-
-class MLP(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.fc1 = nn.Linear(8, width)
-        self.fc2 = nn.Linear(width, width)
-        self.head = nn.Linear(width, 4)
-
-    def forward(self, x):
-        return self.head(torch.tanh(self.fc2(torch.tanh(self.fc1(x)))))
 
 
 class FeedForward(nn.Module):

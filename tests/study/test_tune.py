@@ -87,12 +87,13 @@ def test_tpe_is_a_function_of_the_results_and_waits_for_a_round():
     assert second != propose(config, losses | others)
 
 
-def test_tpe_finds_better_values_than_random_search():
+@pytest.mark.parametrize(("seeds", "least"), [(1, 1), pytest.param(5, 4, marks=pytest.mark.slow)])
+def test_tpe_finds_better_values_than_random_search(seeds, least):
     better = 0
-    for seed in range(5):
+    for seed in range(seeds):
         config = replace(TINY, num_samples=96, search_seed=seed)
         better += min(_search(replace(config, method="tpe"))) < min(_search(config))
-    assert better >= 4
+    assert better >= least
 
 
 def test_sensitivity_is_adjusted_for_the_two_coefficients_of_the_parabola():
@@ -250,7 +251,8 @@ def test_other_base_width_than_that_of_the_search_is_refused(tmp_path, capsys):
 
 
 def test_proxy_of_a_search_is_as_wide_as_its_base(tmp_path):
-    main(["tune", "--base_width", "32", "--num-samples", "1", "--steps", "2", "--seq-len", "16", "--out", str(tmp_path / "x")])
+    main(["tune", "--base_width", "32", "--num-samples", "1", "--steps", "2", "--seq-len", "16", "--data", words(),
+          "--out", str(tmp_path / "x")])  # fmt: skip
     assert json.loads((tmp_path / "x" / "best.json").read_text())["source"]["width"] == 32
 
 
