@@ -38,6 +38,11 @@ def adamw(model, plan, lr=0.01, **options):
     return torch.optim.AdamW(smupar.param_groups(model, plan, lr=lr, weight_decay=0.1, **options))
 
 
+def ready(*args, **settings):
+    model, plan = mlp(*args, **settings)
+    return model, plan, adamw(model, plan)
+
+
 def train(model, *optimizers):
     x = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
     model(x).square().mean().backward()
@@ -182,8 +187,7 @@ def test_attention_scale_of_some_modules_only_is_left():
 
 
 def test_audit_changes_nothing():
-    model, plan = mlp()
-    optimizer = adamw(model, plan)
+    model, plan, optimizer = ready()
     train(model)  # leaves gradients
     model.fc2.eval()
     modes = [module.training for module in model.modules()]
@@ -267,8 +271,7 @@ def test_model_with_other_names_is_found():
 
 @pytest.mark.parametrize("change", ["module", "parameter"])
 def test_parameter_added_after_parameterize_is_found(change):
-    model, plan = mlp()
-    optimizer = adamw(model, plan)
+    model, plan, optimizer = ready()
     if change == "module":
         model.adapter = nn.Linear(64, 64, bias=False)
     else:
@@ -448,8 +451,7 @@ def test_one_group_with_twice_its_lr_is_found_and_named():
 
 
 def test_one_group_with_twice_its_lr_before_its_scheduler_is_found():
-    model, plan = mlp()
-    optimizer = adamw(model, plan)
+    model, plan, optimizer = ready()
     optimizer.param_groups[1]["lr"] *= 2
     lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)  # lr is 0 now; what it will be is in initial_lr
     lines = findings(model, plan, optimizer)
@@ -458,8 +460,7 @@ def test_one_group_with_twice_its_lr_before_its_scheduler_is_found():
 
 
 def test_scheduler_that_erased_the_ratios_is_found():
-    model, plan = mlp()
-    optimizer = adamw(model, plan)
+    model, plan, optimizer = ready()
     lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=10)
     line = only_finding(model, plan, optimizer)
     assert "'hidden, LR x 0.5, width 4, density 0.5'" in line
@@ -475,21 +476,11 @@ def test_schedulers_that_multiply_pass():
         lambda optimizer: lr_scheduler.OneCycleLR(optimizer, [group["lr"] for group in optimizer.param_groups], 10),
     ):
         optimizer = adamw(model, plan)
-        make(optimizer)
+        scheduler = make(optimizer)
         assert smupar.audit(model, plan, optimizer) == []
-
-
-def test_base_lr_is_checked_under_every_scheduler_that_multiplies():
-    model, plan = mlp()
-    for make in (
-        lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: step / 10),
-        lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 10),
-        # Its lr and initial_lr are the start of the cycle; the rate that was asked for is its max_lr.
-        lambda optimizer: lr_scheduler.OneCycleLR(optimizer, [group["lr"] for group in optimizer.param_groups], 10),
-    ):
-        optimizer = adamw(model, plan)
-        make(optimizer)
-        assert smupar.audit(model, plan, optimizer, lr=0.01) == []
+        # The lr and initial_lr of one cycle are its start; the rate that was asked for is its max_lr.
+        if not isinstance(scheduler, lr_scheduler.LinearLR):
+            assert smupar.audit(model, plan, optimizer, lr=0.01) == []
 
 
 def test_lr_checks_the_base_rate():
@@ -637,8 +628,7 @@ def test_all_faults_are_told_at_once():
 
 
 def test_passed_audit_leaves_the_guard_for_schedulers_that_come_later():
-    model, plan = mlp()
-    optimizer = adamw(model, plan)
+    model, plan, optimizer = ready()
     smupar.audit(model, plan, optimizer)
     scheduler = lr_scheduler.CosineAnnealingLR(optimizer, 10, eta_min=0.005)
     train(model, optimizer)
@@ -672,8 +662,7 @@ def test_std_is_not_checked_after_training_steps(kind, options):
 
 
 def test_other_faults_are_found_after_training_steps():
-    model, plan = mlp()
-    optimizer = adamw(model, plan)
+    model, plan, optimizer = ready()
     train(model, optimizer)
     with torch.no_grad():
         model.fc2.weight.add_(1e-3)

@@ -342,24 +342,6 @@ def test_draw_mask_follows_the_seed_of_the_plan():
     assert not torch.equal(first, second)
 
 
-def test_density_that_removes_every_weight_raises():
-    with pytest.raises(ValueError, match=r"'fc1.weight' of shape \(16, 16\) would lose every weight at density 0.001"):
-        plan_mlp(16, 8, density=0.001)
-
-
-@pytest.mark.parametrize("density", [0, -0.1, 1.1, float("nan"), True])
-def test_density_out_of_range_raises(density):
-    with pytest.raises(ValueError, match=r"must lie in \(0, 1\]"):
-        plan_mlp(64, 16, density=density)
-    with pytest.raises(ValueError, match=r"base_density must lie in \(0, 1\]"):
-        plan_mlp(64, 16, base_density=density)
-
-
-def test_density_glob_that_names_no_hidden_weight_raises():
-    with pytest.raises(ValueError, match=r"density: 'head.weight' matches none of the hidden weights"):
-        plan_mlp(64, 16, density={"head.weight": 0.5})
-
-
 def test_density_without_hidden_weights_raises():
     class Shallow(nn.Module):
         def __init__(self, width):
@@ -396,22 +378,6 @@ def test_given_mask_cannot_be_drawn_again():
     plan = plan_mlp(64, 16, masks={"fc1.weight": own_mask(1024)})
     with pytest.raises(ValueError, match=r"mask of 'fc1.weight' was given by the user"):
         plan.draw_mask("fc1.weight")
-
-
-@pytest.mark.parametrize(
-    ("masks", "message"),
-    [
-        ({"fc9.weight": own_mask(5)}, "'fc9.weight' is no parameter of this model"),
-        ({"fc1.weight": own_mask(5, size=32)}, r"shape \(32, 32\), the parameter \(64, 64\)"),
-        ({"fc1.weight": own_mask(5) * 0.5}, "values other than 0 and 1"),
-        ({"fc1.weight": own_mask(0)}, "keeps no weight at all"),
-        ({"fc1.weight": own_mask(5), "fc1.weight_mask": own_mask(6)}, "'fc1.weight' is there twice"),
-        ({"head.weight": torch.ones(5, 64, dtype=torch.bool)}, "only hidden weights are made sparse"),
-    ],
-)
-def test_given_masks_that_do_not_fit_raise(masks, message):
-    with pytest.raises(ValueError, match=message):
-        plan_mlp(64, 16, masks=masks)
 
 
 # Warnings
@@ -525,36 +491,6 @@ def test_init_std_leaves_vectors_to_the_model():
     assert {row.name for row in plan if row.init_std is None} == {
         f"blocks.{i}.{leaf}" for i in range(3) for leaf in ("norm.weight", "norm.bias", "fc.bias")
     }
-
-
-def test_init_std_globs_that_leave_a_weight_out_raise():
-    with pytest.raises(ValueError, match=r"init_std says nothing about embed.weight, head.weight; add a last line"):
-        plan_mlp(64, 16, init_std={"fc*": 0.1})
-
-
-def test_init_std_glob_for_a_bias_raises():
-    with pytest.raises(ValueError, match=r"init_std: 'fc1.bias' matches none of the weights that get an init"):
-        plan_mlp(64, 16, init_std={"fc1.bias": 0.1, "*": 0.1})
-
-
-@pytest.mark.parametrize("init_std", [-0.1, float("nan"), float("inf"), "xavier", True, None, {"*": -1}, {"*": "fan_out"}])
-def test_init_std_that_is_no_std_raises(init_std):
-    with pytest.raises(ValueError, match="init_std must"):
-        plan_mlp(64, 16, init_std=init_std)
-
-
-@pytest.mark.parametrize("alpha", ["alpha_input", "alpha_output"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), "1", None])
-def test_alpha_that_is_no_number_raises(alpha, value):
-    with pytest.raises(ValueError, match=f"{alpha} must be a finite number"):
-        plan_mlp(64, 16, **{alpha: value})
-
-
-def test_unknown_rule_and_pattern_raise():
-    with pytest.raises(ValueError, match="unknown rule 'mu'"):
-        plan_mlp(64, 16, rule="mu")
-    with pytest.raises(ValueError, match="unknown pattern 'magnitude'"):
-        plan_mlp(64, 16, pattern="magnitude")
 
 
 # What only the user can set
@@ -913,20 +849,6 @@ def test_neuron_with_full_density_is_dense():
     assert numbers(plan) == numbers(plan_mlp(64, 16))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"density": {"fc1.weight": 0.5}},
-        {"density": smupar.erk(0.5)},
-        {"density": 0.5, "base_density": 0.5},
-        {"density": 0.5, "masks": {"fc1.weight": own_mask(1024)}},
-    ],
-)
-def test_neuron_with_per_tensor_settings_raises(settings):
-    with pytest.raises(ValueError, match="narrows the whole network"):
-        plan_mlp(64, 16, pattern="neuron", **settings)
-
-
 def live_part(tensor, mask):
     """The entries of a masked tensor that are left, in the shape of the narrower one."""
     if mask is None:
@@ -1022,3 +944,39 @@ def test_alpha_input_that_nothing_applies_is_pending(kind):
     assert "alpha_input = 9" in smupar.make_plan(kind(64), base=kind(16), alpha_input=9.0).pending["input_factor"]
     assert "input_factor" not in smupar.make_plan(kind(64), base=kind(16)).pending
     assert "input_factor" not in smupar.make_plan(kind(64), base=kind(16), rule="sp", alpha_input=9.0).pending
+
+
+# Refusals
+
+NAN, INF = float("nan"), float("inf")
+NARROWS = "narrows the whole network"
+REFUSED = [
+    ({"density": 0.001, "width": 16, "base_width": 8},
+     r"'fc1.weight' of shape \(16, 16\) would lose every weight at density 0.001"),
+    *(({"density": density}, r"density must lie in \(0, 1\]") for density in (0, -0.1, 1.1, NAN, True)),
+    *(({"base_density": density}, r"base_density must lie in \(0, 1\]") for density in (0, -0.1, 1.1, NAN, True)),
+    ({"density": {"head.weight": 0.5}}, r"density: 'head.weight' matches none of the hidden weights"),
+    ({"masks": {"fc9.weight": own_mask(5)}}, "'fc9.weight' is no parameter of this model"),
+    ({"masks": {"fc1.weight": own_mask(5, size=32)}}, r"shape \(32, 32\), the parameter \(64, 64\)"),
+    ({"masks": {"fc1.weight": own_mask(5) * 0.5}}, "values other than 0 and 1"),
+    ({"masks": {"fc1.weight": own_mask(0)}}, "keeps no weight at all"),
+    ({"masks": {"fc1.weight": own_mask(5), "fc1.weight_mask": own_mask(6)}}, "'fc1.weight' is there twice"),
+    ({"masks": {"head.weight": torch.ones(5, 64, dtype=torch.bool)}}, "only hidden weights are made sparse"),
+    ({"init_std": {"fc*": 0.1}}, r"init_std says nothing about embed.weight, head.weight; add a last line"),
+    ({"init_std": {"fc1.bias": 0.1, "*": 0.1}}, r"init_std: 'fc1.bias' matches none of the weights that get an init"),
+    *(({"init_std": std}, "init_std must") for std in (-0.1, NAN, INF, "xavier", True, None, {"*": -1}, {"*": "fan_out"})),
+    *(({alpha: value}, f"{alpha} must be a finite number")
+      for alpha in ("alpha_input", "alpha_output") for value in (NAN, INF, "1", None)),
+    ({"rule": "mu"}, "unknown rule 'mu'"),
+    ({"pattern": "magnitude"}, "unknown pattern 'magnitude'"),
+    ({"pattern": "neuron", "density": {"fc1.weight": 0.5}}, NARROWS),
+    ({"pattern": "neuron", "density": smupar.erk(0.5)}, NARROWS),
+    ({"pattern": "neuron", "density": 0.5, "base_density": 0.5}, NARROWS),
+    ({"pattern": "neuron", "density": 0.5, "masks": {"fc1.weight": own_mask(1024)}}, NARROWS),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSED)
+def test_settings_that_make_no_sense_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        plan_mlp(**{"width": 64, "base_width": 16, **settings})
