@@ -3,16 +3,11 @@
 The reference is always one ordinary process with the whole batch.
 """
 
-import os
-import warnings
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-import torch.nn.functional as F
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -20,8 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 import smupar
 from smupar.lm.config.run import ModelConfig
 from smupar.lm.model.gpt import GPT
+from tests.loops import assert_same_tensors, loss_of
+from tests.ranks import WORLD, full, on_two_ranks
 
-WORLD, STEPS, CLIP = 2, 5, 0.2
+STEPS, CLIP = 5, 0.2
 # Odd sizes (25, 65, 75, a vocabulary of 17), so that shards are uneven.
 CONFIG = ModelConfig(width=25, depth=2, head_dim=5, vocab_size=17)
 SETTINGS = {"density": 0.25, "init_std": 0.087, "alpha_input": 9.17, "alpha_output": 1.095, "seed": 3}
@@ -52,15 +49,6 @@ def batch(step, rank=None):
     if rank is not None:
         tokens = tokens.chunk(WORLD)[rank]
     return tokens[:, :-1], tokens[:, 1:]
-
-
-def loss_of(model, data):
-    inputs, targets = data
-    return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-
-
-def full(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
 
 
 def off_mask(model, tensor_of):
@@ -168,38 +156,29 @@ def loaded(model, rank):
     return {"loaded": whole_state(model), "stray gradient after load": off_mask(model, lambda p: p.grad)}
 
 
-def work(rank, layout, folder):
-    torch.set_num_threads(1)
-    warnings.simplefilter("error")
-    warnings.simplefilter("ignore", smupar.PlanWarning)  # a tiny model has few weights per neuron
-    torch.manual_seed(rank)  # each rank has a global RNG of its own
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
-    try:
-        seen = {"ddp": run_ddp, "fsdp": run_fsdp}[layout](rank)
-        torch.save(seen, Path(folder) / f"{rank}.pt")
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
-
-
-# Fixtures: one start of two processes for each layout
-
-
-def spawn(layout, folder):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(os.environ, "OMP_NUM_THREADS", "1")
-        mp.spawn(work, args=(layout, str(folder)), nprocs=WORLD)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+def work(rank):
+    return {"ddp": run_ddp(rank), "fsdp": run_fsdp(rank)}
 
 
 @pytest.fixture(scope="module")
-def ddp(tmp_path_factory):
-    return spawn("ddp", tmp_path_factory.mktemp("ddp"))
+def both(tmp_path_factory):
+    """What each rank found: one start of two processes for all."""
+    return on_two_ranks(work, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture(scope="module")
-def fsdp(tmp_path_factory):
-    return spawn("fsdp", tmp_path_factory.mktemp("fsdp"))
+def ddp(both):
+    return [found["ddp"] for found in both]
+
+
+@pytest.fixture(scope="module")
+def fsdp(both):
+    return [found["fsdp"] for found in both]
+
+
+@pytest.fixture(scope="module", params=["ddp", "fsdp"])
+def ranks(request, both):
+    return [found[request.param] for found in both]
 
 
 @pytest.fixture(scope="module")
@@ -208,12 +187,6 @@ def single():
     seen = {"start": whole_state(model)}
     seen |= train(model, plan)
     return {**seen, "end": whole_state(model), "model": model}
-
-
-def assert_same_tensors(found, expected):
-    assert found.keys() == expected.keys()
-    for key, tensor in expected.items():
-        assert torch.equal(found[key], tensor), key
 
 
 def assert_trained_alike(seen, single):
@@ -227,24 +200,27 @@ def test_reference_learns_and_clips(single):
     assert max(single["norms"]) > CLIP
 
 
-# DDP
+# Both
 
 
-def test_ddp_ranks_have_equal_weights_and_masks_before_any_broadcast(ddp, single):
-    for seen in ddp:
+def test_ranks_have_the_weights_and_masks_of_one_process_before_any_broadcast(ranks, single):
+    for seen in ranks:
         assert_same_tensors(seen["start"], single["start"])
 
 
-def test_ddp_trains_as_one_process(ddp, single):
-    for seen in ddp:
+def test_ranks_train_as_one_process(ranks, single):
+    for seen in ranks:
         assert_trained_alike(seen, single)
-    assert_same_tensors(ddp[0]["end"], ddp[1]["end"])
+    assert_same_tensors(ranks[0]["end"], ranks[1]["end"])
 
 
-def test_ddp_off_mask_gradients_and_weights_are_exactly_zero(ddp):
-    for seen in ddp:
+def test_off_mask_gradients_and_weights_are_exactly_zero(ranks):
+    for seen in ranks:
         assert seen["stray gradient"] == 0
         assert seen["stray weight"] == 0
+
+
+# DDP
 
 
 @pytest.mark.parametrize("way", ["accumulated", "bucket view"])
@@ -269,11 +245,6 @@ def test_ddp_does_not_broadcast_masks(ddp):
 # FSDP2
 
 
-def test_fsdp_gathered_weights_and_masks_equal_one_process(fsdp, single):
-    for seen in fsdp:
-        assert_same_tensors(seen["start"], single["start"])
-
-
 def test_fsdp_norms_have_values_after_to_empty(fsdp):
     norms = {key: value for key, value in fsdp[0]["start"].items() if "norm" in key}
     assert len(norms) == 5
@@ -289,17 +260,6 @@ def test_fsdp_masks_are_sharded_like_their_weights(fsdp):
     # 75 rows of qkv over two ranks: 38 and 37
     shapes = [seen["layouts"]["blocks.0.attention.qkv.weight_mask"][2] for seen in fsdp]
     assert shapes == [(38, 25), (37, 25)]
-
-
-def test_fsdp_trains_as_one_process(fsdp, single):
-    for seen in fsdp:
-        assert_trained_alike(seen, single)
-
-
-def test_fsdp_off_mask_gradients_and_weights_are_exactly_zero(fsdp):
-    for seen in fsdp:
-        assert seen["stray gradient"] == 0
-        assert seen["stray weight"] == 0
 
 
 def test_fsdp_audit_passes_with_nothing_pending(fsdp):
