@@ -21,7 +21,6 @@ from smupar.integrations.lm_eval import evaluate, load_tasks, read_documents, ta
 from smupar.lm.config.commands import EvalConfig, ExportConfig, ScoringConfig, TasksConfig
 from smupar.lm.config.run import RunConfig
 from smupar.lm.data.tokenizer import Tokenizer
-from smupar.lm.use import score as scoring
 from smupar.lm.use.export import export
 from smupar.lm.use.load import load_model
 from smupar.lm.use.score import (
@@ -147,10 +146,9 @@ def test_score_of_our_model_is_the_sum_over_its_log_softmax(run):
     assert found.loglikelihood == pytest.approx(float(sum(shares[i, ids[0, i + 1]] for i in range(7, 12))), abs=1e-5)
 
 
-@pytest.mark.parametrize("at_once", [1024, 5])
-def test_padding_and_batches_do_not_change_scores(run, monkeypatch, at_once):
-    monkeypatch.setattr(scoring, "_AT_ONCE", at_once)
-    requests = _asked(("a", "b"), ("The bell", " rang"), (TEXT, "The"), ("The bell ", "rang, and"), ("x", TEXT))
+@pytest.mark.parametrize("repeats", [1, 12])  # 1024 places are scored at a time: all at once, or in parts
+def test_padding_and_batches_do_not_change_scores(run, repeats):
+    requests = _asked(("a", "b"), ("The bell", " rang"), (TEXT, "The"), ("The bell ", "rang, and"), ("x", TEXT * repeats))
     subject = load_scoring_model(run, CPU)
     alone = [_scores(subject, [request])[0] for request in requests]
     together = _scores(subject, requests, ScoringConfig(device="cpu", batch_size=5))
