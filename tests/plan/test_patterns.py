@@ -469,7 +469,7 @@ def test_as_density_is_the_fraction_that_was_meant():
     assert as_density(1e-12) > 0
 
 
-# Allocations. The expected numbers of PEERS.md are sparsities.
+# Allocations; the expected numbers are sparsities, as others print them
 
 SHAPES = {"a": (2, 4), "b": (3, 6), "c": (6, 4, 2)}
 
