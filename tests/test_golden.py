@@ -6,10 +6,10 @@ import json
 import shutil
 from pathlib import Path
 
-import golden
 import pytest
 
 import smupar
+from tests import golden
 
 FIXTURES = Path(__file__).parent / "fixtures"
 OLDER = FIXTURES / "older"

@@ -1,4 +1,4 @@
-"""Table 1 entry by entry, against the printed table (METHOD.md, section 1)."""
+"""Table 1 entry by entry, against the printed table."""
 
 import subprocess
 import sys
@@ -105,7 +105,7 @@ def test_lr_sgd_sp_is_flat():
 
 @pytest.mark.parametrize("name", EVERY)
 def test_lr_muon_is_flat_and_for_hidden_weights_only(name):
-    # METHOD.md, section 5: dividing by rho is wrong for Muon.
+    # Dividing by rho is wrong for Muon.
     lr = rules.get_rule(name).lr["muon"]
     assert set(lr) == {"hidden"}
     assert lr["hidden"].of(*MULTIPLIERS) == 1

@@ -13,6 +13,7 @@ import smupar
 from smupar.lm.config.run import ModelConfig
 from smupar.lm.model.gpt import GPT
 from smupar.model.parameterize import has_factor_hook
+from tests.models import MLP
 
 RULES = ("sp", "mup", "smupar", "smupar-init-only", "smupar-lr-only")
 PATTERNS = {
@@ -26,28 +27,20 @@ PATTERNS = {
 }
 
 
-class MLP(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.fc1 = nn.Linear(8, width)
-        self.fc2 = nn.Linear(width, width)
-        self.fc3 = nn.Linear(width, width)
-        self.head = nn.Linear(width, 4)
-
-    def forward(self, x):
-        x = torch.tanh(self.fc1(x))
-        return self.head(torch.tanh(self.fc3(torch.tanh(self.fc2(x)))))
-
-
 def mlp(density=1 / 2, dtype=torch.float32, width=64, **settings):
     torch.manual_seed(0)  # biases keep the values they were built with
-    model = MLP(width).to(dtype)
+    model = MLP(width, 2).to(dtype)
     settings = {"alpha_input": 9.17, "alpha_output": 1.5, **settings}
-    return model, smupar.parameterize(model, base=MLP(16), density=density, **settings)
+    return model, smupar.parameterize(model, base=MLP(16, 2), density=density, **settings)
 
 
 def adamw(model, plan, lr=0.01, **options):
     return torch.optim.AdamW(smupar.param_groups(model, plan, lr=lr, weight_decay=0.1, **options))
+
+
+def ready(*args, **settings):
+    model, plan = mlp(*args, **settings)
+    return model, plan, adamw(model, plan)
 
 
 def train(model, *optimizers):
@@ -194,8 +187,7 @@ def test_attention_scale_of_some_modules_only_is_left():
 
 
 def test_audit_changes_nothing():
-    model, plan = mlp()
-    optimizer = adamw(model, plan)
+    model, plan, optimizer = ready()
     train(model)  # leaves gradients
     model.fc2.eval()
     modes = [module.training for module in model.modules()]
@@ -231,8 +223,8 @@ def test_layer_initialised_again_is_found(name):
 
 
 def test_parameterization_that_was_never_switched_on_is_found():
-    model = MLP(64)
-    plan = smupar.make_plan(model, base=MLP(16), density={"fc2.weight": 1 / 2})
+    model = MLP(64, 2)
+    plan = smupar.make_plan(model, base=MLP(16, 2), density={"fc2.weight": 1 / 2})
     lines = findings(model, plan, torch.optim.AdamW(model.parameters(), lr=0.01))
     for name in ("fc1.weight", "fc3.weight", "head.weight"):
         assert any(line.startswith(f"{name!r}: init std is ") for line in lines)
@@ -243,8 +235,8 @@ def test_parameterization_that_was_never_switched_on_is_found():
 
 
 def test_init_left_to_torch_is_found_although_groups_attached_the_rest():
-    model = MLP(64)
-    plan = smupar.make_plan(model, base=MLP(16))
+    model = MLP(64, 2)
+    plan = smupar.make_plan(model, base=MLP(16, 2))
     with pytest.raises(ValueError, match=r"not parameterized: call smupar\.parameterize first"):
         adamw(model, plan)
     smupar.attach(model, plan)  # masks and factors, not values
@@ -279,8 +271,7 @@ def test_model_with_other_names_is_found():
 
 @pytest.mark.parametrize("change", ["module", "parameter"])
 def test_parameter_added_after_parameterize_is_found(change):
-    model, plan = mlp()
-    optimizer = adamw(model, plan)
+    model, plan, optimizer = ready()
     if change == "module":
         model.adapter = nn.Linear(64, 64, bias=False)
     else:
@@ -460,8 +451,7 @@ def test_one_group_with_twice_its_lr_is_found_and_named():
 
 
 def test_one_group_with_twice_its_lr_before_its_scheduler_is_found():
-    model, plan = mlp()
-    optimizer = adamw(model, plan)
+    model, plan, optimizer = ready()
     optimizer.param_groups[1]["lr"] *= 2
     lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)  # lr is 0 now; what it will be is in initial_lr
     lines = findings(model, plan, optimizer)
@@ -470,8 +460,7 @@ def test_one_group_with_twice_its_lr_before_its_scheduler_is_found():
 
 
 def test_scheduler_that_erased_the_ratios_is_found():
-    model, plan = mlp()
-    optimizer = adamw(model, plan)
+    model, plan, optimizer = ready()
     lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=10)
     line = only_finding(model, plan, optimizer)
     assert "'hidden, LR x 0.5, width 4, density 0.5'" in line
@@ -487,21 +476,11 @@ def test_schedulers_that_multiply_pass():
         lambda optimizer: lr_scheduler.OneCycleLR(optimizer, [group["lr"] for group in optimizer.param_groups], 10),
     ):
         optimizer = adamw(model, plan)
-        make(optimizer)
+        scheduler = make(optimizer)
         assert smupar.audit(model, plan, optimizer) == []
-
-
-def test_base_lr_is_checked_under_every_scheduler_that_multiplies():
-    model, plan = mlp()
-    for make in (
-        lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: step / 10),
-        lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 10),
-        # Its lr and initial_lr are the start of the cycle; the rate that was asked for is its max_lr.
-        lambda optimizer: lr_scheduler.OneCycleLR(optimizer, [group["lr"] for group in optimizer.param_groups], 10),
-    ):
-        optimizer = adamw(model, plan)
-        make(optimizer)
-        assert smupar.audit(model, plan, optimizer, lr=0.01) == []
+        # The lr and initial_lr of one cycle are its start; the rate that was asked for is its max_lr.
+        if not isinstance(scheduler, lr_scheduler.LinearLR):
+            assert smupar.audit(model, plan, optimizer, lr=0.01) == []
 
 
 def test_lr_checks_the_base_rate():
@@ -649,8 +628,7 @@ def test_all_faults_are_told_at_once():
 
 
 def test_passed_audit_leaves_the_guard_for_schedulers_that_come_later():
-    model, plan = mlp()
-    optimizer = adamw(model, plan)
+    model, plan, optimizer = ready()
     smupar.audit(model, plan, optimizer)
     scheduler = lr_scheduler.CosineAnnealingLR(optimizer, 10, eta_min=0.005)
     train(model, optimizer)
@@ -684,8 +662,7 @@ def test_std_is_not_checked_after_training_steps(kind, options):
 
 
 def test_other_faults_are_found_after_training_steps():
-    model, plan = mlp()
-    optimizer = adamw(model, plan)
+    model, plan, optimizer = ready()
     train(model, optimizer)
     with torch.no_grad():
         model.fc2.weight.add_(1e-3)

@@ -1,4 +1,4 @@
-"""The command line, run as a user would: in a process of its own."""
+"""The command line: what it prints, and how it exits."""
 
 import json
 import subprocess
@@ -17,10 +17,6 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def _smupar(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "smupar", *args], capture_output=True, text=True, timeout=120, check=False)
-
-
 def test_help_does_not_import_torch():
     help_ = "try: main(['--help'])\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
     code = f"import sys\nfrom smupar.cli.main import main\n{help_}"
@@ -36,41 +32,41 @@ def test_import_smupar_loads_nothing_above_the_core():
     assert not [name for name in loaded if name.startswith(("smupar.lm", "smupar.cli.main", "smupar.bench.models", "tyro"))]
 
 
-def test_rules_prints_the_smupar_column():
-    lines = _smupar("rules").stdout.splitlines()
+def test_rules_prints_the_smupar_column(command):
+    lines = command("rules").stdout.splitlines()
     hidden = next(line for line in lines if line.startswith("hidden LR (Adam family)"))
     assert "eta / (m_in m_rho)" in hidden
     assert next(line for line in lines if line.startswith("unembedding forward")).count("alpha_out x W^T / m_in") == 4
 
 
-def test_plan_prints_json_that_reads_back():
-    done = _smupar("plan", "--width", "128", "--sparsity", "0.75", "--json")
+def test_plan_prints_json_that_reads_back(command):
+    done = command("plan", "--width", "128", "--sparsity", "0.75", "--json")
     plan = smupar.Plan.from_json(done.stdout)
     row = plan["blocks.0.attention.qkv.weight"]
     assert (row.width_in, row.density_mult, row.lr_factor("adam")) == (2, 0.25, 2.0)
     assert json.loads(done.stdout)["format"] == "smupar-plan/1"
 
 
-def test_train_reports_the_loss_after_the_plan():
-    done = _smupar("train", "--width", "64", "--depth", "1", "--steps", "3", "--seq-len", "16", "--sparsity", "0.5")
+def test_train_reports_the_loss_after_the_plan(command):
+    done = command("train", "--width", "64", "--depth", "1", "--steps", "3", "--seq-len", "16", "--sparsity", "0.5")
     assert done.returncode == 0, done.stderr
     assert "blocks.0.mlp.down.weight" in done.stdout
     assert "validation loss" in done.stdout.splitlines()[-1]
 
 
-def test_bad_input_exits_with_2_and_one_line():
-    done = _smupar("train", "--sparsity", "1.0")
+def test_bad_input_exits_with_2_and_one_line(command):
+    done = command("train", "--sparsity", "1.0")
     assert done.returncode == 2
     assert "sparsity must lie in [0, 1)" in done.stderr
-    done = _smupar("train", "--pattern", "3:7", "--steps", "1")
+    done = command("train", "--pattern", "3:7", "--steps", "1")
     assert done.returncode == 2
     assert done.stderr.startswith("smupar: ")
     assert "Traceback" not in done.stderr
     assert "divisible by 7" in done.stderr
 
 
-def test_pattern_that_fixes_the_density_needs_no_sparsity():
-    done = _smupar("train", "--pattern", "2:4", "--width", "64", "--depth", "1", "--steps", "2", "--seq-len", "16")
+def test_pattern_that_fixes_the_density_needs_no_sparsity(command):
+    done = command("train", "--pattern", "2:4", "--width", "64", "--depth", "1", "--steps", "2", "--seq-len", "16")
     assert done.returncode == 0, done.stderr
     assert "at 50.0% sparsity" in done.stdout
 
@@ -87,68 +83,69 @@ def test_check_without_matplotlib_still_gives_its_verdict(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["check.json"]
 
 
-def test_dry_run_of_the_paper_preset_prints_its_size():
-    done = _smupar("train", "paper-610m", "--dry-run")
+def test_dry_run_of_the_paper_preset_prints_its_size(command):
+    done = command("train", "paper-610m", "--dry-run")
     assert done.returncode == 0, done.stderr
     lines = {line.split()[0]: line for line in done.stdout.splitlines()}
     assert lines["parameters"].split() == ["parameters", "606,519,972"]
     assert "11,752 steps of 504 x 2048; 20 for each parameter" in lines["tokens"]
 
 
-def test_preset_depends_on_the_rule():
-    plan = smupar.Plan.from_json(_smupar("plan", "paper-610m", "--rule=sp", "--json").stdout)
+def test_preset_depends_on_the_rule(command):
+    plan = smupar.Plan.from_json(command("plan", "paper-610m", "--rule=sp", "--json").stdout)
     assert plan.rule == "sp"
     assert plan["embedding.weight"].init_std == 0.02  # Table 4; muP and SmuPar have Table 3's 0.08665602
 
 
-@pytest.mark.parametrize("command", ["train", "plan"])
-def test_unknown_preset_exits_with_2_and_names_the_known_ones(command):
-    done = _smupar(command, "huge")
+@pytest.mark.parametrize("name", ["train", "plan"])
+def test_unknown_preset_exits_with_2_and_names_the_known_ones(command, name):
+    done = command(name, "huge")
     assert done.returncode == 2
     assert done.stderr == "smupar: no preset is called 'huge': choose one of demo, 610m, paper-610m, paper-iso\n"
 
 
-def test_preset_behind_the_flags_is_not_taken_for_the_demo():
-    done = _smupar("train", "--dry-run", "paper-610m")
+def test_preset_behind_the_flags_is_not_taken_for_the_demo(command):
+    done = command("train", "--dry-run", "paper-610m")
     assert done.returncode == 2 or "606,519,972" in done.stdout
 
 
-def test_data_sets_the_vocabulary_by_itself(tmp_path):
+def test_data_sets_the_vocabulary_by_itself(command, tmp_path):
     write_tokens(tmp_path / "text", np.arange(1000), TokenizerInfo("tiny", 1000, None, "a" * 64))
-    done = _smupar("plan", "--data", str(tmp_path / "text"), "--json")
+    done = command("plan", "--data", str(tmp_path / "text"), "--json")
     assert smupar.Plan.from_json(done.stdout)["embedding.weight"].shape == (1024, 256)
 
 
-def test_data_that_is_not_there_exits_with_2_and_the_remedy(tmp_path):
-    done = _smupar("train", "--data", str(tmp_path / "none"))
+def test_data_that_is_not_there_exits_with_2_and_the_remedy(command, tmp_path):
+    done = command("train", "--data", str(tmp_path / "none"))
     assert done.returncode == 2
     assert done.stderr == f"smupar: no folder {tmp_path}/none: make it with smupar data prepare FILE --out {tmp_path}/none\n"
 
 
-def test_bad_head_size_exits_with_2_and_one_line():
-    done = _smupar("train", "--width", "100")
+def test_bad_head_size_exits_with_2_and_one_line(command):
+    done = command("train", "--width", "100")
     assert done.returncode == 2
     assert done.stderr.startswith("smupar: width 100 is not a multiple of head_dim 32: --width 96 would be")
     assert done.stderr.count("\n") == 1
 
 
-def test_version_is_printed():
-    assert _smupar("--version").stdout.startswith(f"smupar {smupar.__version__}")
+def test_version_is_printed_by_a_process_of_its_own():
+    said = subprocess.run([sys.executable, "-m", "smupar", "--version"], capture_output=True, text=True, check=True).stdout
+    assert said.startswith(f"smupar {smupar.__version__}")
 
 
-def test_of_a_flag_given_twice_the_last_counts():
-    wanted = _smupar("plan", "paper-610m", "--rule", "smupar").stdout
+def test_of_a_flag_given_twice_the_last_counts(command):
+    wanted = command("plan", "paper-610m", "--rule", "smupar").stdout
     assert "rule SmuPar" in wanted
-    assert _smupar("plan", "paper-610m", "--rule", "sp", "--rule", "smupar").stdout == wanted
+    assert command("plan", "paper-610m", "--rule", "sp", "--rule", "smupar").stdout == wanted
 
 
-def test_errors_of_the_system_name_the_path_and_what_to_do(tmp_path):
+def test_errors_of_the_system_name_the_path_and_what_to_do(command, tmp_path):
     (tmp_path / "file").write_text("")
-    said = _smupar("reproduce", "tab01", "--out", "file/x")
+    said = command("reproduce", "tab01", "--out", "file/x")
     assert (said.returncode, said.stderr) == (
         2,
         "smupar: file/x/cpu/tab01: Not a directory. Name another path, or make this one usable\n",
     )
     (tmp_path / "proxy").mkdir()
-    said = _smupar("train", "--follow", "proxy", "--steps", "2")
+    said = command("train", "--follow", "proxy", "--steps", "2")
     assert "smupar: proxy is a folder: name the trace in it, proxy/trace.json" in said.stderr

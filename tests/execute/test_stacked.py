@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import warnings
 from dataclasses import fields, replace
 
 import pytest
@@ -22,6 +21,9 @@ from smupar.lm.run.optimizers import make_optimizers, set_lr
 from smupar.lm.run.schedule import lr_share
 from smupar.lm.run.stack import STACKABLE_FIELDS, GPTStack, hyperparameters, stack_key
 from smupar.lm.run.step import Stepper, next_token_loss
+from tests.loops import loss_of
+from tests.models import sequential
+from tests.texts import words
 
 BASE = RunConfig(model=ModelConfig(width=64, depth=1), base_width=32, steps=100, batch_size=4, seq_len=32, valid_batches=1)
 BAG = [
@@ -190,11 +192,7 @@ def test_stack_reads_a_field_that_may_differ_from_each_run(name, text, tmp_path)
 
 
 def make(width=32):
-    return nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 3))
-
-
-def loss_fn(model, batch):
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+    return sequential(width, num_out=3)
 
 
 def test_users_models_are_trained_in_place():
@@ -204,7 +202,7 @@ def test_users_models_are_trained_in_place():
         model = make()
         made.append((model, smupar.parameterize(model, base=make(16), density=density)))
     models, plans = zip(*made, strict=True)
-    losses = train_stacked(models, plans, loss_fn, batches, lr=[1e-2, 2e-2])
+    losses = train_stacked(models, plans, loss_of, batches, lr=[1e-2, 2e-2])
     assert losses.shape == (10, 2)
     reference = make()
     plan = smupar.parameterize(reference, base=make(16), density=0.25)
@@ -220,13 +218,13 @@ def test_users_models_are_trained_in_place():
 
 def test_models_are_made_in_threads_that_leave_torchs_compiler_alone():
     """Threads that reset it at the same time can bring the process down."""
-    code = """
+    code = f"""
 import threading, torch, torch._dynamo
 torch._dynamo.reset = lambda: print(threading.current_thread() is threading.main_thread())
 from smupar.lm.config.run import ModelConfig, RunConfig
 from smupar.lm.data import batches as data
 from smupar.lm.run.stack import GPTStack
-config = RunConfig(model=ModelConfig(width=64, depth=1), steps=1, batch_size=4, seq_len=32)
+config = RunConfig(model=ModelConfig(width=64, depth=1), steps=1, batch_size=4, seq_len=32, data={words()!r})
 GPTStack([config] * 8, data.open_text(config), torch.device("cpu"))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -242,41 +240,28 @@ def test_every_size_is_compiled_however_many_there_are():
     assert counters["stats"]["unique_graphs"] - before == 6
 
 
-def test_models_of_other_shapes_are_refused():
-    models = [make(32), make(64)]
-    plans = [smupar.parameterize(model, base=make(16), density=0.5) for model in models]
-    with pytest.raises(ValueError, match=r"model 1 has '0.weight' as \(64, 8\), the first one as \(32, 8\)"):
-        Stack(models, plans, loss_fn, [Hyperparameters(0.01)] * 2)
-
-
-def test_optimizer_without_a_stacked_update_is_refused():
-    model = make()
-    plan = smupar.parameterize(model, base=make(16), density=0.5)
-    with pytest.raises(ValueError, match="nadam cannot be stacked: use one of adamw"):
-        Stack([model], [plan], loss_fn, [Hyperparameters(0.01)], optimizer="nadam")
-
-
 def test_hyperparameters_are_those_of_the_run():
     config = replace(BASE, lr=0.1, clip=2.0, betas=(0.8, 0.9))
     made = hyperparameters(config)
     assert (made.lr, made.clip, made.betas) == (0.1, 2.0, (0.8, 0.9))
 
 
+def with_layer(layer):
+    return lambda width: nn.Sequential(nn.Linear(8, width), layer(width), nn.Linear(width, width), nn.Linear(width, 2))
+
+
 @pytest.mark.parametrize(
-    ("layer", "message"),
+    ("build", "widths", "optimizer", "message"),
     [
-        (nn.BatchNorm1d, "'1' keeps running statistics"),
-        (lambda width: nn.Dropout(0.1), "'1' draws random numbers"),
-        (lambda width: nn.Linear(width, width).requires_grad_(False), "'1.weight' is frozen"),
+        (make, (32, 64), "adamw", r"model 1 has '0.weight' as \(64, 8\), the first one as \(32, 8\)"),
+        (make, (32,), "nadam", "nadam cannot be stacked: use one of adamw"),
+        (with_layer(nn.BatchNorm1d), (32,), "adamw", "'1' keeps running statistics"),
+        (with_layer(lambda width: nn.Dropout(0.1)), (32,), "adamw", "'1' draws random numbers"),
+        (with_layer(lambda width: nn.Linear(width, width).requires_grad_(False)), (32,), "adamw", "'1.weight' is frozen"),
     ],
 )
-def test_what_a_stack_cannot_do_is_refused(layer, message):
-    def net(width):
-        return nn.Sequential(nn.Linear(8, width), layer(width), nn.Linear(width, width), nn.Linear(width, 2))
-
-    model = net(32)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", smupar.PlanWarning)
-        plan = smupar.parameterize(model, base=net(16))
+def test_what_a_stack_cannot_do_is_refused(build, widths, optimizer, message):
+    models = [build(width) for width in widths]
+    plans = [smupar.parameterize(model, base=build(16)) for model in models]
     with pytest.raises(ValueError, match=message):
-        Stack([model], [plan], loss_fn, [Hyperparameters(0.01)])
+        Stack(models, plans, loss_of, [Hyperparameters(0.01)] * len(models), optimizer=optimizer)

@@ -188,49 +188,38 @@ def test_trained_module_is_tested_and_loaded_without_fit(tmp_path):
 # Bad input
 
 
-@pytest.mark.parametrize("configure", ["scheduler over plain groups", "two groups"])
-def test_groups_that_cannot_be_made_show_the_line_to_write(configure):
-    with pytest.raises(ValueError, match=r"AdamW\(self\.smupar\.param_groups\(lr=\.\.\., optimizer='adamw'\)\)"):
-        fit(configure=configure)
+class Late(MLP):
+    """Has no layers before it is configured."""
+
+    def __init__(self, width):
+        lightning.LightningModule.__init__(self)
+
+    def configure_model(self):
+        self.layers = nn.Linear(8, 4)
 
 
-def test_pruning_behind_a_scheduler_is_refused():
-    with pytest.raises(ValueError, match="make the scheduler afterwards"):
-        fit("GMP", configure="groups")
+LINE = r"AdamW\(self\.smupar\.param_groups\(lr=\.\.\., optimizer='adamw'\)\)"
+REFUSED = {
+    "scheduler over plain groups": (lambda: fit(configure="scheduler over plain groups"), LINE),
+    "two groups": (lambda: fit(configure="two groups"), LINE),
+    "pruning after a scheduler": (lambda: fit("GMP", configure="groups"), "make the scheduler afterwards"),
+    "neither base nor plan": (SmuparCallback, "either base"),
+    "both base and plan": (lambda: SmuparCallback(base=MLP(32), plan="plan"), "either base"),
+    "plan and density": (lambda: SmuparCallback(plan="plan", density=0.5), "either base"),
+    "plan of another module": (
+        lambda: trainer(SmuparCallback(plan=smupar.make_plan(MLP(64), base=MLP(32)))).fit(MLP(64), batches()),
+        "not parameterized",
+    ),
+    "no layers yet": (lambda: trainer(callback()).fit(Late(64), batches()), "build its layers in __init__"),
+    "no optimizer": (lambda: fit(configure="none"), "no optimizer to train with"),
+    "no plan before fit": (lambda: callback().plan, "no plan before"),
+}
 
 
-@pytest.mark.parametrize("settings", [{}, {"base": MLP(32), "plan": "plan"}, {"plan": "plan", "density": 0.5}])
-def test_either_base_or_plan(settings):
-    with pytest.raises(ValueError, match="either base"):
-        SmuparCallback(**settings)
-
-
-def test_plan_without_a_parameterized_module_is_refused():
-    plan = smupar.make_plan(MLP(64), base=MLP(32))
-    with pytest.raises(ValueError, match="not parameterized"):
-        trainer(SmuparCallback(plan=plan)).fit(MLP(64), batches())
-
-
-def test_module_without_layers_is_refused():
-    class Late(MLP):
-        def __init__(self, width):
-            lightning.LightningModule.__init__(self)
-
-        def configure_model(self):
-            self.layers = nn.Linear(8, 4)
-
-    with pytest.raises(ValueError, match="build its layers in __init__"):
-        trainer(callback()).fit(Late(64), batches())
-
-
-def test_module_without_an_optimizer_is_refused():
-    with pytest.raises(ValueError, match="no optimizer to train with"):
-        fit(configure="none")
-
-
-def test_there_is_no_plan_before_fit():
-    with pytest.raises(ValueError, match="no plan before"):
-        _ = callback().plan
+@pytest.mark.parametrize(("call", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_trained_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 def test_missing_lightning_says_what_to_install(monkeypatch):

@@ -6,7 +6,6 @@ import math
 import shutil
 import sys
 import warnings
-from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 
@@ -20,14 +19,10 @@ from smupar.cli import main as cli
 from smupar.integrations.eval_table import Number, with_average
 from smupar.integrations.lm_eval import evaluate, load_tasks, read_documents, tabulate, write_requests
 from smupar.lm.config.commands import EvalConfig, ExportConfig, ScoringConfig, TasksConfig
-from smupar.lm.config.run import Execution, ModelConfig, RunConfig
-from smupar.lm.data.shard_writer import write_tokens
+from smupar.lm.config.run import RunConfig
 from smupar.lm.data.tokenizer import Tokenizer
-from smupar.lm.model.gpt import GPT
-from smupar.lm.run.train import train
-from smupar.lm.use import score as scoring
 from smupar.lm.use.export import export
-from smupar.lm.use.load import EXPORT_FORMAT, load_model
+from smupar.lm.use.load import load_model
 from smupar.lm.use.score import (
     ScoreRequest,
     encode_pair,
@@ -39,6 +34,8 @@ from smupar.lm.use.score import (
     scoring_model_of,
 )
 from smupar.lm.use.score import write_requests as write_request_file
+from tests.lm.use.tiny import chain, trained_run
+from tests.texts import bpe
 
 CPU = torch.device("cpu")
 ON_CPU = ScoringConfig(device="cpu", batch_size=3)
@@ -48,20 +45,7 @@ TASKS = ("arc_easy", "lambada_openai", "race", "piqa", "boolq")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("run")
-    write_tokens(folder / "text", np.frombuffer((TEXT * 40).encode(), dtype=np.uint8), Tokenizer("bytes").info)
-    config = RunConfig(
-        model=ModelConfig(width=64, depth=1, vocab_size=320),
-        base_width=32,
-        sparsity=0.75,
-        steps=5,
-        batch_size=4,
-        seq_len=16,
-        data=str(folder / "text"),
-        valid_batches=1,
-    )
-    train(config, Execution(out=str(folder / "run"), device="cpu", peak_tflops=1.0))
-    return str(folder / "run")
+    return trained_run(tmp_path_factory.mktemp("run"), (TEXT * 40).encode())
 
 
 @pytest.fixture(scope="module")
@@ -73,18 +57,10 @@ def _save_gpt2(folder, *, begins):
     """As transformers saves it, with 32 positions, a BPE of 300 ids, and weights large enough to have opinions. The tokenizer
     of some models ``begins`` every text with a token of its own."""
     tokenizers, transformers = import_module("tokenizers"), import_module("transformers")
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    end = "<|endoftext|>"
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=[end], initial_alphabet=alphabet, show_progress=False
-    )
-    bpe.train_from_iterator([TEXT] * 5, trainer)
+    library, end = bpe([TEXT] * 5), "<|endoftext|>"
     if begins:
-        bpe.post_processor = tokenizers.processors.TemplateProcessing(single=f"{end} $A", special_tokens=[(end, 0)])
-    transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=end, bos_token=end).save_pretrained(folder)
+        library.post_processor = tokenizers.processors.TemplateProcessing(single=f"{end} $A", special_tokens=[(end, 0)])
+    transformers.PreTrainedTokenizerFast(tokenizer_object=library, eos_token=end, bos_token=end).save_pretrained(folder)
     torch.manual_seed(0)
     shape = {"n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 300, "initializer_range": 0.3}
     config = transformers.GPT2Config(**shape, bos_token_id=0, eos_token_id=0)
@@ -113,26 +89,7 @@ def _write(path, lines):
 
 
 def _chain(folder, following):
-    """An export whose likeliest next byte is ``following[byte]``: blocks add nothing, the unembedding is the table."""
-    config = ModelConfig(width=256, depth=1, tied=False)
-    model = GPT(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-        model.norm.weight.fill_(1)
-        model.embedding.weight.copy_(torch.eye(256))
-        for byte, after in following.items():
-            model.unembedding.weight[ord(after), ord(byte)] = 1
-    folder.mkdir()
-    save_file(dict(model.named_parameters()), folder / "model.safetensors")
-    described = {
-        "format": EXPORT_FORMAT,
-        "storage": "dense",
-        "model": asdict(config),
-        "tokenizer": asdict(Tokenizer("bytes").info),
-    }
-    (folder / "config.json").write_text(json.dumps(described))
-    return str(folder)
+    return chain(folder, {ord(letter): ord(after) for letter, after in following.items()})
 
 
 def _asked(*pairs):
@@ -189,10 +146,9 @@ def test_score_of_our_model_is_the_sum_over_its_log_softmax(run):
     assert found.loglikelihood == pytest.approx(float(sum(shares[i, ids[0, i + 1]] for i in range(7, 12))), abs=1e-5)
 
 
-@pytest.mark.parametrize("at_once", [1024, 5])
-def test_padding_and_batches_do_not_change_scores(run, monkeypatch, at_once):
-    monkeypatch.setattr(scoring, "_AT_ONCE", at_once)
-    requests = _asked(("a", "b"), ("The bell", " rang"), (TEXT, "The"), ("The bell ", "rang, and"), ("x", TEXT))
+@pytest.mark.parametrize("repeats", [1, 12])  # 1024 places are scored at a time: all at once, or in parts
+def test_padding_and_batches_do_not_change_scores(run, repeats):
+    requests = _asked(("a", "b"), ("The bell", " rang"), (TEXT, "The"), ("The bell ", "rang, and"), ("x", TEXT * repeats))
     subject = load_scoring_model(run, CPU)
     alone = [_scores(subject, [request])[0] for request in requests]
     together = _scores(subject, requests, ScoringConfig(device="cpu", batch_size=5))

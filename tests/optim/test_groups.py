@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import smupar
+from tests.models import MLP
 
 ADAM_FAMILY = [
     torch.optim.Adam,
@@ -21,17 +22,6 @@ ADAM_FAMILY = [
     torch.optim.Adagrad,
     lion_pytorch.Lion,
 ]
-
-
-class MLP(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.fc1 = nn.Linear(8, width)
-        self.fc2 = nn.Linear(width, width)
-        self.head = nn.Linear(width, 4)
-
-    def forward(self, x):
-        return self.head(torch.tanh(self.fc2(torch.tanh(self.fc1(x)))))
 
 
 class FeedForward(nn.Module):
@@ -330,12 +320,6 @@ def test_no_decay_keeps_the_learning_rate():
     assert by_name(model, groups, "lr")["fc2.weight"] == pytest.approx(0.005)
 
 
-def test_no_decay_glob_that_matches_nothing_raises():
-    model, plan = mlp()
-    with pytest.raises(ValueError, match=r"no_decay: '\*\.gamma' matches none .*fc1\.weight"):
-        smupar.param_groups(model, plan, lr=0.01, weight_decay=0.1, no_decay=["*.bias", "*.gamma"])
-
-
 def test_extra_groups_are_appended_as_copies_and_take_their_parameters():
     model, plan = mlp(1 / 4)
     temperature = nn.Parameter(torch.ones(()))
@@ -384,32 +368,6 @@ def test_only_hidden_and_only_rest_partition_the_model():
     assert set(rest.values()) == {0.01}
 
 
-def test_wrong_choices_raise_with_the_allowed_ones():
-    model, plan = mlp()
-    with pytest.raises(ValueError, match=r"decay must be one of 'independent', 'coupled', got 'decoupled'"):
-        smupar.param_groups(model, plan, lr=0.01, decay="decoupled")
-    with pytest.raises(ValueError, match=r"eps must be one of 'constant', 'width'"):
-        smupar.param_groups(model, plan, lr=0.01, eps="scaled")
-    with pytest.raises(ValueError, match=r"only must be one of None, 'hidden', 'rest'"):
-        smupar.param_groups(model, plan, lr=0.01, only="vectors")
-
-
-def test_plan_of_another_model_raises():
-    model, _ = mlp()
-    other = FeedForward(64, 96)
-    plan = smupar.parameterize(other, base=FeedForward(16, 32))
-    with pytest.raises(ValueError, match="the plan is of another model"):
-        smupar.param_groups(model, plan, lr=0.01)
-
-
-def test_plan_of_the_same_class_at_another_width_raises():
-    model, _ = mlp(1 / 4)
-    wide = MLP(128)
-    plan = smupar.parameterize(wide, base=MLP(8), density=1 / 4)
-    with pytest.raises(ValueError, match="another"):
-        smupar.param_groups(model, plan, lr=0.01)
-
-
 # Which optimizer
 
 
@@ -444,20 +402,6 @@ def test_muon_refuses_convolutions():
         smupar.param_groups(model, plan, lr=0.02, optimizer="muon", only="hidden")
     adam = by_name(model, smupar.param_groups(model, plan, lr=0.02), "lr")
     assert adam["conv.weight"] == pytest.approx(0.005)
-
-
-@pytest.mark.parametrize("optimizer", ["adafactor", torch.optim.Adafactor])
-def test_adafactor_is_refused_and_pointed_to_measured_updates(optimizer):
-    model, plan = mlp()
-    with pytest.raises(ValueError, match=r"Adafactor.*AdamW or SGD.*measured updates"):
-        smupar.param_groups(model, plan, lr=0.01, optimizer=optimizer)
-
-
-@pytest.mark.parametrize("optimizer", ["lamb", torch.optim.LBFGS])
-def test_unknown_optimizer_is_refused_with_the_remedy(optimizer):
-    model, plan = mlp()
-    with pytest.raises(ValueError, match=r"(?i)(lamb|lbfgs).*optimizer='adamw'.*'sgd'"):
-        smupar.param_groups(model, plan, lr=0.01, optimizer=optimizer)
 
 
 # The first step of the real optimizers, on float64, from the gradient that the optimizer saw
@@ -728,3 +672,38 @@ def test_guard_looks_at_each_group_a_few_times_only(monkeypatch):
     monkeypatch.setattr(optim, "_same", lambda one, other: calls.append(1) or same(one, other))
     assert optim.ratio_problem(optimizer) is None
     assert len(calls) <= 4 * len(weights)
+
+
+# Refusals
+
+
+def feed_forward_plan():
+    return smupar.parameterize(FeedForward(64, 96), base=FeedForward(16, 32))
+
+
+def wider_plan():
+    return smupar.parameterize(MLP(128), base=MLP(8), density=1 / 4)
+
+
+REMEDY = r"(?i)(lamb|lbfgs).*optimizer='adamw'.*'sgd'"
+ADAFACTOR = r"Adafactor.*AdamW or SGD.*measured updates"
+REFUSED = [
+    ({"weight_decay": 0.1, "no_decay": ["*.bias", "*.gamma"]}, r"no_decay: '\*\.gamma' matches none .*fc1\.weight"),
+    ({"decay": "decoupled"}, r"decay must be one of 'independent', 'coupled', got 'decoupled'"),
+    ({"eps": "scaled"}, r"eps must be one of 'constant', 'width'"),
+    ({"only": "vectors"}, r"only must be one of None, 'hidden', 'rest'"),
+    ({"plan": feed_forward_plan}, "the plan is of another model"),
+    ({"plan": wider_plan}, "another"),
+    ({"optimizer": "adafactor"}, ADAFACTOR),
+    ({"optimizer": torch.optim.Adafactor}, ADAFACTOR),
+    ({"optimizer": "lamb"}, REMEDY),
+    ({"optimizer": torch.optim.LBFGS}, REMEDY),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSED)
+def test_groups_that_make_no_sense_are_refused(settings, message):
+    model, plan = mlp()
+    plan = settings["plan"]() if "plan" in settings else plan
+    with pytest.raises(ValueError, match=message):
+        smupar.param_groups(model, plan, lr=0.01, **{name: value for name, value in settings.items() if name != "plan"})

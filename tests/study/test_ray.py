@@ -1,5 +1,6 @@
 """The engine on a real Ray cluster: three nodes on this machine, each with processes of its own."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ from smupar.study import ray_engine
 from smupar.study.engines import execute
 from smupar.study.ray_engine import execute_on_ray, split
 from smupar.study.store import Study
+from tests.texts import words
 
 TINY = RunConfig(
     model=ModelConfig(width=32, depth=1, head_dim=16),
@@ -24,13 +26,14 @@ TINY = RunConfig(
     batch_size=4,
     seq_len=32,
     valid_batches=1,
+    data=words(),
 )
 RATES = [2.0**exponent for exponent in range(-12, -4)]
 LONG = [replace(TINY, lr=rate) for rate in RATES[:6]]  # about a second each
 
 
-@pytest.fixture
-def cluster():
+@contextlib.contextmanager
+def started_cluster():
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
@@ -44,6 +47,19 @@ def cluster():
         yield made
     finally:
         made.shutdown()
+
+
+@pytest.fixture
+def cluster():
+    """One to break."""
+    with started_cluster() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def shared_cluster():
+    with started_cluster() as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -100,17 +116,17 @@ def _at_work(node) -> list[int]:
     return found
 
 
-def test_workers_keep_the_weights_of_a_study_that_keeps_them(cluster, tmp_path):
+def test_workers_keep_the_weights_of_a_study_that_keeps_them(shared_cluster, tmp_path):
     with Study.open(tmp_path / "study", {}, "", keeps_weights=True) as study:
-        execute_on_ray(study, [replace(TINY, steps=2)], address=cluster.address)
+        execute_on_ray(study, [replace(TINY, steps=2)], address=shared_cluster.address)
     assert len(list(tmp_path.glob("study/runs/*/checkpoints/step-00000002"))) == 1
 
 
-def test_error_of_a_worker_is_one_line_and_finished_runs_stay(cluster, tmp_path):
+def test_error_of_a_worker_is_one_line_and_finished_runs_stay(shared_cluster, tmp_path):
     good, bad = replace(TINY, steps=20), replace(TINY, steps=20, data=str(tmp_path / "nowhere"))
     with Study.open(tmp_path / "study", {}, "") as study:
         with pytest.raises(ValueError, match=r"^1 of 2 runs have no result \(.*nowhere.*the same command goes on$"):
-            execute_on_ray(study, [good, bad], address=cluster.address)
+            execute_on_ray(study, [good, bad], address=shared_cluster.address)
         assert study.missing([good, bad]) == [bad]
 
 

@@ -33,13 +33,15 @@ from smupar.study.report import write_report
 from smupar.study.space import grid, parse_axes, parse_axis
 from smupar.study.store import Study
 from smupar.study.transfer import Verdict, analyse, panels, proposals, sentence
+from tests.texts import words
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["smupar.study.engines"])
 
 TINY = RunConfig(
-    model=ModelConfig(width=32, depth=1, head_dim=16), base_width=32, steps=20, batch_size=2, seq_len=16, valid_batches=1
-)
+    model=ModelConfig(width=32, depth=1, head_dim=16), base_width=32, steps=20, batch_size=2, seq_len=16, valid_batches=1,
+    data=words(),
+)  # fmt: skip
 AXES = {"rule": ["sp", "smupar"], "sparsity": [0.0, 0.75], "lr": [2.0**-8, 2.0**-6], "seed": [0, 1]}
 
 
@@ -330,8 +332,25 @@ def test_study_refuses_a_text_that_has_changed_under_its_name(tmp_path, capsys):
     assert "is not the one that" in capsys.readouterr().err
 
 
-TINY_FLAGS = ["--depth", "1", "--head-dim", "16", "--base-width", "32", "--steps", "4", "--seq-len", "16"]
-TINY_FLAGS += ["--batch-size", "2", "--device", "cpu"]
+TINY_FLAGS = [
+    "--depth",
+    "1",
+    "--head-dim",
+    "16",
+    "--base-width",
+    "32",
+    "--steps",
+    "4",
+    "--seq-len",
+    "16",
+    "--batch-size",
+    "2",
+    "--valid-batches",
+    "1",
+    "--device",
+    "cpu",
+]
+TINY_FLAGS += ["--data", words()]
 
 
 def test_report_of_a_study_that_is_not_finished_says_so(tmp_path, capsys):
@@ -403,13 +422,7 @@ def test_default_values_of_a_transfer_can_be_added_to(tmp_path, capsys):
     transfer = [
         "transfer",
         *TINY_FLAGS,
-        "--widths",
-        "64",
-        "--sparsities",
-        "0.5",
-        "--rules",
-        "mup",
-        "--out",
+        *["--widths", "64", "--sparsities", "0.5", "--rules", "mup", "--out"],
         str(tmp_path / "x"),
     ]
     main(transfer)

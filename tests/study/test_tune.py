@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,7 @@ from smupar.study.engines import run_study
 from smupar.study.space import with_fields
 from smupar.study.store import Study
 from smupar.study.tune import FORMAT, Tuned, define_search, doubts, propose, read_hps, sensitivity, write_best
+from tests.texts import words
 
 PROXY = RunConfig(
     model=ModelConfig(width=32, depth=1, head_dim=16),
@@ -28,6 +30,7 @@ PROXY = RunConfig(
     batch_size=4,
     seq_len=32,
     valid_batches=1,
+    data=words(),
 )
 TINY = TuneConfig(run=PROXY, num_samples=8)
 SERIAL = EngineConfig(engine="serial", device="cpu")
@@ -91,12 +94,13 @@ def test_tpe_is_a_function_of_the_results_and_waits_for_a_round():
     assert second != propose(config, losses | others)
 
 
-def test_tpe_finds_better_values_than_random_search():
+@pytest.mark.parametrize(("seeds", "least"), [(1, 1), pytest.param(5, 4, marks=pytest.mark.slow)])
+def test_tpe_finds_better_values_than_random_search(seeds, least):
     better = 0
-    for seed in range(5):
+    for seed in range(seeds):
         config = replace(TINY, num_samples=96, search_seed=seed)
         better += min(_search(replace(config, method="tpe"))) < min(_search(config))
-    assert better >= 4
+    assert better >= least
 
 
 def test_sensitivity_is_adjusted_for_the_two_coefficients_of_the_parabola():
@@ -152,8 +156,8 @@ def test_killed_search_ends_with_the_same_best(tmp_path):
         config = replace(TINY, method=method, round_size=4, run=replace(PROXY, steps=60))
         whole = tune(config, SERIAL, out=str(tmp_path / f"{method}-whole"))
         out = tmp_path / f"{method}-killed"
-        code = f"from test_tune import *; tune({_source(config)}, SERIAL, out={str(out)!r})"
-        environment = os.environ | {"PYTHONPATH": os.path.dirname(__file__), "OMP_NUM_THREADS": "1"}  # noqa: PTH120
+        code = f"from tests.study.test_tune import *; tune({_source(config)}, SERIAL, out={str(out)!r})"
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.DEVNULL)
         until = time.monotonic() + 100
         while len(list(out.glob("runs/*/summary.json"))) < 5 and time.monotonic() < until:
@@ -254,7 +258,8 @@ def test_other_base_width_than_that_of_the_search_is_refused(tmp_path, capsys):
 
 
 def test_proxy_of_a_search_is_as_wide_as_its_base(tmp_path):
-    main(["tune", "--base_width", "32", "--num-samples", "1", "--steps", "2", "--seq-len", "16", "--out", str(tmp_path / "x")])
+    main(["tune", "--base_width", "32", "--num-samples", "1", "--steps", "2", "--seq-len", "16", "--data", words(),
+          "--out", str(tmp_path / "x")])  # fmt: skip
     assert json.loads((tmp_path / "x" / "best.json").read_text())["source"]["width"] == 32
 
 

@@ -1,0 +1,169 @@
+"""The report: words, JSON, pictures, a page; and the command line."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+import smupar
+from smupar.check.coordinates.measure import CHANGE, GRAD_W, JUDGED, Reading
+from smupar.check.coordinates.report import Report
+from smupar.check.coordinates.verdict import FAIL, PASS, Slope
+from tests.check.coordinates.grid import Fork, batches_of, check, power_law
+
+TITLES = {"sp": "SP", "mup": "muP", "smupar": "SmuPar"}
+
+
+@pytest.fixture(scope="module")
+def report():
+    return check(
+        batches=batches_of(2),
+        rules=("sp", "mup", "smupar"),
+        base_width=32,
+        widths=(32, 64),
+        densities=(1, 0.5),
+        steps=2,
+        seeds=2,
+    )
+
+
+def test_ok_is_about_the_rules_that_are_no_baselines():
+    plan = smupar.make_plan(Fork(64), base=Fork(32))
+
+    def made(**exponents):
+        readings = [one for rule, exponent in exponents.items() for one in power_law(exponent, rule=rule)]
+        return Report(readings, faults={}, plans={(rule, 64, 1.0): plan for rule in exponents})
+
+    both = made(sp=0.5, smupar=0.0)
+    assert both.verdicts == {"sp": FAIL, "smupar": PASS}
+    assert both.ok
+    assert not made(sp=0.0, smupar=0.5).ok
+    assert not made(sp=0.5, mup=0.5).ok  # nothing else was asked about
+    assert made(mup=0.0).ok
+    assert not made(smupar=0.3).ok  # more seeds is not a pass
+
+
+def test_explain_has_titles_and_verdicts(report):
+    words = report.explain()
+    for rule, title in TITLES.items():
+        assert f"{title}: {report.verdicts[rule].upper()} over width (at density 1, 0.5) and density (at width 64, 32)" in words
+    assert "2 steps, 2 seeds" in words
+    assert report.verdicts["sp"] == FAIL
+    assert "use rule='smupar'" in words
+
+
+def strict_json(text):
+    """JSON as other languages read it: NaN and Infinity are none."""
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_json_holds_every_number(report, tmp_path):
+    text = report.to_json(tmp_path / "check.json")
+    assert (tmp_path / "check.json").read_text() == text
+    read = strict_json(text)
+    assert read["format"] == "smupar-coordinates/1"
+    assert (read["ok"], read["verdicts"]) == (report.ok, report.verdicts)
+    assert [Reading(**one) for one in read["readings"]] == report.readings
+    saved = [replace(one, step=0, is_mean=False) if one.is_mean else one for one in report.slopes]
+    assert [Slope(**one) for one in read["slopes"]] == saved
+    assert [one["cause"] for one in read["diagnoses"]] == [one.cause for one in report.diagnoses]
+
+
+def test_json_of_one_seed_is_json():
+    read = strict_json(check().to_json())  # one seed has no confidence interval
+    assert {one["num_seeds"] for one in read["slopes"]} == {1}
+
+
+def test_plot_writes_a_png(report, tmp_path):
+    figure = report.plot(tmp_path / "check.png")
+    assert (tmp_path / "check.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    panels = [axes for axes in figure.axes if axes.get_lines()]
+    assert len(panels) == 3 * 3 * 2  # quantities, rules, axes
+    assert all(len(axes.get_lines()) == 2 for axes in panels)  # steps
+    assert all((axes.get_xscale(), axes.get_yscale()) == ("log", "log") for axes in panels)
+    titles = [axes.get_title() for axes in panels if axes.get_title()]
+    named = [(axis, rule, title) for axis in ("width", "density") for rule, title in TITLES.items()]
+    assert titles == [f"{title}: {report.axis_verdict(rule, axis)}" for axis, rule, title in named]
+
+
+def test_plot_takes_other_quantities(report, tmp_path):
+    figure = report.plot(tmp_path / "flow.pdf", quantities=(GRAD_W, CHANGE))
+    assert (tmp_path / "flow.pdf").read_bytes().startswith(b"%PDF")
+    assert len([axes for axes in figure.axes if axes.get_lines()]) == 2 * 3 * 2
+
+
+def test_html_is_one_page_that_needs_no_other_file(report, tmp_path):
+    report.to_html(tmp_path / "check.html")
+    page = (tmp_path / "check.html").read_text(encoding="utf-8")
+    assert page.startswith("<!doctype html>")
+    sources = re.findall(r"""(?:src|href)\s*=\s*['"]?([^'"\s>]{0,30})""", page)
+    assert len(sources) == 1
+    assert sources[0].startswith("data:image/png;base64,")
+    outside = re.sub(r"base64,[A-Za-z0-9+/=]+", "", page)
+    assert not re.search(r"https?:|//|@import|url\(|<script|<link", outside)
+    assert "<table>" in page
+    judged = {(one.rule, one.axis, one.at, one.place, one.quantity) for one in report.slopes if one.quantity in JUDGED}
+    assert page.count("<tr>") == 1 + len(judged)
+    for text in ("step 1", "step 2", "SmuPar", "muP", "grad X", "left", "logits"):
+        assert text in page
+
+
+def test_missing_matplotlib_says_what_to_install():
+    code = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "import smupar, torch; from torch import nn\n"
+        "make_model = lambda width: nn.Sequential(nn.Linear(4, width), nn.Linear(width, width), nn.Linear(width, 2))\n"
+        "loss = lambda model, batch: model(batch).square().mean()\n"
+        "settings = dict(base_width=16, densities=(1, 0.5), steps=1, seeds=2, progress=False)\n"
+        "report = smupar.coord_check(make_model, loss, [torch.ones(8, 4)], **settings)\n"
+        "print(report.explain(), len(report.to_json()))\n"  # words and numbers need no picture
+        "report.plot()\n"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    assert "SmuPar: " in done.stdout
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "ModuleNotFoundError: the picture needs matplotlib: pip install 'smupar[plot]'"
+
+
+TINY = (
+    *("--base-width", "64", "--widths", "128", "--sparsities", "0", "0.75", "--depth", "1"),
+    *("--steps", "2", "--seeds", "3", "--batch-size", "4", "--seq-len", "32"),
+)
+
+
+@pytest.mark.parametrize(("rules", "code"), [(("sp", "smupar"), 0), (("sp",), 1), (("smupar-lr-only",), 1)])
+def test_command_exits_with_the_verdict_and_writes_three_files(command, tmp_path, rules, code):
+    done = command("check", *TINY, "--out", tmp_path / "new" / "folder", "--rules", *rules)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == ["check.html", "check.json", "check.png"]
+    written = strict_json((tmp_path / "new" / "folder" / "check.json").read_text())
+    assert list(written["verdicts"]) == list(rules)
+    assert written["ok"] == (code == 0)
+    assert done.stdout.startswith("SmuPar" if rules == ("smupar",) else "muP" if "only" in rules[0] else "SP: FAIL")
+    if "smupar" in rules:
+        assert "SmuPar: PASS over density (at width 128)" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--sparsities", "0"), "nothing to compare"),
+        (("--steps", "0"), "steps must be a positive whole number"),
+        (("--rules", "super"), "unknown rule 'super'"),
+    ],
+)
+def test_command_with_bad_input_exits_with_2_and_one_line(command, tmp_path, args, message):
+    done = command("check", *TINY, "--out", tmp_path, *args)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,207 @@
+"""Slopes, confidence intervals and verdicts, on made-up sizes."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from smupar.check.coordinates.measure import CHANGE, DY, GRAD_W, Y
+from smupar.check.coordinates.verdict import EXCEPTION, FAIL, PASS, UNCLEAR, judge, overall, slopes
+from tests.check.coordinates.grid import MLP, batches_of, check, one_slope, power_law, reading
+
+
+@pytest.mark.parametrize("exponent", [-1.5, -0.31, 0.0, 0.5, 2.0])
+@pytest.mark.parametrize("axis", ["density", "width"])
+def test_slope_of_a_power_is_its_exponent(exponent, axis):
+    (found,) = slopes(power_law(exponent, axis=axis, xs=(64, 128, 512) if axis == "width" else (1.0, 0.3, 0.01)))
+    assert found.slope == pytest.approx(exponent, abs=1e-9)
+    assert found.axis == axis
+    assert found.at == (1.0 if axis == "width" else 64)
+    assert math.isnan(found.ci)
+    assert found.num_seeds == 1
+
+
+def test_slope_of_scattered_sizes_is_least_squares():
+    # log2 sizes 0, 2, 1 at log2 densities 0, -1, -2: slope = sum (x - mean)(y - mean) / sum (x - mean)^2 = -1 / 2.
+    (found,) = slopes([reading(1.0, 1.0), reading(0.5, 4.0), reading(0.25, 2.0)])
+    assert found.slope == pytest.approx(-0.5)
+
+
+def test_slopes_over_both_axes_hold_the_other_one_fixed():
+    readings = [
+        reading(density, width**1.0 * density**-0.5, width=width) for width in (64, 128, 256) for density in (1.0, 0.25)
+    ]
+    found = {(one.axis, one.at): one.slope for one in slopes(readings)}
+    assert found == pytest.approx(
+        {
+            ("width", 1.0): 1.0,
+            ("width", 0.25): 1.0,
+            ("density", 64): -0.5,
+            ("density", 128): -0.5,
+            ("density", 256): -0.5,
+        }
+    )
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(
+    ("size", "ci", "verdict"),
+    [
+        (0.19, math.nan, PASS),
+        (0.2, math.nan, UNCLEAR),
+        (0.35, math.nan, UNCLEAR),
+        (0.36, math.nan, FAIL),
+        (0.19, 0.15, PASS),
+        (0.19, 0.17, UNCLEAR),  # up to 0.36
+        (0.4, 0.19, FAIL),
+        (0.4, 0.21, UNCLEAR),  # down to 0.19
+        (0.0, 0.34, PASS),
+        (3.0, 2.7, FAIL),
+    ],
+)
+def test_layer_at_step_1_is_judged_at_020_and_035(size, ci, verdict, sign):
+    assert judge(one_slope(sign * size, ci)) == verdict
+
+
+@pytest.mark.parametrize("changes", [{"kind": "block", "role": "block"}, {"step": 2}, {"step": 10, "quantity": DY}])
+@pytest.mark.parametrize(
+    ("size", "ci", "verdict"),
+    [
+        (0.49, math.nan, PASS),
+        (0.5, math.nan, UNCLEAR),
+        (0.8, math.nan, UNCLEAR),
+        (0.81, math.nan, FAIL),
+        (0.4, 0.39, PASS),
+        (0.4, 0.41, UNCLEAR),
+        (-1.0, 0.49, FAIL),
+        (-1.0, 0.51, UNCLEAR),
+    ],
+)
+def test_blocks_and_later_steps_are_judged_at_050_and_080(size, ci, verdict, changes):
+    assert judge(one_slope(size, ci, **changes)) == verdict
+
+
+@pytest.mark.parametrize("quantity", [CHANGE, GRAD_W])
+def test_gradient_flow_and_change_of_activations_are_not_judged(quantity):
+    assert judge(one_slope(2.0, quantity=quantity)) == ""
+    (found,) = slopes(power_law(2.0, quantity=quantity))
+    assert (found.slope, found.verdict) == (pytest.approx(2.0), "")
+
+
+def test_overall_is_the_worst_verdict():
+    made = {name: one_slope(0.0, verdict=name) for name in (PASS, UNCLEAR, FAIL, EXCEPTION, "")}
+    assert overall([made[PASS], made[EXCEPTION], made[""]]) == PASS
+    assert overall([made[PASS], made[UNCLEAR]]) == UNCLEAR
+    assert overall([made[UNCLEAR], made[PASS], made[FAIL]]) == FAIL
+
+
+def test_later_steps_are_judged_by_their_mean():
+    # Step 3 alone is steep, as one chaotic gradient is; the mean of steps 2 to 4 is (0.1 + 1.0 + 0.1) / 3.
+    readings = [one for step, exponent in ((1, 0.0), (2, 0.1), (3, 1.0), (4, 0.1)) for one in power_law(exponent, step=step)]
+    found = {one.when: one for one in slopes(readings)}
+    assert found["step 3"].verdict == FAIL
+    assert found["mean of later steps"].slope == pytest.approx(0.4)
+    assert found["mean of later steps"].verdict == PASS
+    assert overall(found.values()) == PASS
+
+
+@pytest.mark.parametrize(("last", "verdict"), [(3, PASS), (10, UNCLEAR)])
+def test_logits_that_go_on_shrinking_are_no_exception(last, verdict):
+    where = {"axis": "width", "xs": (64, 128, 256), "role": "logits", "kind": "block", "place": ""}
+    found = slopes([one for step in range(1, last + 1) for one in power_law(-0.6, step=step, **where)])
+    later = next(one for one in found if one.is_mean)
+    assert later.slope == pytest.approx(-0.6)
+    # Three steps may be too few for a readout to learn; between 0.5 and 0.8 is neither flat nor a power.
+    assert later.verdict == (EXCEPTION if last == 3 else UNCLEAR)
+    assert overall(found) == verdict
+
+
+def test_confidence_interval_of_three_seeds_is_students():
+    # Slopes 0.1, 0.2, 0.3: standard deviation 0.1, two degrees of freedom, t = 4.30.
+    (found,) = slopes([one for seed in range(3) for one in power_law(0.1 * (seed + 1), seed=seed)])
+    assert found.slope == pytest.approx(0.2)
+    assert found.ci == pytest.approx(4.30 * 0.1 / math.sqrt(3), abs=1e-6)
+    assert found.num_seeds == 3
+    assert found.verdict == UNCLEAR
+
+
+def test_confidence_interval_counts_no_more_than_three_places_as_independent():
+    readings = [one for place in "abcdef" for seed in range(3) for one in power_law(0.1 * (seed + 1), seed=seed, place=place)]
+    # Slopes 0.1, 0.2, 0.3 in all six places: standard deviation 0.1; 3 x 2 degrees of freedom, t = 2.45, not 12 and 2.18.
+    for one in slopes(readings):
+        assert one.ci == pytest.approx(2.45 * 0.1 / math.sqrt(3), abs=1e-6)
+
+
+def test_confidence_interval_pools_places_of_one_kind_and_no_others():
+    readings = [
+        one
+        for seed in range(3)
+        for one in (
+            *power_law(0.1 * (seed + 1), seed=seed, place="a"),
+            *power_law(0.0, seed=seed, place="b"),
+            *power_law(0.5 * seed, seed=seed, place="c", kind="block", role="block"),
+            *power_law(0.05 * seed, seed=seed, place="a", quantity=DY),
+        )
+    ]
+    found = {(one.place, one.quantity): one.ci for one in slopes(readings)}
+    # Squares 0.02 of a and 0 of b over 2 + 2 degrees of freedom: variance 0.005, t = 2.78.
+    pooled = 2.78 * math.sqrt(0.005) / math.sqrt(3)
+    assert found == pytest.approx(
+        {
+            ("a", Y): pooled,
+            ("b", Y): pooled,
+            ("c", Y): 4.30 * 0.5 / math.sqrt(3),
+            ("a", DY): 4.30 * 0.05 / math.sqrt(3),
+        },
+        abs=1e-6,
+    )
+
+
+@pytest.mark.parametrize("role", ["unembedding", "logits"])
+@pytest.mark.parametrize("rule", ["mup", "smupar"])
+def test_logits_that_shrink_like_the_root_of_width_are_a_known_exception(rule, role):
+    logits = one_slope(-0.5, 0.1, rule=rule, axis="width", at=1.0, role=role)
+    assert judge(logits) == EXCEPTION
+    assert judge(replace(logits, rule="sp")) == FAIL
+    assert judge(replace(logits, axis="density", at=64)) == FAIL
+    assert judge(replace(logits, role="hidden")) == FAIL
+    assert judge(replace(logits, quantity=DY)) == FAIL
+    assert judge(replace(logits, slope=0.5)) == FAIL
+    assert judge(replace(logits, slope=-1.0)) == FAIL
+    assert judge(replace(logits, slope=-1.0, step=10)) == FAIL  # by then the readout has learned
+
+
+def test_zero_and_infinite_sizes_are_skipped():
+    assert slopes([reading(x, 0.0) for x in (1.0, 0.5, 0.25)]) == []
+    some = [reading(1.0, 0.0), reading(0.5, 2.0), reading(0.25, 1.0), reading(0.125, math.inf), reading(0.1, math.nan)]
+    (found,) = slopes(some)
+    assert found.slope == pytest.approx(1.0)
+    assert slopes([reading(1.0, 0.0), reading(0.5, 2.0)]) == []  # one point has no slope
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("axis", [{"widths": (64, 128, 256)}, {"widths": (256,), "densities": (1, 1 / 4, 1 / 16)}])
+def test_zero_initialised_readout_raises_no_alarm(axis, optimizer):
+    report = check(
+        MLP,
+        batches=batches_of(3, (16,), num_classes=10),
+        init_std={"head.weight": 0.0, "*": "fan_in"},
+        optimizer=optimizer,
+        lr=2**-8 if optimizer is torch.optim.AdamW else 0.1,
+        **{"base_width": 64, "densities": (1,), "steps": 3, "seeds": 3, **axis},
+    )
+    first = [one for one in report.slopes if one.step == 1 and one.place == "hidden.0"]
+    assert {one.quantity for one in first} == {Y}  # nothing flows back through zeros
+    assert FAIL not in {one.verdict for one in report.slopes}
+    assert report.verdicts["smupar"] != FAIL
+    report.explain()
+
+
+def test_slopes_that_are_certain_but_between_the_thresholds_are_called_a_drift():
+    readings = [one for seed in range(5) for one in power_law(-0.28, seed=seed)]
+    (found,) = slopes(readings)
+    assert found.verdict == UNCLEAR
+    report = check(seeds=2)
+    report.readings, report.slopes, report.diagnoses = readings, [found], []
+    assert "more seeds will not change" in report.explain()

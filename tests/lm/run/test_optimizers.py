@@ -1,0 +1,294 @@
+"""The optimizers that a run can name, on the built-in GPT."""
+
+import inspect
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from lion_pytorch import Lion
+from torch import nn
+
+from smupar.execute import stacked
+from smupar.lm.config.run import ModelConfig, RunConfig
+from smupar.lm.model.gpt import build
+from smupar.lm.run import checkpoint
+from smupar.lm.run.distributed import World
+from smupar.lm.run.optimizers import make_optimizers, set_lr
+from smupar.lm.run.step import next_token_loss
+from smupar.model.parameterize import mask_of
+from smupar.plan.optimizers import FAMILIES, OPTIMIZERS, facts_of, names_with
+
+NAMES = ("adamw", "adam", "sgd", "muon", "lion", "nadam", "radam", "adamax", "rmsprop", "adagrad")
+# Twice the base width at a quarter of the weights: the hidden LR factor of SmuPar is 1 / (2 * 1/4) = 2 for Adam.
+TINY = RunConfig(
+    model=ModelConfig(width=64, depth=1, biases=True, activation="gelu"),
+    base_width=32,
+    sparsity=0.75,
+    lr=0.01,
+    weight_decay=0.1,
+)
+
+
+def _made(**options):
+    config = replace(TINY, **options)
+    model, plan = build(config)
+    return model, plan, make_optimizers(model, plan, config)
+
+
+def _train(model, optimizers, steps):
+    for step in steps:
+        tokens = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(step))
+        next_token_loss(model, (tokens[:, :-1], tokens[:, 1:])).backward()
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+
+
+def _group_of(optimizers, parameter):
+    groups = [g for one in optimizers for g in one.param_groups if any(parameter is p for p in g["params"])]
+    assert len(groups) == 1
+    return groups[0]
+
+
+def _hidden(model):
+    return model.blocks[0].attention.out.weight
+
+
+def test_names_are_all_that_have_a_rule():
+    assert set(NAMES) == set(FAMILIES)
+
+
+# The table
+
+
+def test_page_shows_the_table():
+    page = (Path(__file__).parents[3] / "docs" / "optimizers.md").read_text(encoding="utf-8")
+    assert "| Muon | muon | 1 | yes |  |  | yes | yes |" in page
+
+
+def _class(name):
+    return Lion if name == "lion" else getattr(torch.optim, OPTIMIZERS[name].name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_facts_are_those_of_the_class(name):
+    facts, options = OPTIMIZERS[name], inspect.signature(_class(name)).parameters
+    assert facts.name == _class(name).__name__
+    assert facts.betas == ("betas" in options)
+    assert facts.fused == ("fused" in options)
+    # RMSprop has a momentum that a run does not set; Muon's epsilon is that of a norm.
+    assert facts.momentum == ("momentum" in options) or name == "rmsprop"
+    assert facts.eps == ("eps" in options) or name == "muon"
+    # Others are capturable too; the trainer's graphs are tested with these.
+    assert not facts.capturable or "capturable" in options
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("name", NAMES)
+def test_number_of_states_is_what_the_optimizer_keeps(name, momentum):
+    parameter = nn.Parameter(torch.ones(4, 4))
+    optimizer = _class(name)([parameter], lr=0.01, **({"momentum": momentum} if OPTIMIZERS[name].momentum else {}))
+    parameter.grad = torch.ones(4, 4)
+    optimizer.step()
+    kept = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor) and value.ndim]
+    assert len(kept) == OPTIMIZERS[name].num_states_with(momentum)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_decay_is_decoupled_where_the_table_says_so(name):
+    # A decay that is added to the gradient, here 0, shows in what the optimizer remembers of it.
+    parameter = nn.Parameter(torch.ones(4, 4))
+    parameter.grad = torch.zeros(4, 4)
+    optimizer = _class(name)([parameter], lr=0.1, weight_decay=0.5, **({"momentum": 0.9} if OPTIMIZERS[name].momentum else {}))
+    optimizer.step()
+    states = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor) and value.ndim]
+    assert bool(states)
+    assert all(not state.any() for state in states) == OPTIMIZERS[name].decoupled
+    assert (parameter != 1).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_optimizers_that_mix_entries_move_weights_without_gradient(name):
+    parameter = nn.Parameter(torch.zeros(4, 4))
+    parameter.grad = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)).triu()
+    _class(name)([parameter], lr=0.1).step()
+    assert bool(parameter.detach().tril(-1).any()) == OPTIMIZERS[name].mixes_entries
+
+
+def test_stack_has_the_updates_that_the_table_says():
+    assert tuple(name.lower() for name in stacked._CHANGES) == names_with("stackable") == stacked.SUPPORTED
+
+
+def test_optimizer_is_known_by_name_class_and_instance():
+    muon = OPTIMIZERS["muon"]
+    parameter = nn.Parameter(torch.ones(2, 2))
+    for given in ("muon", "Muon", torch.optim.Muon, torch.optim.Muon([parameter])):
+        assert facts_of(given) is muon
+    stranger = facts_of(type("Soap", (torch.optim.AdamW,), {})([parameter]))
+    assert (stranger.name, stranger.family, stranger.mixes_entries) == ("Soap", None, True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_optimizer_trains_three_steps_and_keeps_masked_weights_at_zero(name):
+    model, plan, optimizers = _made(optimizer=name)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    _train(model, optimizers, range(3))
+    for row in plan:
+        parameter, mask = model.get_parameter(row.name), mask_of(model, row.name)
+        assert parameter.isfinite().all()
+        assert (mask is not None) == (row.role == "hidden")
+        if mask is not None:
+            assert (parameter[~mask] == 0).all()
+            assert (parameter[mask] != before[row.name][mask]).float().mean() > 0.99
+        else:
+            assert not torch.equal(parameter, before[row.name])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_optimizers_hold_every_parameter_once(name):
+    model, _, optimizers = _made(optimizer=name)
+    held = [id(p) for one in optimizers for group in one.param_groups for p in group["params"]]
+    assert sorted(held) == sorted(id(parameter) for parameter in model.parameters())
+    assert len(optimizers) == (2 if name == "muon" else 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_learning_rates_are_those_of_the_plan(name):
+    model, plan, optimizers = _made(optimizer=name)
+    for row in plan:
+        family = "adam" if name == "muon" and row.role != "hidden" else FAMILIES[name]
+        group = _group_of(optimizers, model.get_parameter(row.name))
+        assert group["lr"] == pytest.approx(0.01 * row.lr_factor(family))
+    expected = {"adam": 2.0, "sgd": 4.0, "muon": 1.0}[FAMILIES[name]]  # SGD: m_out / (m_in m_rho)
+    assert _group_of(optimizers, _hidden(model))["lr"] == pytest.approx(0.01 * expected)
+
+
+def test_betas_reach_every_group():
+    for name in ("adamw", "adam", "adamax", "nadam", "radam", "lion"):
+        _, _, optimizers = _made(optimizer=name, betas=(0.8, 0.7))
+        assert {tuple(group["betas"]) for group in optimizers[0].param_groups} == {(0.8, 0.7)}
+
+
+def test_epsilon_reaches_every_group():
+    for name in ("adamw", "adam", "adamax", "nadam", "radam", "rmsprop", "adagrad"):
+        _, _, optimizers = _made(optimizer=name, eps=1e-5)
+        assert {group["eps"] for group in optimizers[0].param_groups} == {1e-5}
+
+
+def test_epsilon_reaches_the_second_optimizer():
+    for options in ({"optimizer": "muon"}, {"optimizer": "sgd", "rest_lr": 0.01}):
+        _, _, (_, rest) = _made(eps=1e-5, **options)
+        assert {group["eps"] for group in rest.param_groups} == {1e-5}
+
+
+def test_epsilon_shrinks_with_the_width_where_asked():
+    model, _, optimizers = _made(eps=1e-5, eps_scaling="width")
+    assert _group_of(optimizers, _hidden(model))["eps"] == pytest.approx(5e-6)
+    assert _group_of(optimizers, model.embedding.weight)["eps"] == pytest.approx(5e-6)
+
+
+def test_momentum_reaches_sgd_and_muon():
+    for name in ("sgd", "muon"):
+        _, _, optimizers = _made(optimizer=name, momentum=0.5)
+        assert {group["momentum"] for group in optimizers[0].param_groups} == {0.5}
+
+
+@pytest.mark.parametrize(("decay", "hidden"), [("independent", 0.05), ("coupled", 0.1)])
+def test_weight_decay_is_divided_by_the_lr_factor_unless_coupled(decay, hidden):
+    model, _, optimizers = _made(decay=decay)
+    assert _group_of(optimizers, _hidden(model))["weight_decay"] == pytest.approx(hidden)
+    assert _group_of(optimizers, model.embedding.weight)["weight_decay"] == pytest.approx(0.1)
+
+
+def test_one_step_of_adamw_moves_kept_weights_by_their_own_learning_rate():
+    model, _, optimizers = _made(weight_decay=0.0, eps=1e-30)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    set_lr(optimizers, 0.5)
+    _train(model, optimizers, [0])
+    # The first step of Adam is the sign of the gradient times the learning rate: 0.01, halved, times 2 for hidden weights.
+    for name, step in (("blocks.0.attention.out.weight", 0.01), ("norm.weight", 0.005), ("blocks.0.mlp.up.bias", 0.005)):
+        moved = (model.get_parameter(name) - before[name]).abs()
+        assert moved[moved > 0].median().item() == pytest.approx(step, rel=1e-3)
+
+
+# Muon
+
+
+def test_muon_takes_hidden_matrices_and_adamw_the_rest():
+    model, plan, (muon, adamw) = _made(optimizer="muon")
+    assert (type(muon).__name__, type(adamw).__name__) == ("Muon", "AdamW")
+    hidden = {id(model.get_parameter(row.name)) for row in plan if row.role == "hidden"}
+    assert {id(p) for group in muon.param_groups for p in group["params"]} == hidden
+
+
+def test_rest_lr_is_that_of_the_adamw_beside_muon():
+    for rest_lr, expected in ((None, 0.01), (0.003, 0.003), (0.0, 0.0)):
+        model, _, (muon, adamw) = _made(optimizer="muon", rest_lr=rest_lr)
+        assert _group_of([muon, adamw], model.embedding.weight)["lr"] == pytest.approx(expected)
+        assert _group_of([muon, adamw], _hidden(model))["lr"] == pytest.approx(0.01)
+
+
+# Schedules
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+def test_set_lr_keeps_the_ratios_of_groups_and_forgets_what_came_before(name):
+    _, _, optimizers = _made(optimizer=name, rest_lr=0.002)
+    peaks = [group["lr"] for one in optimizers for group in one.param_groups]
+    assert len(set(peaks)) > 1
+    for share in (0.25, 0.0, 1.0, 0.1):
+        set_lr(optimizers, share)
+        rates = [group["lr"] for one in optimizers for group in one.param_groups]
+        assert rates == pytest.approx([share * peak for peak in peaks])
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_optimizer_goes_on_from_a_checkpoint_with_the_same_bits(name, tmp_path):
+    model, _, optimizers = _made(optimizer=name)
+    _train(model, optimizers, range(2))
+    checkpoint.save(tmp_path, 2, model, optimizers, {}, World(0, 1, torch.device("cpu"), "ddp"))
+    _train(model, optimizers, range(2, 4))
+    again, _, new_optimizers = _made(optimizer=name)
+    checkpoint.load(tmp_path / "step-00000002", again, new_optimizers)
+    _train(again, new_optimizers, range(2, 4))
+    for parameter, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(parameter, other)
+
+
+# Bad input
+
+
+def test_names_may_be_written_in_capitals():
+    _, _, optimizers = _made(optimizer="AdamW")
+    assert type(optimizers[0]) is torch.optim.AdamW
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("adafactor", "no factor of Table 1 fits it. Use AdamW or SGD"),
+        ("shampoo", r"no learning-rate rule is known for optimizer 'shampoo' \(known: .*adamw.*muon.*sgd\)"),
+    ],
+)
+def test_optimizer_without_a_rule_raises_with_the_remedy(name, message):
+    with pytest.raises(ValueError, match=message):
+        _made(optimizer=name)
+
+
+def test_lion_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lion_pytorch", None)
+    with pytest.raises(ModuleNotFoundError, match="torch has no Lion: pip install lion-pytorch"):
+        _made(optimizer="lion")
+
+
+@pytest.mark.parametrize(("decayed", "roles"), [("all", None), ("matrices", {"embedding", "hidden"}), ("hidden", {"hidden"})])
+def test_run_decays_the_roles_it_names(decayed, roles):
+    model, plan, (optimizer,) = _made(decayed=decayed)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = {plan[names[id(p)]].role for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
+    assert found == (roles or {"embedding", "hidden", "vector"})

@@ -1,0 +1,101 @@
+"""The training loop over two ranks."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from smupar.lm.run.folder import read_summary
+from smupar.lm.run.train import train
+from tests.lm.run.processes import PROCESSES
+from tests.lm.run.runs import CURVE, assert_same_curve, checkpoints, resumable, rows
+
+
+def two_ranks(config, how):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [PROCESSES.Process(target=_rank, args=(rank, port, config, how)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    logs = [Path(f"{how.out}.{rank}.log").read_text() for rank in range(2)]
+    assert [process.exitcode for process in ranks] == [0, 0], logs
+    return logs
+
+
+def _rank(rank, port, config, how):
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)  # each rank has a global RNG of its own
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with Path(f"{how.out}.{rank}.log").open("w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        train(config, how)
+
+
+@pytest.fixture(scope="module", params=["ddp", "fsdp"])
+def two(request, short, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param) / "run"
+    logs = two_ranks(short, replace(CURVE, out=str(folder), parallel=request.param))
+    return folder, logs
+
+
+def test_two_ranks_give_the_curve_of_one(two, one_rank):
+    folder, _ = two
+    assert_same_curve(folder, one_rank, 1e-5)
+    ours, theirs = read_summary(folder), read_summary(one_rank)
+    assert ours.valid_loss == pytest.approx(theirs.valid_loss, rel=1e-5)
+    assert (ours.num_ranks, ours.num_parameters) == (2, theirs.num_parameters)
+
+
+def test_only_the_main_rank_speaks(two):
+    _, (main_rank, other) = two
+    assert "rule SmuPar" in main_rank
+    assert other == ""
+
+
+def test_run_saved_on_two_ranks_goes_on_with_one(two, one_rank, short, tmp_path):
+    folder = resumable(two[0], tmp_path / "run", 10)
+    train(short, replace(CURVE, out=str(folder)))
+    assert read_summary(folder).num_ranks == 1
+    assert_same_curve(folder, one_rank, 1e-5)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_run_saved_on_one_rank_goes_on_with_two_and_accumulates(one_rank, short, tmp_path, parallel):
+    folder = resumable(one_rank, tmp_path / "run", 10)
+    two_ranks(short, replace(CURVE, out=str(folder), parallel=parallel, micro_batch=1))
+    assert_same_curve(folder, one_rank, 1e-5)
+
+
+def test_muon_runs_on_two_sharded_ranks_as_on_one(short, tmp_path):
+    muon = replace(short, optimizer="muon", lr=0.01, rest_lr=2**-8, steps=5)
+    train(muon, replace(CURVE, out=str(tmp_path / "one")))
+    two_ranks(muon, replace(CURVE, out=str(tmp_path / "two"), parallel="fsdp"))
+    assert_same_curve(tmp_path / "two", tmp_path / "one", 1e-3)
+
+
+def test_signal_to_two_ranks_saves_first(config, tmp_path):
+    folder = tmp_path / "run"
+    flags = "--width 64 --depth 1 --base-width 32 --steps 100000 --seq-len 16 --batch-size 2 --device cpu "
+    flags += f"--data {config.data} --out {folder}"
+    launcher = "-m torch.distributed.run --nproc-per-node 2 -m smupar train"
+    command = [sys.executable, *f"{launcher} {flags}".split()]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
+    deadline = time.monotonic() + 90
+    while not (folder / "metrics.jsonl").exists() or len(rows(folder)) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.terminate()
+    process.wait(timeout=60)
+    (saved,) = checkpoints(folder)
+    assert saved == f"step-{rows(folder)[-1]['step']:08d}" or int(saved[-8:]) > rows(folder)[-1]["step"]

@@ -1,0 +1,160 @@
+"""Stacks of runs that move and are measured, against the same runs one by one."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from smupar.lm.config.run import ModelConfig, RunConfig
+from smupar.lm.data import batches as data
+from smupar.lm.run.stack import GPTStack, stack_key
+from smupar.model.parameterize import mask_of
+from tests.lm.run.runs import CPU, stepper_of
+
+STACKED = RunConfig(
+    model=ModelConfig(width=64, depth=2, head_dim=32),
+    base_width=32,
+    sparsity=0.75,
+    lr=2**-7,
+    steps=40,
+    seq_len=32,
+    batch_size=4,
+    mask_every=8,
+    valid_batches=1,
+)
+
+
+def losses_one_by_one(steps, num=None):
+    return torch.tensor([steps.step(number).item() for number in range(num or steps.config.steps)])
+
+
+@pytest.fixture(scope="module")
+def library():
+    """The text of Python's standard library."""
+    return data.open_text(STACKED)
+
+
+@pytest.fixture(scope="module")
+def traces(library, tmp_path_factory):
+    """File of the trace of the dense model of base width, by optimizer."""
+    folder = tmp_path_factory.mktemp("traces")
+
+    @functools.cache
+    def file(**fields):
+        config = replace(STACKED, model=replace(STACKED.model, width=32), sparsity=0.0, record=True, **fields)
+        stepper = stepper_of(config, library)
+        losses_one_by_one(stepper)
+        path = folder / f"{config.id}.json"
+        stepper.updates.trace.save(path)
+        return str(path)
+
+    return file
+
+
+def assert_stack_is_one_by_one(bag, library, *, tolerance, steps=40, trace_tolerance=None, mask_tolerance=1e-4):
+    stack = GPTStack(bag, library, CPU)
+    losses = torch.stack([stack.step(number) for number in range(steps)])
+    for index, config in enumerate(bag):
+        alone = stepper_of(config, library)
+        expected = losses_one_by_one(alone, steps)
+        assert (losses[:, index] / expected - 1).abs().max() < tolerance, config
+        assert stack.sparsities[index] == pytest.approx(alone.sparsities[0], abs=1e-6)
+        different = num = 0
+        for name in stack.stack.hidden:
+            mask, ours = mask_of(alone.model, name), stack.stack.tensors.masks[name][index]
+            different += int((ours ^ (torch.ones_like(ours) if mask is None else mask)).sum())
+            num += ours.numel()
+        assert different < mask_tolerance * num, config  # weights that are equal but for a rounding may change places
+        if alone.updates is not None:
+            trace = stack.traces()[index]
+            assert trace.at == alone.updates.trace.at
+            assert trace.optimizer == alone.updates.trace.optimizer
+            assert trace.shapes == alone.updates.trace.shapes
+            for name, effects in alone.updates.trace.effects.items():
+                assert trace.effects[name] == pytest.approx(effects, rel=trace_tolerance or tolerance)
+    return stack, losses
+
+
+def mixed_bag(trace):
+    return [
+        replace(STACKED, follow=trace),
+        replace(STACKED, dynamic="rigl"),
+        replace(STACKED, dynamic="set", seed=1),
+        replace(STACKED, dynamic="gmp"),
+        replace(STACKED, dynamic="gmp", correction="fixed"),
+        replace(STACKED, dynamic="rigl", follow=trace, sparsity=0.9),
+        replace(STACKED, dynamic="gmp", follow=trace, allocation="erk"),
+        STACKED,
+    ]
+
+
+def test_mixed_bag_that_moves_gives_losses_masks_and_traces_of_single_runs(traces, library):
+    bag = mixed_bag(traces())
+    assert len({stack_key(config) for config in bag}) == 1
+    stack, losses = assert_stack_is_one_by_one(bag, library, tolerance=1e-4, trace_tolerance=1e-3)
+    assert len({round(loss, 6) for loss in losses[-1].tolist()}) == len(bag)
+    stack.refill(list(reversed(bag)))
+    again = torch.stack([stack.step(number) for number in range(12)])
+    torch.testing.assert_close(again.flip(1), losses[:12], rtol=1e-6, atol=0)
+    assert [trace.at for trace in stack.traces()] == [list(range(12))] * len(bag)
+
+
+@pytest.mark.parametrize(
+    ("fields", "steps", "tolerance"),
+    [
+        ({"optimizer": "lion", "lr": 2**-10, "weight_decay": 1.0}, 16, 1e-3),
+        ({"optimizer": "sgd", "lr": 0.1, "rest_lr": 2**-8}, 16, 1e-3),
+        ({"optimizer": "muon", "lr": 0.005, "rest_lr": 2**-8, "weight_decay": 1.0}, 8, 0.02),  # its products are in bf16
+        ({"optimizer": "adam", "weight_decay": 0.1}, 16, 1e-3),
+        ({"weight_decay": 1.0, "clip": 0.5}, 16, 1e-3),
+    ],
+    ids=["lion", "sgd", "muon", "adam", "adamw"],
+)
+def test_every_optimizer_follows_in_a_stack_as_alone(traces, library, fields, steps, tolerance):
+    shared = replace(STACKED, **fields, steps=steps)
+    trace = traces(**{name: value for name, value in fields.items() if name != "clip"})
+    bag = [replace(shared, follow=trace), replace(shared, follow=trace, dynamic="gmp", sparsity=0.9), shared]
+    assert_stack_is_one_by_one(
+        bag, library, tolerance=1e-3, steps=steps, trace_tolerance=tolerance, mask_tolerance=max(1e-4, tolerance / 2)
+    )
+
+
+def test_rounds_of_imp_in_a_stack_are_those_of_single_runs(traces, library):
+    imp = replace(STACKED, dynamic="imp", rounds=3, steps=24)
+    bag = [imp, replace(imp, correction="fixed"), replace(imp, follow=traces())]
+    assert_stack_is_one_by_one(bag, library, tolerance=1e-4, steps=24, trace_tolerance=1e-3)
+
+
+def test_rounds_of_imp_with_the_last_density_follow_in_a_stack_as_alone(traces, library):
+    imp = replace(STACKED, dynamic="imp", rounds=3, steps=24, correction="fixed", follow=traces())
+    assert_stack_is_one_by_one([imp, replace(imp, seed=1)], library, tolerance=1e-4, steps=24, trace_tolerance=1e-3)
+
+
+def test_rounds_of_imp_are_recorded_in_a_stack_as_alone(library):
+    imp = replace(STACKED, dynamic="imp", rounds=1, steps=50, record=True)
+    assert_stack_is_one_by_one([imp], library, tolerance=1e-4, steps=50, trace_tolerance=1e-3)
+
+
+def test_adamw_with_a_rate_of_its_own_for_the_rest_follows(traces, library):
+    follows = replace(STACKED, rest_lr=2**-8, steps=6, follow=traces())
+    assert_stack_is_one_by_one([follows], library, tolerance=1e-5, steps=6, trace_tolerance=1e-3)
+
+
+def test_stack_of_one_records_as_the_trainer(library):
+    config = replace(STACKED, record=True, steps=8)
+    assert_stack_is_one_by_one([config], library, tolerance=1e-5, steps=8, trace_tolerance=1e-3)
+
+
+def test_run_that_diverges_in_a_stack_says_so_in_its_trace_and_hurts_nobody(library):
+    calm = replace(STACKED, optimizer="sgd", lr=0.05, record=True, steps=6)
+    stack = GPTStack([calm, replace(calm, lr=1e12)], library, CPU)
+    for number in range(6):
+        stack.step(number)
+    calm_trace, wild_trace = stack.traces()
+    assert wild_trace.diverged
+    assert not calm_trace.diverged
+    alone = stepper_of(calm, library)
+    losses_one_by_one(alone)
+    for name, effects in alone.updates.trace.effects.items():
+        assert calm_trace.effects[name] == pytest.approx(effects, rel=1e-3)

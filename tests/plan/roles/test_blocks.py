@@ -1,0 +1,90 @@
+"""Roles in attention and MLP blocks."""
+
+from fractions import Fraction
+
+import pytest
+
+import smupar
+from tests.plan.roles.nets import LM, refusal, roles, suggested, widths
+
+
+def test_fused_qkv_is_hidden():
+    plan = smupar.make_plan(LM(32, fused=True), base=LM(8, fused=True))
+    assert roles(plan) == {
+        "embed.weight": "embedding",
+        "norm.weight": "vector",
+        "norm.bias": "vector",
+        "qkv.weight": "hidden",
+        "o_proj.weight": "hidden",
+        "gate.weight": "hidden",
+        "up.weight": "hidden",
+        "down.weight": "hidden",
+        "final.weight": "vector",
+        "head.weight": "unembedding",
+    }
+    assert widths(plan, "qkv.weight", "embed.weight", "head.weight", "norm.bias") == [(4, 4), (1, 4), (4, 1), (1, 4)]
+    assert plan["qkv.weight"].in_dims == (1,)
+    assert plan["qkv.weight"].scaling == (0, 1)
+
+
+def test_separate_q_k_v_o_are_hidden():
+    plan = smupar.make_plan(LM(32), base=LM(8))
+    names = [f"{part}_proj.weight" for part in "qkvo"]
+    assert [plan[name].role for name in names] == ["hidden"] * 4
+    assert widths(plan, *names) == [(4, 4)] * 4
+
+
+def test_grouped_query_attention_with_scaling_kv_is_hidden():
+    plan = smupar.make_plan(LM(32, num_kv_heads=4), base=LM(8, num_kv_heads=1))
+    assert plan["k_proj.weight"].shape == (16, 32)
+    assert [plan[f"{part}_proj.weight"].role for part in "qkvo"] == ["hidden"] * 4
+    assert widths(plan, "k_proj.weight", "v_proj.weight") == [(4, 4), (4, 4)]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_grouped_query_attention_with_fixed_kv_asks_and_the_line_works(tied):
+    # Keys and values look exactly like a readout: fan-in scales, fan-out does not.
+    model, base = (LM(width, num_kv_heads=1, tied=tied) for width in (32, 8))
+    error = refusal(model, base=base, match="cannot be inferred")
+    assert "k_proj.weight (4, 32), base (4, 8)" in str(error)
+    assert "v_proj.weight (4, 32), base (4, 8)" in str(error)
+    pasted = suggested(error)
+    assert pasted["k_proj.weight"] == pasted["v_proj.weight"] == "hidden"
+    plan = smupar.make_plan(model, base=base, roles=pasted)
+    assert [plan[name].role for name in ("k_proj.weight", "v_proj.weight")] == ["hidden", "hidden"]
+    assert widths(plan, "k_proj.weight", "v_proj.weight") == [(4, 1), (4, 1)]
+    # eta / m_in for Adam, eta m_out / m_in for SGD with m_out = 1
+    assert plan["k_proj.weight"].lr_factors["adam"] == 0.25
+    assert plan["k_proj.weight"].lr_factors["sgd"] == 0.25
+    assert dict(plan["embed.weight" if tied else "head.weight"].forward)["head"] == 0.25
+    assert plan["k_proj.weight"].forward == ()
+
+
+def test_fixed_kv_alone_may_be_named_and_the_head_is_then_found():
+    model, base = (LM(width, num_kv_heads=1) for width in (32, 8))
+    plan = smupar.make_plan(model, base=base, roles={"[kv]_proj.weight": "hidden"})
+    assert plan["head.weight"].role == "unembedding"
+
+
+def test_gated_mlp_has_its_own_multiplier_for_d_ff():
+    plan = smupar.make_plan(LM(32, d_ff=120), base=LM(8, d_ff=24))
+    assert [plan[name].role for name in ("gate.weight", "up.weight", "down.weight")] == ["hidden"] * 3
+    assert widths(plan, "gate.weight", "up.weight", "down.weight") == [(4, 5), (4, 5), (5, 4)]
+    assert plan["gate.weight"].lr_factors == {"adam": 1 / 4, "sgd": 5 / 4, "muon": 1.0}
+    assert plan["down.weight"].lr_factors == {"adam": 1 / 5, "sgd": 4 / 5, "muon": 1.0}
+
+
+def test_multipliers_may_be_fractional_and_below_one():
+    plan = smupar.make_plan(LM(12, d_ff=20), base=LM(32, d_ff=48))
+    assert widths(plan, "gate.weight", "head.weight") == [(Fraction(3, 8), Fraction(5, 12)), (Fraction(3, 8), 1)]
+    assert plan["head.weight"].forward == (("head", pytest.approx(8 / 3, rel=1e-15)),)
+
+
+def test_mlp_that_alone_scales_inside_a_fixed_network_asks():
+    # Only d_ff differs: up looks like an input, down like a readout, and both are hidden.
+    model, base = LM(8, d_ff=64), LM(8, d_ff=16)
+    error = refusal(model, base=base)
+    assert suggested(error) == {"gate.weight": "hidden", "up.weight": "hidden", "down.weight": "hidden"}
+    plan = smupar.make_plan(model, base=base, roles=suggested(error))
+    assert widths(plan, "up.weight", "down.weight") == [(1, 4), (4, 1)]
+    assert plan["q_proj.weight"].role == "fixed"

@@ -1,0 +1,189 @@
+"""Bases that do not fit, roles that do not exist, and models that ask."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import smupar
+from tests.models import sequential
+from tests.plan.roles.nets import LM, EncoderDecoder, Raw, TwoHeads, WithGetter, refusal, roles, suggested
+
+
+def test_base_and_model_may_live_on_meta():
+    with torch.device("meta"):
+        base, model = LM(8, tied=True), LM(32, tied=True)
+    on_meta = smupar.make_plan(model, base=base)
+    assert on_meta.to_json() == smupar.make_plan(LM(32, tied=True), base=LM(8, tied=True)).to_json()
+    assert on_meta["embed.weight"].forward == (("embed", 1.0), ("head", 0.25))
+
+
+def test_lazy_modules_ask_for_a_forward_pass_and_work_after_it():
+    def model(width):
+        return nn.Sequential(nn.LazyLinear(width), nn.ReLU(), nn.LazyLinear(2))
+
+    lazy, base = model(16), model(4)
+    with pytest.raises(ValueError, match=r"'0.weight' of the model has no shape yet"):
+        smupar.make_plan(lazy, base=base)
+    lazy(torch.zeros(1, 3))
+    with pytest.raises(ValueError, match=r"'0.weight' of base has no shape yet"):
+        smupar.make_plan(lazy, base=base)
+    base(torch.zeros(1, 3))
+    plan = smupar.make_plan(lazy, base=base)
+    assert roles(plan) == {"0.weight": "embedding", "0.bias": "vector", "2.weight": "unembedding", "2.bias": "fixed"}
+
+
+def test_roles_overrule_what_would_be_inferred():
+    plan = smupar.make_plan(
+        sequential(64), base=sequential(16), roles={"2.weight": ("hidden", 0), "0.weight": "fixed"}, density=0.5
+    )
+    assert plan["2.weight"].in_dims == (0,)
+    assert plan["0.weight"].role == "fixed"
+    assert plan["0.weight"].forward == ()
+
+
+def test_table_of_biases_for_the_heads_is_no_embedding():
+    class Relative(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.tokens = nn.Embedding(20, width)
+            self.bias = nn.Embedding(32, width // 4)
+            self.inner = nn.Linear(width, width)
+            self.head = nn.Linear(width, 20)
+
+    plan = smupar.make_plan(Relative(64), base=Relative(16), alpha_input=5)
+    assert roles(plan)["bias.weight"] == "vector"
+    assert plan["bias.weight"].forward == ()
+    assert plan["tokens.weight"].forward == (("tokens", 5.0),)
+
+
+def untied_decoder(width):
+    """As many parameters under the same canonical names, tied in fewer places."""
+    model = EncoderDecoder(width, share="module")
+    model.head.weight = model.encoder["embed"].weight
+    model.decoder["embed"] = nn.Identity()
+    return model
+
+
+def with_scale(width, *shape):
+    model = sequential(width)
+    model.scale = nn.Parameter(torch.ones(shape))
+    return model
+
+
+MLP = {"model": lambda: sequential(64), "base": lambda: sequential(16)}
+NO_ROLE = r"roles: '2.weight' of shape \(64, 64\).*embedding, hidden, unembedding, vector, fixed"
+REFUSED = {
+    "another class": ({"model": lambda: LM(32), "base": lambda: sequential(8)}, "base is a Sequential, the model a LM"),
+    "another depth": (
+        {**MLP, "base": lambda: sequential(16)[:3]},
+        r"base has 4 parameters and the model 6 \(only in the model: 4.bias, 4.weight\)(.|\n)*same depth",
+    ),
+    "tied in the model": (
+        {"model": lambda: LM(32, tied=True), "base": lambda: LM(8)},
+        r"'head.weight' is tied to another parameter in one of model and base.*to_empty unties",
+    ),
+    "tied in other places": (
+        {"model": lambda: EncoderDecoder(16, share="weight"), "base": lambda: untied_decoder(4)},
+        r"'encoder.embed.weight' is tied in one of model and base",
+    ),
+    "other dimensions": (
+        {"model": lambda: with_scale(64, 64, 1), "base": lambda: with_scale(16, 16)},
+        r"'scale' has shape \(64, 1\) in the model and \(16,\) in base",
+    ),
+    # A head of another vocabulary scales on both sides and would pass for a hidden weight.
+    "other outputs": (
+        {"model": lambda: sequential(64, num_out=100), "base": lambda: sequential(16, num_out=50)},
+        "do the outputs of model and base differ in number",
+    ),
+    "delta of another class": ({**MLP, "delta": lambda: LM(8)}, "delta is a LM, the model a Sequential"),
+    "delta of another depth": ({**MLP, "delta": lambda: sequential(32)[:3]}, "delta has 4 parameters and the model 6"),
+    "glob without a match": (
+        {**MLP, "roles": {"layers.*": "hidden"}},
+        r"roles: 'layers.\*' matches none of the parameters: 0.weight, 0.bias",
+    ),
+    "glob after another": ({**MLP, "roles": {"2.*": "fixed", "2.weight": "hidden"}}, r"'2.weight' has no effect"),
+    "hidden without its input dimension": (
+        {"model": lambda: Raw(16, expand=3), "base": lambda: Raw(4, expand=3), "roles": {"expand": "hidden"}},
+        r"roles=\{'expand': \('hidden', IN_DIM\)\}",
+    ),
+    **{
+        f"role {role}": ({**MLP, "roles": {"2.weight": role}}, NO_ROLE)
+        for role in ("readout", ("hidden", 2), ("hidden", -1), ("embedding", 0))
+    },
+}
+
+
+@pytest.mark.parametrize(("given", "message"), REFUSED.values(), ids=REFUSED)
+def test_mistakes_are_refused_by_name(given, message):
+    refusal(**{name: value() if callable(value) else value for name, value in given.items()}, match=message)
+
+
+def weight_norm(norm):
+    def build(width):
+        layers = sequential(width)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # that one of them is old is the point
+            norm(layers[2])
+        return layers
+
+    return build
+
+
+def stack(width):
+    return nn.ModuleDict({"layers": nn.ModuleList(LM(width, num_kv_heads=1, tied=True) for _ in range(3))})
+
+
+def head_first(width):
+    return nn.ModuleDict({"head": nn.Linear(width, 3), "embed": nn.Embedding(9, width), "fc": nn.Linear(width, width)})
+
+
+def cnn(width):
+    return nn.Sequential(nn.Conv2d(3, width, 3), nn.Conv2d(width, width, 3), nn.Flatten(), nn.Linear(width * 16, 10))
+
+
+class Weight(nn.Module):
+    """A layer written by hand."""
+
+    def __init__(self, *shape):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(*shape))
+
+
+def by_hand(width):
+    return nn.ModuleDict({"table": Weight(50, width), "mix": Weight(width, width), "head": Weight(50, width)})
+
+
+def second_head(width):
+    return WithGetter(width, probe=True)
+
+
+KV = {"layers.*.k_proj.weight": "hidden", "layers.*.v_proj.weight": "hidden"}  # one line for all layers, numbers as stars
+ASKS = {
+    "keys and values of fixed size": (stack, 32, 8, "roles=", KV),
+    "two heads": (TwoHeads, 16, 4, "cannot be inferred(.|\n)*policy.weight", None),
+    "two heads at base width": (TwoHeads, 4, 4, "cannot be inferred(.|\n)*policy.weight", None),
+    "a second head": (second_head, 16, 4, "cannot be inferred", {"probe.weight"}),
+    "a second head at base width": (second_head, 4, 4, "cannot be inferred", {"probe.weight"}),
+    "a head that is not last": (head_first, 16, 4, "reads a scaling input and writes a fixed output", {"head.weight"}),
+    "a flattened image": (cnn, 16, 16, "roles=", {"3.weight": "unembedding"}),
+    "layers written by hand": (
+        by_hand, 128, 32, "does not tell whether it reads or writes",
+        {"table.weight": "embedding", "head.weight": "unembedding"},
+    ),
+    # The norm of such a weight is a tensor of its own, so an init of the other would change nothing.
+    "weight norm": (
+        weight_norm(parametrizations.weight_norm), 64, 16,
+        r"original1 .*one of several tensors that make a weight; better remove", None,
+    ),
+    "old weight norm": (weight_norm(nn.utils.weight_norm), 64, 24, r"2\.weight_v", None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("build", "width", "base_width", "message", "suggestion"), ASKS.values(), ids=ASKS)
+def test_models_that_do_not_tell_ask_with_a_line_to_paste(build, width, base_width, message, suggestion):
+    error = refusal(build(width), base=build(base_width), match=message)
+    if suggestion is not None:
+        assert (suggested(error) if isinstance(suggestion, dict) else suggested(error).keys()) == suggestion

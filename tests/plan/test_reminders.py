@@ -1,0 +1,113 @@
+"""What only the user can set, and how a plan says so."""
+
+import pytest
+import torch
+from torch import nn
+
+import smupar
+from tests.models import on_meta
+from tests.plan.nets import ALPHA_INPUT, ALPHA_OUTPUT, MLP, attention_plan, plan_mlp
+
+
+def test_attention_scale_is_a_number_and_reading_it_changes_nothing():
+    plan = attention_plan()
+    before = plan.to_json()
+    assert plan.attention_scale(80) == 1 / 80
+    assert plan.to_json() == before
+    assert "plan.settle('attention_scale')" in plan.pending["attention_scale"]
+
+
+class QueryLayer(nn.Linear):
+    pass
+
+
+def named_layer(width, leaf, kind=nn.Linear):
+    model = MLP(width)
+    model.add_module(leaf, kind(width, width))
+    model.add_module("head", model._modules.pop("head"))  # the readout stays last
+    return model
+
+
+@pytest.mark.parametrize("leaf", ["attn", "self_attn", "c_attn", "attention", "qkv", "q_proj", "query_key_value", "wq"])
+def test_attention_is_told_by_the_names_of_modules(leaf):
+    plan = smupar.make_plan(on_meta(named_layer, 64, leaf), base=on_meta(named_layer, 16, leaf))
+    assert set(plan.pending) == {"attention_scale"}
+
+
+def test_attention_is_told_by_the_classes_of_modules():
+    model, base = (on_meta(named_layer, width, "mixer", QueryLayer) for width in (64, 16))
+    assert set(smupar.make_plan(model, base=base).pending) == {"attention_scale"}
+
+
+@pytest.mark.parametrize("leaf", ["mixer", "pattern", "attribute", "v_proj"])
+def test_other_names_are_no_attention(leaf):
+    plan = smupar.make_plan(on_meta(named_layer, 64, leaf), base=on_meta(named_layer, 16, leaf))
+    assert plan.pending == {}
+
+
+def test_attention_scale_of_sp_is_what_models_do_anyway():
+    plan = attention_plan(rule="sp")
+    assert plan.pending == {}
+    assert plan.attention_scale(64) == 0.125
+
+
+@pytest.mark.parametrize("head_dim", [0, -1])
+def test_attention_scale_of_no_head_raises_and_settles_nothing(head_dim):
+    plan = attention_plan()
+    with pytest.raises(ValueError, match="head_dim"):
+        plan.attention_scale(head_dim)
+    assert "attention_scale" in plan.pending
+
+
+def test_models_without_attention_have_nothing_pending():
+    assert plan_mlp(64, 16, alpha_input=ALPHA_INPUT, alpha_output=ALPHA_OUTPUT).pending == {}
+
+
+def test_logits_made_out_of_sight_are_pending():
+    plan = attention_plan(alpha_output=2.0)
+    assert plan.output_factor == 0.5
+    assert "plan.output_factor = 0.5" in plan.pending["output_factor"]
+
+
+def test_settle_settles_one_reminder():
+    plan = attention_plan()
+    assert set(plan.pending) == {"attention_scale", "output_factor"}
+    plan.settle("output_factor")
+    assert set(plan.pending) == {"attention_scale"}
+    plan.settle("output_factor")  # said twice, or under a rule that does not ask for it
+    assert set(plan.pending) == {"attention_scale"}
+
+
+@pytest.mark.parametrize("name", ["attention scale", "scale", ""])
+def test_settle_of_an_unknown_name_lists_the_reminders(name):
+    plan = attention_plan()
+    with pytest.raises(ValueError, match=f"'{name}': choose one of attention_scale, output_factor, input_factor"):
+        plan.settle(name)
+    assert set(plan.pending) == {"attention_scale", "output_factor"}
+
+
+def test_waive_is_gone():
+    with pytest.raises(AttributeError):
+        attention_plan().waive("output_factor")
+
+
+class RawTable(nn.Module):
+    """Reads a parameter of its own."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.table, self.hidden, self.last = nn.Parameter(torch.randn(50, width)), nn.Linear(width, width), nn.Linear(width, 3)
+
+
+class GroupedInput(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.first, self.hidden = nn.Conv1d(6, width, 3, groups=2), nn.Conv1d(width, width, 3)
+        self.last = nn.Linear(width, 3)
+
+
+@pytest.mark.parametrize("kind", [RawTable, GroupedInput])
+def test_alpha_input_that_nothing_applies_is_pending(kind):
+    assert "alpha_input = 9" in smupar.make_plan(kind(64), base=kind(16), alpha_input=9.0).pending["input_factor"]
+    assert "input_factor" not in smupar.make_plan(kind(64), base=kind(16)).pending
+    assert "input_factor" not in smupar.make_plan(kind(64), base=kind(16), rule="sp", alpha_input=9.0).pending
