@@ -162,14 +162,10 @@ def _svg_line(line: Line, px: Any, py: Any) -> str:
         value = "diverged" if math.isinf(point.y) else f"{point.y:.4f}"
         text = html.escape(f"{line.label}: {value} at {point.x:.4g}. {point.text}")
         x, y = px(point.x), py(point.y)
-        is_above = y < _TOP
-        shape = f"M{x - 5:.1f} {_TOP + 8} L{x + 5:.1f} {_TOP + 8} L{x:.1f} {_TOP} Z" if is_above else _disc(x, y)
-        parts.append(f"<path d='{shape}' fill='{colour}' data-text='{text}'><title>{text}</title></path>")
+        triangle = f"<path d='M{x - 5:.1f} {_TOP + 8} L{x + 5:.1f} {_TOP + 8} L{x:.1f} {_TOP} Z'"
+        shape = triangle if y < _TOP else f"<circle cx='{x:.1f}' cy='{y:.1f}' r='4'"
+        parts.append(f"{shape} fill='{colour}' data-text='{text}'><title>{text}</title></{'path' if y < _TOP else 'circle'}>")
     return "".join(parts)
-
-
-def _disc(x: float, y: float, r: float = 4.0) -> str:
-    return f"M{x - r:.1f} {y:.1f} a{r} {r} 0 1 0 {2 * r} 0 a{r} {r} 0 1 0 {-2 * r} 0 Z"
 
 
 def legend(lines: Sequence[Line]) -> str:

@@ -81,7 +81,7 @@ pre{background:#f6f6f6;padding:.6rem;overflow:auto}
 """
 
 _SCRIPT = """const tip=document.getElementById('tip');
-document.querySelectorAll('circle').forEach(c=>{c.addEventListener('mousemove',e=>{tip.textContent=c.dataset.text;
+document.querySelectorAll('[data-text]').forEach(c=>{c.addEventListener('mousemove',e=>{tip.textContent=c.dataset.text;
 tip.style.display='block';tip.style.left=(e.clientX+14)+'px';tip.style.top=(e.clientY+10)+'px'});
 c.addEventListener('mouseleave',()=>tip.style.display='none')});
 document.querySelectorAll('th').forEach((th,i)=>th.addEventListener('click',()=>{const b=th.closest('table').tBodies[0];

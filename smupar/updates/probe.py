@@ -21,9 +21,22 @@ _INPUT = "smupar_input"
 
 
 def some_rows(x: Tensor) -> Tensor:
-    """The first tokens of a batch. If there are too few, they are repeated, so that a mean is over them alone."""
-    rows = x.reshape(-1, x.shape[-1])[:NUM_TOKENS]
-    return rows if len(rows) == NUM_TOKENS else rows.repeat(-(-NUM_TOKENS // max(1, len(rows))), 1)[:NUM_TOKENS]
+    """Tokens from the whole batch. If there are too few, they are repeated, so that a mean is over them alone."""
+    rows = x.reshape(-1, x.shape[-1])
+    if len(rows) < NUM_TOKENS:
+        return rows.repeat(-(-NUM_TOKENS // max(1, len(rows))), 1)[:NUM_TOKENS]
+    return rows[spread(len(rows), NUM_TOKENS, x.device)]
+
+
+def spread(num_rows: int, most: int, device: torch.device) -> Tensor:
+    """Up to ``most`` row numbers at equal distances. The distance has no factor in common with the number of rows. If it
+    divided the length of a sequence, it would see the same few positions of each, such as the class token of every image."""
+    if num_rows <= most:
+        return torch.arange(num_rows, device=device)
+    step = -(-num_rows // most)
+    while math.gcd(step, num_rows) > 1:
+        step += 1
+    return torch.arange(most, device=device) * step % num_rows
 
 
 @contextmanager

@@ -111,8 +111,9 @@ def inputs_of(model, names, x):
 
 
 def used_rows(x):
+    """128 of a layer's inputs: of a batch of 200 every third one, round and round, since 2 divides 200."""
     rows = x.flatten(0, -2)
-    return rows[torch.arange(128) % len(rows)]
+    return rows[torch.arange(128) * (3 if len(rows) == 200 else 1) % len(rows)]
 
 
 def rms(x):

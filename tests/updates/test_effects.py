@@ -9,7 +9,7 @@ from torch import nn
 import smupar
 from smupar.plan.optimizers import family_of
 from smupar.updates.meter import UpdatesWarning
-from smupar.updates.probe import NUM_TOKENS
+from smupar.updates.probe import NUM_TOKENS, some_rows
 from smupar.updates.trace import Trace, due
 from tests.loops import OPTIMIZERS, adamw, assert_same_tensors, loss_of, make_step, optimizers_of, used_lrs, weights_of
 from tests.models import CLASSES
@@ -329,3 +329,11 @@ def test_updates_are_measured_however_a_layer_is_called(how):
         model(torch.randn(6 if how == "one row" else (4, 6), dtype=dtype)).square().mean().backward()
         optimizer.step()
     assert all(values[0] > 0 for values in trace.effects.values())
+
+
+def test_inputs_come_from_all_positions_of_a_batch():
+    """The first 128 of 8 sequences of 64 tokens would all be of two of them."""
+    rows = some_rows(torch.arange(8 * 64.0).view(8, 64, 1)).flatten()
+    assert len(set(rows.tolist())) == NUM_TOKENS
+    assert set((rows // 64).tolist()) == set(range(8))
+    assert set((rows % 64).tolist()) == set(range(64))

@@ -21,6 +21,7 @@ from smupar.model.parameterize import FACTOR
 from smupar.plan.layers import IMAGES, kind_of
 from smupar.plan.parameters import parent_path
 from smupar.plan.plan import Plan
+from smupar.updates.probe import spread
 
 MAX_ROWS = 256
 MAX_IMAGES = 8  # of a convolution, whose rows are all positions of an image
@@ -230,18 +231,7 @@ def _rows(module: nn.Module, values: Tensor, *, output: bool = False) -> Tensor:
         batched = values.ndim == module.weight.ndim  # one image has no batch
         return values[:MAX_IMAGES].clone() if batched else values.clone()
     rows = values.flatten() if kind.is_lookup and not output else values.reshape(-1, values.shape[-1])
-    return rows[_spread(len(rows)).to(rows.device)]
-
-
-def _spread(num_rows: int) -> Tensor:
-    """Up to MAX_ROWS row numbers at equal distances. The distance has no factor in common with the number of rows. If it
-    divided the length of a sequence, it would see the same few positions of each, such as the class token of every image."""
-    if num_rows <= MAX_ROWS:
-        return torch.arange(num_rows)
-    step = -(-num_rows // MAX_ROWS)
-    while math.gcd(step, num_rows) > 1:
-        step += 1
-    return torch.arange(MAX_ROWS) * step % num_rows
+    return rows[spread(len(rows), MAX_ROWS, rows.device)]
 
 
 def _first_tensor(value: Any) -> Tensor | None:

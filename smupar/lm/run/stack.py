@@ -26,7 +26,6 @@ from smupar.lm.run.schedule import lr_share
 from smupar.lm.run.step import next_token_loss
 from smupar.output.files import write_atomic
 from smupar.plan.plan import Plan, PlanWarning
-from smupar.updates.probe import NUM_TOKENS
 from smupar.updates.stacked import StackedUpdates
 from smupar.updates.trace import Trace
 
@@ -143,7 +142,7 @@ class GPTStack:
     def step(self, step: int) -> Tensor:
         batch, shares = self._batch(self.corpus.train, step), [lr_share(step, config) for config in self.configs]
         if self.updates is not None:
-            self.updates.before(step, self._start_of(batch))
+            self.updates.before(step, batch)
         if self.sparsifier is not None:
             self.sparsifier.before(step + 1, batch)
         losses = self.stack.step(batch, shares)
@@ -152,12 +151,6 @@ class GPTStack:
         if self.sparsifier is not None:
             self.sparsifier.after(step + 1)
         return losses
-
-    def _start_of(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """The sequences of a batch that are measured."""
-        num = -(-NUM_TOKENS // self.configs[0].seq_len)
-        inputs, targets = (part[:, :num] if self.own_batches else part[:num] for part in batch)
-        return inputs, targets
 
     def validate(self, *, until: Callable[[], bool] = lambda: False) -> list[float] | None:
         """Mean loss of every run over the same validation batches; None if it was told to stop earlier."""

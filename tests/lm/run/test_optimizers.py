@@ -118,7 +118,7 @@ def test_only_optimizers_that_mix_entries_move_weights_without_gradient(name):
 
 
 def test_stack_has_the_updates_that_the_table_says():
-    assert tuple(name.lower() for name in stacked._CHANGES) == names_with("stackable") == stacked.SUPPORTED
+    assert tuple(name.lower() for name in stacked.CHANGES) == names_with("stackable") == stacked.SUPPORTED
 
 
 def test_optimizer_is_known_by_name_class_and_instance():
