@@ -127,7 +127,7 @@ def plan(preset: Preset = "demo", /, *, config: Run, hps: str | None = None, jso
 
     Args:
         preset: The configuration that flags change: demo, 610m, paper-610m or paper-iso.
-        hps: best.json of `smupar tune`, for init and alphas. It holds for any width, density and depth.
+        hps: best.json of `smupar tune`, for init and alphas. It holds for any width and density.
         json: Print the plan as JSON, for smupar.Plan.from_json.
     """
     from smupar.lm.model.gpt import plan_on_meta
@@ -153,7 +153,7 @@ def train(
 
     Args:
         preset: The configuration that flags change: demo, 610m, paper-610m or paper-iso.
-        hps: best.json of `smupar tune`, for learning rate, init and alphas. It holds for any width, density and depth.
+        hps: best.json of `smupar tune`, for learning rate, init and alphas. It holds for any width and density.
         dry_run: Print parameters, FLOPs, memory and hours, and train nothing.
     """
     run = resolve_training(request_of(config, preset, hps), dry_run=dry_run, machine=machine)
