@@ -62,6 +62,13 @@ def test_page_links_to_files_that_exist(page):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+OF_OTHERS = {  # names that torch, transformers, Lightning and mup have
+    *("AveragedModel", "use_buffers", "resize_token_embeddings", "load_from_checkpoint", "lm_head", "MuAdam"),
+    *("gradient_accumulation_steps", "torch_compile"),
+    *("assert_hidden_size_inf", "get_coord_data", "get_shapes", "plot_coord_data"),
+}
+
+
 def _pages_of(nav: object) -> list[str]:
     if isinstance(nav, str):
         return [nav]
@@ -70,15 +77,14 @@ def _pages_of(nav: object) -> list[str]:
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
-def test_page_names_files_and_classes_that_exist(page):
-    """In backticks: paths of this repository, and words in capitals that look like a class."""
+def test_page_names_files_and_names_that_exist(page):
+    """In backticks: paths of this repository, and words that look like a class, a constant or a function."""
     code = "\n".join(path.read_text() for path in sorted((ROOT / "smupar").rglob("*.py")))
     quoted = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE))
     paths = [word for word in quoted if re.fullmatch(r"(smupar|tests|docs|examples)/[\w/.-]+", word) and "NAME" not in word]
     assert [word for word in paths if not (ROOT / word).exists()] == []
-    classes = [word for word in quoted if re.fullmatch(r"([A-Z][a-z]+){2,}", word)]
-    of_others = {"AveragedModel", "MuAdam"}  # torch's and mup's
-    assert [word for word in classes if word not in of_others and not re.search(rf"\b{word}\b", code)] == []
+    names = [word for word in quoted if re.fullmatch(r"([A-Z][a-z]+){2,}|\w*_\w*|[A-Z]{3,}", word)]
+    assert set(names) - OF_OTHERS - set(re.findall(r"\w+", code)) == set()
 
 
 def test_every_page_is_in_the_menu_of_the_site_once():
