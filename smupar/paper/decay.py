@@ -7,6 +7,7 @@ with its neighbours at some densities. Losses are those of validation.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from typing import NamedTuple
 
@@ -39,15 +40,19 @@ _SIZES = {
 }
 
 
-def runs(scale: Scale) -> list[RunConfig]:
+def decay_run(scale: Scale, density: float, width: int | None = None, **fields: object) -> RunConfig:
+    """A run of the study; of the width and length of most of them where nothing else is said."""
     size = _SIZES[scale.name]
+    rule = "mup" if density == 1 else "smupar"
+    start = scale.run("sweep", rule=rule, width=width or size.width, sparsity=1 - density)
+    return with_fields(start, {"steps": size.steps, **_SETTINGS, **fields})
+
+
+def runs(scale: Scale) -> list[RunConfig]:
+    size, run = _SIZES[scale.name], partial(decay_run, scale)
     base_width = scale.run("sweep").base_width
     few = [density for density in size.densities if density >= 1 / 32]
     seeds = range(size.num_seeds)
-
-    def run(density: float, width: int = size.width, **fields: object) -> RunConfig:
-        start = scale.run("sweep", rule="mup" if density == 1 else "smupar", width=width, sparsity=1 - density)
-        return with_fields(start, {"steps": size.steps, **_SETTINGS, **fields})
 
     asked = [
         *(run(density, weight_decay=decay, seed=seed) for seed in seeds for decay in DECAYS for density in size.densities),

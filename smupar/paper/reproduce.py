@@ -37,7 +37,7 @@ from smupar.study.sweep import sweep_from_json
 MADE_ON = "made-on.json"  # the device and versions of what is measured without runs
 FIGURES = (
     *("tab01", "fig01", "fig03", "fig05", "fig06", "fig07", "fig08", "fig09", "fig10", "fig11", "fig12", "fig13", "fig14"),
-    *("tab02", "tab03", "tab04", "patterns", "thin", "decay"),
+    *("tab02", "tab03", "tab04", "patterns", "thin", "decay", "drift"),
 )
 FINDINGS = {
     1: "Increasing sparsity makes activations and gradients vanish under SP and muP",

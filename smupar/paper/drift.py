@@ -1,0 +1,105 @@
+"""Beyond the paper: what one update does to the layers of a sparse model, over a whole run, as a multiple of the dense model's.
+
+SmuPar makes the ratio 1 at the first steps. Runs are those of the decay study, recorded.
+"""
+
+from __future__ import annotations
+
+import math
+from statistics import fmean
+
+from smupar.lm.config.run import RunConfig
+from smupar.output.files import write_atomic
+from smupar.output.tables import aligned
+from smupar.paper.decay import decay_run
+from smupar.paper.figure import Claim, Figure, Place, Rows, all_of
+from smupar.paper.settings import WEIGHT_DECAY, Scale
+from smupar.study.curves import Line, Panel, Point, draw_png
+from smupar.study.space import with_fields
+from smupar.updates.trace import Trace
+
+_DENSITIES = {"cpu": (1.0, 1 / 8), "small": (1.0, 1 / 8, 1 / 32), "paper": (1.0, 1 / 8, 1 / 32)}
+_WAYS: dict[str, dict[str, object]] = {"no decay": {"weight_decay": 0.0}, "independent": {}, "coupled": {"decay": "coupled"}}
+_NUM_STEPS_SHOWN = 8
+
+Ratios = dict[str, dict[int, float]]  # by way and density, and step, counted from 1
+
+
+def runs(scale: Scale) -> list[RunConfig]:
+    """Each density with each way of decay. The dense model is wider than the base, so coupled decay is another for it too."""
+    return [
+        with_fields(decay_run(scale, density, record=True), {"weight_decay": WEIGHT_DECAY, **way})
+        for way in _WAYS.values()
+        for density in _DENSITIES[scale.name]
+    ]
+
+
+def measure(place: Place, rows: Rows) -> Ratios:
+    """Reads the traces, and writes table and picture."""
+    traces = {(_way(row.config), row.config.density): Trace.load(place.runs / row.config.id / "trace.json") for row in rows}
+    ratios = {
+        f"{way}, density 1/{1 / density:g}": _ratios(trace, traces[way, 1.0])
+        for (way, density), trace in traces.items()
+        if density is not None and density < 1
+    }
+    write_atomic(place.folder / "table.txt", _table(ratios))
+    draw_png(_panels(ratios), place.folder / "picture.png", FIGURE.title)
+    return ratios
+
+
+def _way(run: RunConfig) -> str:
+    return "no decay" if run.weight_decay == 0 else run.decay
+
+
+def _ratios(trace: Trace, dense: Trace) -> dict[int, float]:
+    """At steps that double: the geometric mean over layers, and over measured steps within a tenth of that step."""
+    logs = {
+        step + 1: fmean(math.log(trace.effects[name][index] / dense.effects[name][index]) for name in trace.effects)
+        for index, step in enumerate(trace.at)
+    }
+    last = max(logs)
+    steps = sorted({1, *(round(last / 2**number) for number in range(_NUM_STEPS_SHOWN))})
+    return {step: math.exp(fmean(log for at, log in logs.items() if 0.9 * step <= at <= 1.1 * step)) for step in steps if step}
+
+
+def _table(ratios: Ratios) -> str:
+    steps = list(next(iter(ratios.values())))
+    rows = [[name, *(f"{own[step]:.2f}" for step in steps)] for name, own in ratios.items()]
+    return aligned([["step", *map(str, steps)], *rows]) + "\n"
+
+
+def _panels(ratios: Ratios) -> list[Panel]:
+    panels = []
+    for way in _WAYS:
+        own = {name.partition(", ")[2]: points for name, points in ratios.items() if name.startswith(f"{way},")}
+        lines = tuple(
+            Line(name, tuple(Point(step, ratio) for step, ratio in points.items()), number / max(1, len(own) - 1))
+            for number, (name, points) in enumerate(own.items())
+        )
+        panels.append(Panel(way, "step", "effect of an update, over the dense model's", lines))
+    return panels
+
+
+def claim(ratios: Ratios) -> Claim:
+    """At the lowest density."""
+    last = {way: next(own for name, own in reversed(ratios.items()) if name.startswith(f"{way},")) for way in _WAYS}
+    step = max(last["no decay"])
+    first, ends = last["no decay"][1], {way: own[step] for way, own in last.items()}
+    return all_of(
+        Claim(
+            ends["no decay"] > 2 * first,
+            f"without decay the effect of an update grows from {first:.2g}x the dense model's at step 1 to "
+            f"{ends['no decay']:.2g}x at step {step}",
+        ),
+        Claim(ends["independent"] < ends["no decay"] / 2, f"with independent decay it ends at {ends['independent']:.2g}x"),
+        Claim(ends["coupled"] < ends["no decay"] / 2, f"with coupled decay it ends at {ends['coupled']:.2g}x"),
+    )
+
+
+FIGURE = Figure(
+    title="What an update does in a sparse model, over a whole run",
+    shows="The paper looks at the first ten steps, in Figure 5.",
+    runs=runs,
+    measure=measure,
+    claim=claim,
+)
