@@ -76,7 +76,7 @@ def _panels(ratios: Ratios) -> list[Panel]:
             Line(name, tuple(Point(step, ratio) for step, ratio in points.items()), number / max(1, len(own) - 1))
             for number, (name, points) in enumerate(own.items())
         )
-        panels.append(Panel(way, "step", "effect of an update, over the dense model's", lines))
+        panels.append(Panel(way, "step", "effect of an update, over the dense model's", lines, whole_y=True))
     return panels
 
 

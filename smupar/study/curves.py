@@ -41,6 +41,7 @@ class Panel:
     marked_x: float | None = None  # of a vertical line
     marked_label: str = ""
     log_x: bool = True
+    whole_y: bool = False  # whether every value is shown, and not only those near the best
 
 
 def line_of(curve: Curve, label: str, colour: float) -> Line:
@@ -54,7 +55,8 @@ def y_range(panels: Sequence[Panel]) -> tuple[float, float]:
     if not finite:
         return 0.0, 1.0
     low = min(finite)
-    interesting = 0.9 if len(finite) > 24 else 1.0  # few points are all shown
+    is_whole = len(finite) <= 24 or any(panel.whole_y for panel in panels)
+    interesting = 1.0 if is_whole else 0.9
     high = max(sorted(finite)[int(interesting * (len(finite) - 1))], low * 1.05)
     return low - 0.05 * (high - low), high + 0.05 * (high - low)
 
@@ -72,12 +74,16 @@ def draw_png(panels: Sequence[Panel], path: Path, title: str = "", *, columns: i
     for unused in grid.flat[len(panels) :]:
         unused.set_visible(False)
     shared = [line.label for line in panels[-1].lines]  # one legend for all panels that have the same lines
+    many = max(len(panel.lines) for panel in panels) > 4  # a legend of so many would hide them: it stands beside all panels
     for number, (panel, axis) in enumerate(zip(panels, axes, strict=True)):
         _draw_panel(panel, axis, *y_range([other for other in panels if other.y_label == panel.y_label]))
-        if panel is panels[-1] or [line.label for line in panel.lines] != shared:
+        if not many and (panel is panels[-1] or [line.label for line in panel.lines] != shared):
             axis.legend(fontsize=8, loc="best")
         if number % columns == 0 or panel.y_label != panels[number - 1].y_label:
             axis.set_ylabel(panel.y_label)
+    if many:
+        keys = {label: key for axis in axes for key, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+        figure.legend(keys.values(), keys.keys(), fontsize=8, loc="outside right center")
     if title:
         figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=150)
