@@ -20,6 +20,8 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import ParametrizationList
 
+from smupar.plan.settings import refuse
+
 ROWS, IMAGES, INDICES = "rows", "images", "indices"
 GROUPED_DIM = 1  # of a convolution's weight, transposed or not: it counts the channels of one group
 LINEAR = "linear"  # a product: x @ W.T or x @ W, whichever dimension is read
@@ -242,8 +244,10 @@ def register_layer(
     Call it once, beside the class. The weight then gets its role, mask, init and factors without ``roles={...}``.
     """
     in_dims = _checked_dims(layer, in_dim, out_dim)
-    if not (isinstance(weight, str) and weight.isidentifier()):
-        raise ValueError(f"{layer.__name__}: weight must be the name of a parameter of the layer, got {weight!r}")
+    refuse(
+        not (isinstance(weight, str) and weight.isidentifier()),
+        f"{layer.__name__}: weight must be the name of a parameter of the layer, got {weight!r}",
+    )
     _check_product(layer, product, (*in_dims, out_dim), lookup)
     kind = LayerKind(
         f"`{layer.__name__}`",
@@ -256,39 +260,48 @@ def register_layer(
         product=_ProductOfWeight(product) if callable(product) else product,
         is_registered=True,
     )
-    if _REGISTERED.setdefault(layer, kind) != kind:
-        raise ValueError(f"{layer.__name__} is registered already, with other facts: register it once, beside the class")
+    refuse(
+        _REGISTERED.setdefault(layer, kind) != kind,
+        f"{layer.__name__} is registered already, with other facts: register it once, beside the class",
+    )
 
 
 def _checked_dims(layer: type[nn.Module], in_dim: int | tuple[int, ...], out_dim: int) -> tuple[int, ...]:
-    if not inspect.isclass(layer) or not issubclass(layer, nn.Module) or layer is nn.Module:
-        raise ValueError(f"register_layer takes a class derived from nn.Module, got {layer!r}")
+    refuse(
+        not inspect.isclass(layer) or not issubclass(layer, nn.Module) or layer is nn.Module,
+        f"register_layer takes a class derived from nn.Module, got {layer!r}",
+    )
     inherited = kind_of(layer.__new__(layer))
-    if layer.__module__.startswith("torch.") and inherited.weights and not inherited.is_registered:
-        raise ValueError(f"{layer.__name__} is known already ({inherited.name}): register a class of your own")
+    refuse(
+        layer.__module__.startswith("torch.") and inherited.weights and not inherited.is_registered,
+        f"{layer.__name__} is known already ({inherited.name}): register a class of your own",
+    )
     in_dims = in_dim if isinstance(in_dim, tuple) else (in_dim,)
     dims = (*in_dims, out_dim)
-    if not in_dims or any(isinstance(dim, bool) or not isinstance(dim, int) or dim < 0 for dim in dims):
-        raise ValueError(
-            f"{layer.__name__}: in_dim and out_dim must be whole numbers from 0 on, got {in_dim!r} and {out_dim!r}"
-        )
-    if len(set(dims)) < len(dims):
-        raise ValueError(
-            f"{layer.__name__}: in_dim={in_dim!r} and out_dim={out_dim!r} name the same dimension: a weight stored as (in, "
-            "out) has in_dim=0, out_dim=1"
-        )
+    refuse(
+        not in_dims or any(isinstance(dim, bool) or not isinstance(dim, int) or dim < 0 for dim in dims),
+        f"{layer.__name__}: in_dim and out_dim must be whole numbers from 0 on, got {in_dim!r} and {out_dim!r}",
+    )
+    refuse(
+        len(set(dims)) < len(dims),
+        f"{layer.__name__}: in_dim={in_dim!r} and out_dim={out_dim!r} name the same dimension: a weight stored as (in, "
+        "out) has in_dim=0, out_dim=1",
+    )
     return in_dims
 
 
 def _check_product(layer: type[nn.Module], product: object, dims: tuple[int, ...], lookup: bool) -> None:
     if product is None:
         return
-    if product != LINEAR and not callable(product):
-        raise ValueError(f"{layer.__name__}: product must be a function of (weight, x), 'linear' or None, got {product!r}")
-    if len(dims) > 2:
-        raise ValueError(f"{layer.__name__}: a product reads rows of one dimension, in_dim names {len(dims) - 1}")
-    if product == LINEAR and (lookup or set(dims) != {0, 1}):
-        raise ValueError(f"{layer.__name__}: product='linear' is for matrices of shape (in, out) or (out, in)")
+    refuse(
+        product != LINEAR and not callable(product),
+        f"{layer.__name__}: product must be a function of (weight, x), 'linear' or None, got {product!r}",
+    )
+    refuse(len(dims) > 2, f"{layer.__name__}: a product reads rows of one dimension, in_dim names {len(dims) - 1}")
+    refuse(
+        product == LINEAR and (lookup or set(dims) != {0, 1}),
+        f"{layer.__name__}: product='linear' is for matrices of shape (in, out) or (out, in)",
+    )
 
 
 def check_registered(module: nn.Module) -> None:

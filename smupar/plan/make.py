@@ -21,7 +21,7 @@ from smupar.plan.patterns import parse_pattern, read_masks
 from smupar.plan.plan import Plan, PlanRow, PlanWarning
 from smupar.plan.reminders import attentions, make_reminders
 from smupar.plan.roles import GUESSED, Note, ParamRole, infer_roles
-from smupar.plan.settings import match_globs
+from smupar.plan.settings import match_globs, refuse
 from smupar.plan.sparsity import DensitySetting, Sparsity, make_sparse
 from smupar.rules import Rule, get_rule
 
@@ -156,8 +156,7 @@ def _base_stds(roles: list[ParamRole], rule: Rule, init_std: InitStdSetting) -> 
     else:
         named = dict.fromkeys(matrices, init_std)
     missing = [name for name in matrices if name not in named]
-    if missing:
-        raise ValueError(f"init_std says nothing about {', '.join(missing[:6])}; add a last line '*': ...")
+    refuse(missing, f"init_std says nothing about {', '.join(missing[:6])}; add a last line '*': ...")
     # Tables that are added to a tied one, such as positions, get its size.
     tied = [role.base_fan_in for role in roles if role.role == "embedding" and len({use for _, use in role.uses}) > 1]
     return {name: _base_std(role, named[name], max(tied, default=1)) for name, role in matrices.items()}
@@ -170,8 +169,7 @@ def _base_std(role: ParamRole, setting: float | str, tied_fan_in: int) -> float:
     if isinstance(setting, str):
         raise ValueError(f"init_std must be a number or 'fan_in', got {setting!r}")
     std = _finite(setting, "init_std")
-    if std < 0:
-        raise ValueError(f"init_std must not be negative, got {setting!r} for {role.name!r}")
+    refuse(std < 0, f"init_std must not be negative, got {setting!r} for {role.name!r}")
     return std
 
 
@@ -266,6 +264,8 @@ def _whole(value: int, what: str) -> int:
 
 
 def _finite(value: float, what: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-        raise ValueError(f"{what} must be a finite number, got {value!r}")
+    refuse(
+        isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value),
+        f"{what} must be a finite number, got {value!r}",
+    )
     return float(value)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from smupar.plan.layers import GROUPED_DIM, IMAGES, PARAMETRIZED, LayerKind, check_registered, is_depthwise, kind_of, num_groups
+from smupar.plan.settings import refuse
 
 Shape = tuple[int, ...]
 
@@ -156,8 +157,10 @@ def _holder(modules: dict[str, nn.Module], name: str) -> tuple[str, nn.Module, s
 
 def _shapes(model: nn.Module, what: str) -> dict[str, Shape]:
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, UninitializedParameter):
-            raise ValueError(f"{name!r} of {what} has no shape yet (a lazy module): run one forward pass through {what} first")
+        refuse(
+            isinstance(parameter, UninitializedParameter),
+            f"{name!r} of {what} has no shape yet (a lazy module): run one forward pass through {what} first",
+        )
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
@@ -179,8 +182,10 @@ def _shapes_like(
     model: nn.Module, shapes: dict[str, Shape], names: dict[str, tuple[str, ...]], other: nn.Module, what: str
 ) -> dict[str, Shape]:
     """Parameter shapes of ``other``, after checking that it is the same network at another width."""
-    if not (isinstance(model, type(other)) or isinstance(other, type(model))):
-        raise ValueError(f"{what} is a {type(other).__name__}, the model a {type(model).__name__}: both must be of one class")
+    refuse(
+        not (isinstance(model, type(other)) or isinstance(other, type(model))),
+        f"{what} is a {type(other).__name__}, the model a {type(model).__name__}: both must be of one class",
+    )
     other_names, other_shapes = _names(other), _shapes(other, what)
     if _all_names(names) == _all_names(other_names) and set(names) != set(other_names):
         name = sorted(set(names) ^ set(other_names))[0]
@@ -199,12 +204,14 @@ def _shapes_like(
             f"Build {what} with the same depth and options; only widths may differ."
         )
     for name, shape in shapes.items():
-        if set(names[name]) != set(other_names[name]):
-            raise ValueError(f"{name!r} is tied in one of model and {what} and not in the other: build both alike")
-        if len(other_shapes[name]) != len(shape):
-            raise ValueError(
-                f"{name!r} has shape {shape} in the model and {other_shapes[name]} in {what}: only sizes may differ"
-            )
+        refuse(
+            set(names[name]) != set(other_names[name]),
+            f"{name!r} is tied in one of model and {what} and not in the other: build both alike",
+        )
+        refuse(
+            len(other_shapes[name]) != len(shape),
+            f"{name!r} has shape {shape} in the model and {other_shapes[name]} in {what}: only sizes may differ",
+        )
     return other_shapes
 
 

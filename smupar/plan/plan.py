@@ -21,7 +21,7 @@ from smupar.output.tables import aligned
 from smupar.plan.patterns import parse_pattern
 from smupar.plan.reminders import REMINDERS
 from smupar.plan.roles import Note
-from smupar.plan.settings import layer_glob
+from smupar.plan.settings import layer_glob, refuse
 from smupar.rules import get_rule
 
 FORMAT = "smupar-plan/1"
@@ -56,8 +56,9 @@ class PlanRow:
     note: str = ""
 
     def lr_factor(self, family: str) -> float:
-        if family not in self.lr_factors:
-            raise ValueError(f"{self.name!r} is {self.role}: the {family} family has no learning-rate rule for it")
+        refuse(
+            family not in self.lr_factors, f"{self.name!r} is {self.role}: the {family} family has no learning-rate rule for it"
+        )
         return self.lr_factors[family]
 
     def decay_factor(self, family: str) -> float:
@@ -109,16 +110,14 @@ class Plan:
 
     def attention_scale(self, head_dim: int) -> float:
         """The number that q.k must be multiplied by (Table 1). Put it into your model, then ``settle("attention_scale")``."""
-        if head_dim < 1:
-            raise ValueError(f"head_dim must be a positive whole number, got {head_dim!r}")
+        refuse(head_dim < 1, f"head_dim must be a positive whole number, got {head_dim!r}")
         return get_rule(self.rule).attention_scale(int(head_dim))
 
     def settle(self, reminder: str) -> None:
         """Tells the plan that you have set what it cannot set itself, or that it need not be set. ``reminder`` is
         "attention_scale", "output_factor" or "input_factor". If the plan has no such reminder nothing happens, so one script
         works for every rule."""
-        if reminder not in REMINDERS:
-            raise ValueError(f"no plan has a reminder called {reminder!r}: choose one of {', '.join(REMINDERS)}")
+        refuse(reminder not in REMINDERS, f"no plan has a reminder called {reminder!r}: choose one of {', '.join(REMINDERS)}")
         self.pending.pop(reminder, None)
 
     def draw_mask(self, name: str) -> Tensor | None:
@@ -126,11 +125,14 @@ class Plan:
         row = self[name]
         if row.pattern is None:
             return None
-        if row.pattern == "given":
-            raise ValueError(f"the mask of {name!r} was given by the user and cannot be drawn again; pass it as masks={{...}}")
+        refuse(
+            row.pattern == "given",
+            f"the mask of {name!r} was given by the user and cannot be drawn again; pass it as masks={{...}}",
+        )
         mask = parse_pattern(row.pattern).mask(row, self.live_neurons, self.seed)
-        if not mask.any():
-            raise ValueError(f"the {row.pattern} mask of {name!r} keeps no weight at density {float(row.density):g}; raise it")
+        refuse(
+            not mask.any(), f"the {row.pattern} mask of {name!r} keeps no weight at density {float(row.density):g}; raise it"
+        )
         return mask
 
     # Reading and writing
@@ -141,8 +143,10 @@ class Plan:
     @classmethod
     def from_json(cls, text: str) -> Plan:
         data = json.loads(text)
-        if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
-            raise ValueError(f"this is not a plan in format {FORMAT!r}; write one with plan.to_json()")
+        refuse(
+            not isinstance(data, dict) or data.pop("format", None) != FORMAT,
+            f"this is not a plan in format {FORMAT!r}; write one with plan.to_json()",
+        )
         try:
             data["rows"] = tuple(_row_from_json(row) for row in data["rows"])
             data["base_density"] = Fraction(data["base_density"])

@@ -24,7 +24,7 @@ from smupar.model.weights import MaskedWeight, weight_of
 from smupar.output.tables import aligned
 from smupar.plan.parameters import parent_path
 from smupar.plan.plan import Plan
-from smupar.plan.settings import layer_glob
+from smupar.plan.settings import layer_glob, refuse
 
 _ACTIVATIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -91,10 +91,11 @@ def sparsify_storage(
     is left untouched. For this all weights are held in both forms until the last is converted, which takes memory.
     """
     _refuse(model, plan)
-    if backend not in (AUTO, DENSE, *BACKENDS):
-        raise ValueError(f"backend must be one of {', '.join(map(repr, (AUTO, DENSE, *BACKENDS)))}, got {backend!r}")
-    if tokens < 1 or passes < 1:
-        raise ValueError(f"tokens and passes must be at least 1, got {tokens} and {passes}")
+    refuse(
+        backend not in (AUTO, DENSE, *BACKENDS),
+        f"backend must be one of {', '.join(map(repr, (AUTO, DENSE, *BACKENDS)))}, got {backend!r}",
+    )
+    refuse(tokens < 1 or passes < 1, f"tokens and passes must be at least 1, got {tokens} and {passes}")
     masked = _masked(model, plan)
     device = masked[0].parameter.device
     if backend in BACKENDS and (missing := backends.missing(backend, device)):
@@ -108,8 +109,7 @@ def sparsify_storage(
 def _masked(model: nn.Module, plan: Plan) -> list[MaskedWeight]:
     every = [weight_of(model, name) for name, _ in model.named_parameters() if name in plan]
     masked = [weight for weight in every if weight.is_masked]
-    if not masked:
-        raise ValueError("no weight of this model has a mask: pass a density below 1 to parameterize")
+    refuse(not masked, "no weight of this model has a mask: pass a density below 1 to parameterize")
     return masked
 
 
@@ -153,11 +153,11 @@ def dense_state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 def _refuse(model: nn.Module, plan: Plan) -> None:
-    if unwrapped(model) is not model:
-        raise ValueError(
-            f"the model is wrapped in a {type(model).__name__} already, which knows its old weights: sparsify first, then "
-            "compile or wrap it"
-        )
+    refuse(
+        unwrapped(model) is not model,
+        f"the model is wrapped in a {type(model).__name__} already, which knows its old weights: sparsify first, then "
+        "compile or wrap it",
+    )
     check_not_compiled(model, "for its old weights: sparsify before it")
     check_parameterized(model)
     check_plan(model, plan)
@@ -166,8 +166,9 @@ def _refuse(model: nn.Module, plan: Plan) -> None:
 def _refuse_dtype(dtype: torch.dtype | None, masked: list[MaskedWeight]) -> None:
     if dtype is None:
         return
-    if dtype not in _ACTIVATIONS:
-        raise ValueError(f"dtype is that of activations, one of {', '.join(map(str, _ACTIVATIONS))}, got {dtype!r}")
+    refuse(
+        dtype not in _ACTIVATIONS, f"dtype is that of activations, one of {', '.join(map(str, _ACTIVATIONS))}, got {dtype!r}"
+    )
     other = next((weight for weight in masked if weight.parameter.dtype != torch.float64), None)
     if dtype == torch.float64 and other is not None:
         raise ValueError(

@@ -11,6 +11,7 @@ from typing import IO
 
 import numpy as np
 
+from smupar.lm.config.validation import refuse
 from smupar.lm.data.shards import INDEX, Shard, ShardIndex, TokenizerInfo, token_dtype
 from smupar.output.files import sync_folder, write_atomic
 
@@ -53,11 +54,11 @@ class ShardWriter:
         """Appends tokens. Returns whether this completed a shard."""
         if len(tokens):
             largest = int(tokens.max())
-            if largest >= self.vocab_size:
-                raise ValueError(
-                    f"the tokenizer gave token {largest}, outside its vocabulary of {self.vocab_size}: "
-                    "its file is damaged, get it again"
-                )
+            refuse(
+                largest >= self.vocab_size,
+                f"the tokenizer gave token {largest}, outside its vocabulary of {self.vocab_size}: "
+                "its file is damaged, get it again",
+            )
             self.largest_token = max(self.largest_token, largest)
             if self._file is None:
                 self._file = self._temporary.open("wb", buffering=_BUFFER)
@@ -100,8 +101,7 @@ def write_tokens(
     """Makes a prepared folder from tokens. All of them count as one document."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
-        raise ValueError(f"{folder} is not empty: choose another folder")
+    refuse(any(folder.iterdir()), f"{folder} is not empty: choose another folder")
     writer = ShardWriter(folder, vocab_size=tokenizer.vocab_size, shard_tokens=shard_tokens)
     for start in range(0, len(tokens), shard_tokens):
         part = tokens[start : start + shard_tokens]

@@ -205,10 +205,11 @@ class Tokens:
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
         """The ``length`` tokens from each start on, int64, of shape (len(starts), length)."""
         starts = np.asarray(starts)
-        if length < 1:
-            raise ValueError(f"windows have at least one token, got length {length}")
-        if starts.ndim != 1 or starts.dtype.kind not in "iu":
-            raise ValueError(f"starts must be a vector of whole numbers, got {starts.dtype} of shape {starts.shape}")
+        refuse(length < 1, f"windows have at least one token, got length {length}")
+        refuse(
+            starts.ndim != 1 or starts.dtype.kind not in "iu",
+            f"starts must be a vector of whole numbers, got {starts.dtype} of shape {starts.shape}",
+        )
         windows = np.empty((len(starts), length), dtype=np.int64)
         if not len(starts):
             return windows
