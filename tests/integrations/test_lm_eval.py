@@ -21,7 +21,7 @@ from smupar.integrations.eval_table import Number, with_average
 from smupar.integrations.lm_eval import evaluate, load_tasks, read_documents, tabulate, write_requests
 from smupar.lm.config.commands import EvalConfig, ExportConfig, ScoringConfig, TasksConfig
 from smupar.lm.config.run import Execution, ModelConfig, RunConfig
-from smupar.lm.data.shard_writer import write_tokens
+from smupar.lm.data.shards import write_tokens
 from smupar.lm.data.tokenizer import Tokenizer
 from smupar.lm.model.gpt import GPT
 from smupar.lm.run.train import train

@@ -19,8 +19,7 @@ from smupar.cli.main import main
 from smupar.lm.config.commands import ExportConfig, GenerateConfig
 from smupar.lm.config.run import Execution, ModelConfig, RunConfig
 from smupar.lm.data import batches as data
-from smupar.lm.data.shard_writer import write_tokens
-from smupar.lm.data.shards import TokenizerInfo
+from smupar.lm.data.shards import TokenizerInfo, write_tokens
 from smupar.lm.run.distributed import World
 from smupar.lm.run.folder import read_config, read_summary
 from smupar.lm.run.schedule import lr_share

@@ -22,8 +22,7 @@ from safetensors.torch import load_file
 
 from smupar.cli.main import main
 from smupar.lm.config.run import Execution, ModelConfig, RunConfig
-from smupar.lm.data.shard_writer import write_tokens
-from smupar.lm.data.shards import TokenizerInfo
+from smupar.lm.data.shards import TokenizerInfo, write_tokens
 from smupar.lm.run.folder import read_summary
 from smupar.lm.run.train import train
 from smupar.output.files import locked

@@ -23,13 +23,13 @@ from tqdm import tqdm
 
 from smupar.lm.config.commands import PrepareConfig
 from smupar.lm.config.validation import refuse
-from smupar.lm.data.shard_writer import ShardWriter
 from smupar.lm.data.shards import (
     INDEX,
     PROGRESS,
     VERIFIED,
     Shard,
     ShardIndex,
+    ShardWriter,
     TokenizerInfo,
     check_sizes,
     read_index,
