@@ -317,7 +317,6 @@ def _unstackable(model: nn.Module) -> str | None:
 
 
 def _stacked(tensors: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Stacks the tensors of all models: one tensor for each name."""
     return {name: torch.stack([model[name].detach() for model in tensors]) for name in tensors[0]}
 
 

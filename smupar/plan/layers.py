@@ -32,17 +32,9 @@ SCALABLE = 1  # the output is linear in the weight, so that a factor on what the
 MEASURABLE = 2  # a coordinate check can measure what one update does to its output
 PLAIN = 3  # the forward pass is the product plus ``bias`` and nothing else, so that CSR can take its place
 
-Product = Callable[[nn.Module, Tensor, Tensor], Tensor]  # (layer, weight, input) -> output without bias
-
-
-@dataclass(frozen=True)
-class _ProductOfWeight:
-    """A product as users write it: (weight, input) -> output. Two products are equal if their functions are."""
-
-    function: Callable[[Tensor, Tensor], Tensor]
-
-    def __call__(self, layer: nn.Module, weight: Tensor, x: Tensor) -> Tensor:
-        return self.function(weight, x)
+Product = Callable[
+    ..., Tensor
+]  # (layer, weight, input) -> output without bias; of a registered layer (weight, input) -> output
 
 
 @dataclass(frozen=True)
@@ -87,7 +79,7 @@ class LayerKind:
     def multiply(self, layer: nn.Module, weight: Tensor, x: Tensor, in_dim: int | None = None) -> Tensor:
         """The product of the layer's input with a weight, without bias; ``in_dim`` as the plan has it."""
         if callable(self.product):
-            return self.product(layer, weight, x)
+            return self.product(weight, x) if self.is_registered else self.product(layer, weight, x)
         return x @ (weight.T if (self.in_dims[0] if in_dim is None else in_dim) == 1 else weight)
 
     def output(self, layer: nn.Module, x: Tensor) -> Tensor:
@@ -172,8 +164,7 @@ def _convolve(layer: Any, weight: Tensor, x: Tensor) -> Tensor:
 
 
 def _rnn_size(module: Any) -> int:
-    size: int = (module.proj_size or module.hidden_size) * (1 + module.bidirectional)
-    return size
+    return int((module.proj_size or module.hidden_size) * (1 + module.bidirectional))
 
 
 _TABLE = LayerKind("`nn.Embedding`", _instance_of(nn.Embedding), "weight", (0,), 1, reads=INDICES, understood=MEASURABLE)
@@ -257,7 +248,7 @@ def register_layer(
         out_dim,
         reads=INDICES if lookup else ROWS,
         understood=SCALABLE if product is None else PLAIN if product == LINEAR else MEASURABLE,
-        product=_ProductOfWeight(product) if callable(product) else product,
+        product=product,
         is_registered=True,
     )
     refuse(

@@ -213,8 +213,12 @@ def _output_width(roles: list[ParamRole]) -> Fraction:
 
 
 def _notes(model: nn.Module, roles: list[ParamRole], sparsity: Sparsity, numbers: _Numbers) -> list[Note]:
-    notes = [Note("given masks", _GIVEN)] if sparsity.given else []
-    notes += _thin(roles, sparsity)
+    given = Note(
+        "given masks",
+        "masks of your own: the rule assumes random masks, so check the model's coordinates if they come from magnitudes or "
+        "gradients",
+    )
+    notes = [*([given] if sparsity.given else []), *_thin(roles, sparsity)]
     noted: dict[Note, list[str]] = {}
     for role in roles:
         if role.note is not None and (role.note is not GUESSED or role.name in sparsity.densities):
@@ -229,15 +233,9 @@ def _notes(model: nn.Module, roles: list[ParamRole], sparsity: Sparsity, numbers
         notes.append(Note("neurons", "whole neurons are cut inside attention heads: scale q.k by the live part of head_dim"))
     has_custom_modules = any(not type(module).__module__.startswith("torch.nn") for module in model.modules())
     if not attention and has_custom_modules and numbers.rule.attention_exponent == -1:
-        notes.append(Note("attention", _NO_ATTENTION, False))
+        text = "no attention was recognised; if there is some, scale its q.k by plan.attention_scale(head_dim)"
+        notes.append(Note("attention", text, False))
     return notes
-
-
-_GIVEN = (
-    "masks of your own: the rule assumes random masks, so check the model's coordinates "
-    "if they come from magnitudes or gradients"
-)
-_NO_ATTENTION = "no attention was recognised; if there is some, scale its q.k by plan.attention_scale(head_dim)"
 
 
 def _thin(roles: list[ParamRole], sparsity: Sparsity) -> list[Note]:

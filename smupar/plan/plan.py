@@ -152,8 +152,10 @@ class Plan:
             data["base_density"] = Fraction(data["base_density"])
             data["live_neurons"] = tuple(data["live_neurons"])
             # Plans of the first version have notes without a kind, and name a method that is now called settle.
-            notes = data.get("notes", [])
-            data["notes"] = [Note("older", note, is_caution=False) if isinstance(note, str) else Note(**note) for note in notes]
+            data["notes"] = [
+                Note("older", note, is_caution=False) if isinstance(note, str) else Note(**note)
+                for note in data.get("notes", [])
+            ]
             data["pending"] = {name: text.replace("plan.waive(", "plan.settle(") for name, text in data["pending"].items()}
             return cls(**data)
         except (KeyError, TypeError) as error:
@@ -218,26 +220,13 @@ def _cells(row: PlanRow) -> tuple[str, ...]:
 
 
 def _table(plan: Plan) -> str:
-    header = [
-        "parameter",
-        "role",
-        "shape",
-        "density",
-        "m_in",
-        "m_out",
-        "m_rho",
-        "init std",
-        "LR Adam",
-        "LR SGD",
-        "decay Adam",
-        "forward",
-    ]
     # Blocks with equal numbers share a line: layer numbers become a star, followed by the number of parameters.
     blocks: dict[str, set[tuple[str, ...]]] = {}
     for row in plan:
         blocks.setdefault(layer_glob(row.name), set()).add(_cells(row))
     folded = Counter(layer_glob(row.name) for row in plan if len(blocks[layer_glob(row.name)]) == 1)
-    lines = [header]
+    header = "parameter, role, shape, density, m_in, m_out, m_rho, init std, LR Adam, LR SGD, decay Adam, forward"
+    lines = [header.split(", ")]
     for row in plan:
         times = folded.get(layer_glob(row.name), 1)
         if times > 0:

@@ -41,9 +41,9 @@ class Sparsity:
     def num_kept(self, role: ParamRole) -> int | None:
         """How many weights the mask keeps; None if the pattern makes that number random."""
         density = self.density(role)
-        exact = role.name in self.given or density == 1
-        counted = exact or self.pattern.count(role.shape, role.in_dims, density) is not None
-        return int(density * math.prod(role.shape)) if counted else None
+        if role.name not in self.given and density != 1 and self.pattern.count(role.shape, role.in_dims, density) is None:
+            return None
+        return int(density * math.prod(role.shape))
 
     def pattern_of(self, role: ParamRole) -> str | None:
         if role.name not in self.densities:

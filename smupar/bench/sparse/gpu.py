@@ -99,8 +99,8 @@ class Contestants:
             return what()
         except Exception as error:  # whatever a compiler or a library of kernels raises
             kind = "" if isinstance(error, ValueError) or not str(error) else f"{type(error).__name__}: "
-            why = f"{kind}{first_line(error)}"
-            self.missed.append(f"not measured: {side} at {self.width}, 1/{round(1 / self.density)}: {why}")
+            where = f"{side} at {self.width}, 1/{round(1 / self.density)}"
+            self.missed.append(f"not measured: {where}: {kind}{first_line(error)}")
             return None
 
     def add(self, side: str, call: Call) -> None:

@@ -238,8 +238,12 @@ class _GridRun:
         after = differences(self.model, self.plan, self.optimizers, trained=True)
         if not self.recorder.moved():
             after.append(Finding("no update changed the output of any layer: is the learning rate 0?", "no updates"))
-        text = "seen only through the block that holds them, if at all; their updates are not measured"
-        self.faults += [Finding(text, "unmeasured", name) for name in self.recorder.unmeasured()]
+        self.faults += [
+            Finding(
+                "seen only through the block that holds them, if at all; their updates are not measured", "unmeasured", name
+            )
+            for name in self.recorder.unmeasured()
+        ]
         self.faults += [
             Finding(f"{path!r} has a factor and was never called", "uncalled", path) for path in self.recorder.uncalled()
         ]
@@ -281,8 +285,7 @@ class _GridRun:
         if any(finding.cause in ("LR", "scheduler") for finding in self.faults):
             return
         for optimizer in self.optimizers:
-            problem = ratio_problem(optimizer)
-            if problem:
+            if problem := ratio_problem(optimizer):
                 names = " | ".join(group["name"] for group in wrong_groups(optimizer)[1])
                 self.faults.append(Finding(f"from step {step}: {problem}", "scheduler", names))
 

@@ -134,9 +134,7 @@ def judge(slope: Slope) -> str:
     size, ci = abs(slope.slope), 0.0 if math.isnan(slope.ci) else slope.ci
     if size < passes and size + ci < fails:
         return PASS
-    if size > fails and size - ci > passes:
-        return FAIL
-    return UNCLEAR
+    return FAIL if size > fails and size - ci > passes else UNCLEAR
 
 
 def _is_known_exception(slope: Slope) -> bool:

@@ -42,8 +42,8 @@ def _library() -> ctypes.CDLL | str:
     )
     if compiler is None:
         return "there is no C++ compiler (c++, g++ or clang++; CXX names another)"
-    source = _SOURCE.read_bytes()
-    name = f"kernel-{hashlib.sha256(b'/'.join([source, _machine(), compiler.encode()])).hexdigest()[:16]}.so"
+    made_of = b"/".join([_SOURCE.read_bytes(), _machine(), compiler.encode()])
+    name = f"kernel-{hashlib.sha256(made_of).hexdigest()[:16]}.so"
     try:
         folder = _folder()
         if not (folder / name).exists():

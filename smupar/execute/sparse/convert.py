@@ -107,8 +107,8 @@ def sparsify_storage(
 
 
 def _masked(model: nn.Module, plan: Plan) -> list[MaskedWeight]:
-    every = [weight_of(model, name) for name, _ in model.named_parameters() if name in plan]
-    masked = [weight for weight in every if weight.is_masked]
+    names = [name for name, _ in model.named_parameters() if name in plan]
+    masked = [weight for name in names if (weight := weight_of(model, name)).is_masked]
     refuse(not masked, "no weight of this model has a mask: pass a density below 1 to parameterize")
     return masked
 

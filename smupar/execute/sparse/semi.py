@@ -29,7 +29,6 @@ from smupar.model.csr import mask_of_index
 _SIZES = 64  # multiples of 32 that are none of 64 did not pass the tests (torch 2.11 on an H200)
 _TOKENS = 16  # the number of rows must be a multiple of it
 _SOURCE = "semi.cu"
-_REMEDY = 'parameterize with pattern="2:4-transposable"'
 SEARCH_AT = 3  # a search takes as long as many products: worth it for sizes that come back, not for every length of a batch
 _MOST_KNOWN = 64
 _choosing = threading.Lock()  # autograd has a thread for each device
@@ -66,7 +65,10 @@ class SemiStructured(OnGpu):
             return f"its sizes {tuple(mask.shape)} are no multiples of {_SIZES}: choose such a width, or leave it dense"
         tiles = mask.reshape(mask.shape[0] // 4, 4, mask.shape[1] // 4, 4)
         if not bool((tiles.sum(1) == 2).all() and (tiles.sum(3) == 2).all()):
-            return f"its mask does not keep two of every four weights along rows and columns: {_REMEDY}"
+            return (
+                "its mask does not keep two of every four weights along rows and columns: parameterize with "
+                'pattern="2:4-transposable"'
+            )
         return None
 
     def index(self, row_starts: Tensor, columns: Tensor, shape: tuple[int, int], out_dim: int) -> SemiIndex:

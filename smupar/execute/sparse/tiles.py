@@ -77,10 +77,6 @@ class SlicedEll(KernelIndex):
     num_inputs: int
     tokens: int  # of the tile that it is laid out for
 
-    @property
-    def num_outputs(self) -> int:
-        return len(self.places)
-
 
 def sliced_ell(view: CsrView, num_inputs: int, tokens: int) -> SlicedEll:
     """The layout for tiles of ``tokens``, which decide how many lines a warp works on at once."""
@@ -167,7 +163,7 @@ def pack(values: Tensor, layout: SlicedEll) -> Tensor:
 def multiply(x: Tensor, layout: SlicedEll, entries: Tensor) -> Tensor:
     tokens, shared = layout.tokens, shared_bytes(layout.num_inputs, layout.tokens)
     kernel = compiled(_SOURCE, "multiply", x.device, shared=shared, TOK=tokens, WARPS=_WARPS)
-    y = x.new_empty(len(x), layout.num_outputs)
-    arguments: list[Tensor | int] = [x, entries, layout.starts, layout.places, y, len(x), layout.num_inputs, layout.num_outputs]
+    y = x.new_empty(len(x), len(layout.places))
+    arguments: list[Tensor | int] = [x, entries, layout.starts, layout.places, y, len(x), layout.num_inputs, y.shape[1]]
     kernel((-(-len(x) // tokens), 1, 1), (_WARPS * 32, 1, 1), arguments)
     return y

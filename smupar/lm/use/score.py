@@ -139,8 +139,7 @@ def _from_transformers(path: Path, device: torch.device) -> ScoringModel:
     start = None if prefix is None else tokenizer.decode([prefix])
 
     def encode(text: str) -> list[int]:
-        written_out = start is not None and text.startswith(start)
-        return tokenizer.encode(text, add_special_tokens=not written_out)
+        return tokenizer.encode(text, add_special_tokens=start is None or not text.startswith(start))
 
     names = ("n_positions", "max_position_embeddings", "n_ctx")
     vocabulary = hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
