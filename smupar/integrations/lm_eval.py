@@ -25,9 +25,6 @@ from smupar.lm.config.validation import refuse
 from smupar.lm.use import score
 from smupar.output.optional import first_line, optional
 
-# Resamples for standard errors that have no formula, perplexity's. The harness's own number takes minutes on few cores.
-_RESAMPLES = 1000
-
 
 def evaluate(config: EvalConfig) -> Results:
     """Does all three steps in one process. Their files stay in ``config.out``, so that the same command can go on."""
@@ -157,7 +154,8 @@ def _metrics(tasks: dict[str, Any], scores: dict[str, score.Score], limit: int |
             raise NotImplementedError
 
     with _quiet():
-        given = harness.evaluate(lm=Stored(), task_dict=tasks, limit=limit, bootstrap_iters=_RESAMPLES, log_samples=False)
+        # Resamples are for standard errors that have no formula, perplexity's. The harness's own number takes minutes.
+        given = harness.evaluate(lm=Stored(), task_dict=tasks, limit=limit, bootstrap_iters=1000, log_samples=False)
     metrics: dict[str, TaskResults] = defaultdict(dict)
     for name, numbers in given["results"].items():
         for key, value in numbers.items():

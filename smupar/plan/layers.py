@@ -84,9 +84,7 @@ class LayerKind:
 
     def output(self, layer: nn.Module, x: Tensor) -> Tensor:
         """The layer's output on rows of its input. For a user's layer, only what its weight contributes to the output."""
-        if self.is_registered:
-            return self.multiply(layer, getattr(layer, self.weights), x)
-        return layer.forward(x)
+        return self.multiply(layer, getattr(layer, self.weights), x) if self.is_registered else layer.forward(x)
 
     def effect(self, layer: nn.Module, parameter: nn.Parameter, change: Tensor, x: Tensor) -> Tensor:
         """The layer's output on ``x`` with ``change`` as its weight and no bias. Hooks on the layer are not run again."""

@@ -36,17 +36,13 @@ class ParameterView:
     declared: str = ""  # "input" or "output" if the model's own getters return the module, as in Hugging Face models
 
     @property
-    def is_lookup(self) -> bool:
-        return self.layer.is_lookup
-
-    @property
     def is_input(self) -> bool:
-        return self.layout == "matrix" and (self.is_lookup or self.declared == "input")
+        return self.layout == "matrix" and (self.layer.is_lookup or self.declared == "input")
 
     @property
     def is_output(self) -> bool:
         """Whether the user's model says that this weight makes its logits."""
-        return self.declared == "output" and not self.is_lookup
+        return self.declared == "output" and not self.layer.is_lookup
 
     @property
     def is_recurrent(self) -> bool:
@@ -56,7 +52,7 @@ class ParameterView:
     @property
     def makes_logits(self) -> bool:
         """Whether it is an embedding table that is tied to a readout."""
-        return self.is_lookup and any(not kind_of(module).is_lookup for _, module in self.tied)
+        return self.layer.is_lookup and any(not kind_of(module).is_lookup for _, module in self.tied)
 
     @property
     def reads_scaling(self) -> bool:

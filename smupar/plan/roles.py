@@ -161,7 +161,7 @@ def _as_decided(tensor: ParameterView, case: Case, neighbours: Neighbours) -> Pa
 
 def _param_role(tensor: ParameterView, role: str, note: Note | None = None) -> ParamRole:
     out_dims = (tensor.out_dim,)
-    if role == "embedding" and tensor.is_lookup:  # it reads one row; where it is tied, the logits read the row's entries
+    if role == "embedding" and tensor.layer.is_lookup:  # it reads one row; where it is tied, the logits read the row's entries
         base_fan_in = tensor.base_fan_in(out_dims if tensor.makes_logits else ())
     else:
         base_fan_in = tensor.base_fan_in(tensor.in_dims)
@@ -185,7 +185,7 @@ def _uses(tensor: ParameterView, role: str) -> tuple[tuple[str, str], ...]:
         return ()
     tied = [(path, kind_of(module)) for path, module in tensor.tied]
     # A layer that is tied to a lookup table reads it backwards.
-    backwards = "unembedding" if tensor.is_lookup else role
+    backwards = "unembedding" if tensor.layer.is_lookup else role
     return (
         (tensor.path, role),
         *((path, role if kind.is_lookup else backwards) for path, kind in tied if kind.is_linear),

@@ -42,7 +42,6 @@ from smupar.plan.patterns import generator, parse_pattern
 DENSE, CAPTURED = "dense bf16", " captured"
 _GPU = torch.device("cuda")
 _HALF = torch.bfloat16
-_ROUND_SECONDS = 8e-3  # of calls between two looks at the clock
 _DRAWN = 1024  # size of a 2:4 mask that is drawn; larger ones repeat it
 
 _T = TypeVar("_T")
@@ -270,5 +269,5 @@ def _captured(call: Call) -> Call:
 def _timed(calls: dict[str, Call], repeats: int) -> dict[str, float]:
     """Median seconds of a call. Sides take turns, and each is called several times between two readings of the clock."""
     rough = {side: max(1e-6, synced_seconds_of(call, 2)) for side, call in calls.items()}
-    nums = {side: min(50, max(2, round(_ROUND_SECONDS / seconds))) for side, seconds in rough.items()}
+    nums = {side: min(50, max(2, round(8e-3 / seconds))) for side, seconds in rough.items()}  # calls in about 8 ms
     return in_turns(calls, repeats, lambda side, call: synced_seconds_of(call, nums[side]))

@@ -26,7 +26,6 @@ _WARPS = 32
 # Up to how many features, and tokens that a tile then has: the fastest of those measured on an H200, with so many warps.
 _TILES = ((2048, 32), (4096, 16), (8192, 8))
 _TOKENS_OF_A_LANE = 8  # the fewest that a tile can have
-_HOPPER_SHARED = 227 * 1024
 
 
 def tile_tokens(num_features: int, device: torch.device) -> int | None:
@@ -44,7 +43,7 @@ def shared_limit(device: torch.device) -> int:
     """Bytes of shared memory that a block of threads can have. Without a GPU the number of a Hopper is taken, so that an index
     can be made anywhere."""
     if device.type != "cuda":
-        return _HOPPER_SHARED
+        return 227 * 1024
     properties: Any = torch.cuda.get_device_properties(device)
     return int(properties.shared_memory_per_block_optin)
 

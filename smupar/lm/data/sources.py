@@ -24,8 +24,6 @@ from smupar.lm.config.commands import PrepareConfig
 from smupar.lm.config.validation import refuse
 from smupar.output.optional import first_line, optional
 
-SLIMPAJAMA = "cerebras/SlimPajama-627B"
-
 # Bytes read and characters handed on at a time. Tokenizers run one thread per piece.
 _PIECE = 1 << 18
 _UTF8_BOM = b"\xef\xbb\xbf"
@@ -66,7 +64,7 @@ class SourceUnit:
 def find_units(source: str, *, out: Path) -> list[SourceUnit]:
     """The files or the dataset that a source stands for. Folders are walked, except for ``out``."""
     if source == "slimpajama":
-        return [SourceUnit(SLIMPAJAMA)]
+        return [SourceUnit("cerebras/SlimPajama-627B")]
     if source.startswith("hf:"):
         name, _, config_name = source.removeprefix("hf:").partition(":")
         refuse(not name, f"the source {source!r} names no dataset: write hf:NAME or hf:NAME:CONFIG")

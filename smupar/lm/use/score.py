@@ -259,8 +259,10 @@ def score_file(folder: str, requests: str | Path, out: str | Path, config: Scori
     with bar, path.open("a", encoding="utf-8") as file:
         for scored in score(model, missing.values(), config, device):
             for request, answer in scored:
-                if not math.isfinite(answer.loglikelihood):
-                    raise ValueError(f"{folder} gives {request.where} a loglikelihood that is no number: has it diverged?")
+                refuse(
+                    not math.isfinite(answer.loglikelihood),
+                    f"{folder} gives {request.where} a loglikelihood that is no number: has it diverged?",
+                )
                 line = {"task": request.task, "doc": request.doc, "index": request.index, "key": request.key}
                 file.write(json.dumps(line | asdict(answer)) + "\n")
             file.flush()
@@ -316,8 +318,10 @@ def _read(path: Path, form: str, remedy: str) -> tuple[dict[str, Any], list[tupl
 def _from_row(kind: type[Any], row: dict[str, Any], path: str | Path, number: int) -> Any:
     hints = {"str": str, "int": int, "float": float, "bool": bool}
     fields = {name: hints[hint] for name, hint in kind.__annotations__.items()}
-    if row.keys() != fields.keys() or not all(type(row[name]) is fields[name] for name in fields):
-        raise ValueError(f"{path}, line {number}: expected {', '.join(fields)}, got {', '.join(row) or 'nothing'}")
+    refuse(
+        row.keys() != fields.keys() or not all(type(row[name]) is fields[name] for name in fields),
+        f"{path}, line {number}: expected {', '.join(fields)}, got {', '.join(row) or 'nothing'}",
+    )
     return kind(**row)
 
 
@@ -331,6 +335,5 @@ def read_lines(path: Path, remedy: str) -> Iterator[tuple[int, dict[str, Any]]]:
                 row = json.loads(line)
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: not JSON ({error}): {remedy}") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{path}, line {number}: not an object: {remedy}")
+            refuse(not isinstance(row, dict), f"{path}, line {number}: not an object: {remedy}")
             yield number, row
