@@ -266,8 +266,7 @@ def train_stacked(
     stack = Stack(
         models, plans, loss_fn, [Hyperparameters(rate, **shared) for rate in rates], optimizer=optimizer, compile=compile
     )
-    share = schedule or (lambda step: 1.0)
-    losses = [stack.step(batch, share(number)) for number, batch in enumerate(batches)]
+    losses = [stack.step(batch, schedule(number) if schedule else 1.0) for number, batch in enumerate(batches)]
     stack.write_back()
     return torch.stack(losses)
 

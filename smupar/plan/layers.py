@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import ParametrizationList
 
 from smupar.plan.settings import refuse
@@ -180,7 +179,7 @@ LAYERS = (
     replace(
         _LINEAR,
         name="`out_proj` of `nn.MultiheadAttention`",
-        matches=_instance_of(NonDynamicallyQuantizableLinear),
+        matches=_instance_of(nn.modules.linear.NonDynamicallyQuantizableLinear),
     ),
     replace(_LINEAR, name="classes derived from `nn.Linear`", matches=_instance_of(nn.Linear), product=LINEAR),
     replace(

@@ -140,8 +140,7 @@ class _Numbers:
 
     def forward(self, use: str, m_d: Fraction) -> float:
         """The factor on the output of a layer with this use."""
-        alpha = self.alphas[use] if self.rule.has_alphas else 1.0
-        return alpha * float(self.rule.forward[use].of(m_d, 1, 1))
+        return (self.alphas[use] if self.rule.has_alphas else 1.0) * float(self.rule.forward[use].of(m_d, 1, 1))
 
 
 # Init
@@ -239,8 +238,11 @@ def _notes(model: nn.Module, roles: list[ParamRole], sparsity: Sparsity, numbers
 
 
 def _thin(roles: list[ParamRole], sparsity: Sparsity) -> list[Note]:
-    hidden = [role for role in roles if role.role == "hidden" and role.name in sparsity.densities]
-    per_neuron = {role.name: sparsity.weights_per_neuron(role) for role in hidden}
+    per_neuron = {
+        role.name: sparsity.weights_per_neuron(role)
+        for role in roles
+        if role.role == "hidden" and role.name in sparsity.densities
+    }
     thin = [name for name, kept in per_neuron.items() if kept < MIN_WEIGHTS_PER_NEURON]
     if not thin:
         return []

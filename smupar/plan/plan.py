@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from fractions import Fraction
@@ -177,7 +176,24 @@ class Plan:
         return lines
 
     def __str__(self) -> str:
-        return _table(self)
+        # Blocks with equal numbers share a line: layer numbers become a star, followed by the number of parameters.
+        cells = {row.name: _cells(row) for row in self}
+        blocks: dict[str, list[str]] = {}
+        for name in cells:
+            blocks.setdefault(layer_glob(name), []).append(name)
+        alike = {glob for glob, names in blocks.items() if len(names) > 1 and len({cells[name] for name in names}) == 1}
+        titles = {blocks[glob][0]: f"{glob} ({len(blocks[glob])}x)" for glob in alike}
+        header = "parameter, role, shape, density, m_in, m_out, m_rho, init std, LR Adam, LR SGD, decay Adam, forward"
+        lines = [header.split(", ")]
+        lines += [[titles.get(name, name), *cells[name]] for name in cells if name in titles or layer_glob(name) not in alike]
+        total = sum(math.prod(row.shape) for row in self)
+        kept = sum(math.prod(row.shape) * row.density for row in self)
+        summary = (
+            f"rule {get_rule(self.rule).title}, pattern {self.pattern}, base density {_shown(self.base_density)}, seed "
+            f"{self.seed}; {total:,} parameters, {round(kept):,} kept"
+        )
+        extra = [f"TO DO {name}: {text}" for name, text in self.pending.items()] + [f"note: {text}" for text in self.notes]
+        return "\n".join([summary, aligned(lines), *extra])
 
 
 def _row_from_json(row: dict[str, Any]) -> PlanRow:
@@ -217,27 +233,3 @@ def _cells(row: PlanRow) -> tuple[str, ...]:
         _shown(row.decay_factor("adam")),
         _forward_cell(row),
     )
-
-
-def _table(plan: Plan) -> str:
-    # Blocks with equal numbers share a line: layer numbers become a star, followed by the number of parameters.
-    blocks: dict[str, set[tuple[str, ...]]] = {}
-    for row in plan:
-        blocks.setdefault(layer_glob(row.name), set()).add(_cells(row))
-    folded = Counter(layer_glob(row.name) for row in plan if len(blocks[layer_glob(row.name)]) == 1)
-    header = "parameter, role, shape, density, m_in, m_out, m_rho, init std, LR Adam, LR SGD, decay Adam, forward"
-    lines = [header.split(", ")]
-    for row in plan:
-        times = folded.get(layer_glob(row.name), 1)
-        if times > 0:
-            lines.append([f"{layer_glob(row.name)} ({times}x)" if times > 1 else row.name, *_cells(row)])
-        if times > 1:
-            folded[layer_glob(row.name)] = 0
-    total = sum(math.prod(row.shape) for row in plan)
-    kept = sum(math.prod(row.shape) * row.density for row in plan)
-    settings = (
-        f"rule {get_rule(plan.rule).title}, pattern {plan.pattern}, base density {_shown(plan.base_density)}, seed {plan.seed}"
-    )
-    summary = f"{total:,} parameters, {round(kept):,} kept"
-    extra = [f"TO DO {name}: {text}" for name, text in plan.pending.items()] + [f"note: {text}" for text in plan.notes]
-    return "\n".join([f"{settings}; {summary}", aligned(lines), *extra])

@@ -121,8 +121,7 @@ def table(part: Part, machine: Machine, repeats: int, device: str) -> str:
     long = max([14, *(len(row.side) for row in rows)])
     peak = "  peak MB" if on_gpu else ""
     lines = [head, f"what     width  density  {'side':<{long}}  ms a step   speed  floor ms{peak}  state MB  of dense"]
-    lines += [_line(row, long, on_gpu) for row in rows]
-    lines += part.missed
+    lines += [*(_line(row, long, on_gpu) for row in rows), *part.missed]
     absent = [name for name in cpu.PEERS if name not in {row.side for row in rows}]
     if absent and not on_gpu:
         lines.append(f"not installed here, so not compared: {', '.join(absent)}")

@@ -57,12 +57,10 @@ class StorageReport:
         alike: dict[tuple[str, ...], list[str]] = {}  # layers of all blocks in one line
         for layer in self.layers:
             times = ", ".join(f"{name} {1e3 * seconds:.3g}" for name, seconds in layer.seconds.items())
-            shape = "x".join(map(str, layer.shape))
-            key = layer_glob(layer.name), shape, f"{layer.density:.4g}", layer.backend, times or layer.note
-            alike.setdefault(key, []).append(layer.name)
+            cells = "x".join(map(str, layer.shape)), f"{layer.density:.4g}", layer.backend, times or layer.note
+            alike.setdefault((layer_glob(layer.name), *cells), []).append(layer.name)
         lines: list[tuple[str, ...]] = [("parameter", "shape", "density", "kept as", "ms a step")]
-        for (glob, *cells), names in alike.items():
-            lines.append((f"{glob} ({len(names)}x)" if len(names) > 1 else names[0], *cells))
+        lines += [(f"{key[0]} ({len(names)}x)" if len(names) > 1 else names[0], *key[1:]) for key, names in alike.items()]
         total = f"{self.num_bytes:,} bytes with masks and indices, {self.num_bytes / self.dense_bytes:.2%} of the dense weights"
         return f"{aligned(lines)}\n{total}"
 

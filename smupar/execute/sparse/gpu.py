@@ -11,7 +11,6 @@ import ctypes
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -120,7 +119,7 @@ class OnGpu(Kernel):
 _threads = threading.local()
 
 
-def _entered(device: torch.device) -> AbstractContextManager[object]:
+def _entered(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """The context to launch kernels in. The driver launches them. In a new thread, such as one of autograd's, it has no device
     until torch has run something there."""
     context = contextlib.nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)

@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from smupar.execute.sparse import cslt
-from smupar.execute.sparse.cslt import MatmulPlan
 from smupar.execute.sparse.gpu import DTYPE, GpuIndex, OnGpu, compiled, dense_grad
 from smupar.execute.timing import best_of, gpu_seconds_of
 from smupar.model.csr import mask_of_index
@@ -54,8 +53,8 @@ class SemiStructured(OnGpu):
 
     def __init__(self) -> None:
         # By sizes and device, the last used at the end, and how often each was used until its algorithm was searched for.
-        self._plans: dict[tuple[object, ...], tuple[MatmulPlan, int]] = {}
-        self._captured: set[MatmulPlan] = set()  # CUDA graphs may replay them, so they stay
+        self._plans: dict[tuple[object, ...], tuple[cslt.MatmulPlan, int]] = {}
+        self._captured: set[cslt.MatmulPlan] = set()  # CUDA graphs may replay them, so they stay
 
     def missing(self, device: torch.device) -> str | None:
         return super().missing(device) or cslt.missing()
@@ -86,12 +85,12 @@ class SemiStructured(OnGpu):
     def values_grad(self, grad: Tensor, x: Tensor, index: SemiIndex, values: Tensor) -> Tensor:
         return picked(dense_grad(grad, x, index.out_dim), index, values)
 
-    def _plan(self, matrix: Tensor, rows: Tensor) -> MatmulPlan:
+    def _plan(self, matrix: Tensor, rows: Tensor) -> cslt.MatmulPlan:
         shape = len(matrix), rows.shape[1]
         key = shape, len(rows), rows.device
         with _choosing:
             plan, seen = self._plans.pop(key, (None, 0))
-            plan = plan or MatmulPlan(shape, len(rows), rows.device)
+            plan = plan or cslt.MatmulPlan(shape, len(rows), rows.device)
             if torch.cuda.is_current_stream_capturing():  # there nothing can be timed
                 self._captured.add(plan)
             elif seen < SEARCH_AT:
@@ -157,9 +156,9 @@ def _metadata(mask: Tensor) -> Tensor:
     return metadata[0].view(DTYPE)
 
 
-def _faster(plan: MatmulPlan, matrix: Tensor, rows: Tensor) -> MatmulPlan:
+def _faster(plan: cslt.MatmulPlan, matrix: Tensor, rows: Tensor) -> cslt.MatmulPlan:
     """The plan, or the plan with the algorithm that cuSPARSELt's own search finds, if that is faster when timed."""
-    searched = MatmulPlan(plan.shape, plan.num_rows, rows.device)
+    searched = cslt.MatmulPlan(plan.shape, plan.num_rows, rows.device)
     try:
         searched.search(matrix, rows)
         seconds = [best_of(partial(each, matrix, rows), 6, clock=gpu_seconds_of) for each in (searched, plan)]

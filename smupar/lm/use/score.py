@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from smupar.lm.config.commands import ScoringConfig
@@ -184,7 +183,7 @@ def score(
     inputs = sorted(asked, key=len, reverse=True)
     for first in range(0, len(inputs), config.batch_size):
         batch = inputs[first : first + config.batch_size]
-        tokens = pad_sequence([torch.tensor(ids) for ids in batch], batch_first=True)
+        tokens = nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids in batch], batch_first=True)
         places: list[tuple[int, int, int]] = []  # row, position, target
         answers: list[tuple[ScoreRequest, int]] = []  # with the number of places that each one has
         for row, ids in enumerate(batch):
