@@ -304,7 +304,7 @@ def _optimizers(
         facts = next(row for row in OPTIMIZERS.values() if row.family == family)
         planned = [(plan[name], group) for name, group in owned if name in plan]
         masked = any(weight_of(model, name).is_masked for name, _ in owned)
-        for check in (_learning_rates, _unused_decay, _no_epsilon, _other_size):
+        for check in (_learning_rates, _unused_decay, _other_options):
             yield from check(_Held(optimizer, family, facts, planned, masked, lr))
     if all_:
         yield from _ownership(parameters, owners)
@@ -414,15 +414,12 @@ def _unused_decay(held: _Held) -> Iterator[Finding]:
         )
 
 
-def _no_epsilon(held: _Held) -> Iterator[Finding]:
+def _other_options(held: _Held) -> Iterator[Finding]:
     if held.is_masked and any(group.get("eps") == 0 for group in held.optimizer.param_groups):
         yield Finding(
             "an epsilon of 0 divides 0 by 0 where weights are off the mask, and they become no numbers: leave it at 1e-8",
             "optimizer",
         )
-
-
-def _other_size(held: _Held) -> Iterator[Finding]:
     if held.facts.hidden_only and any(group.get("adjust_lr_fn") == "match_rms_adamw" for group in held.optimizer.param_groups):
         yield Finding(
             f"{held.facts.name} with adjust_lr_fn='match_rms_adamw' sizes its update in another way than the rule: use the "

@@ -183,9 +183,6 @@ def _quiet() -> Iterator[None]:
 
 # Local copies
 
-_CHOICES = '{"query": "Question: ...", "choices": ["...", "..."], "gold": 0}'
-_LAST_WORD = '{"context": "...", "continuation": "word"}'
-
 # From a query to what the harness itself would ask; RACE's ends with its question.
 _PROMPTS: dict[str, Callable[[dict[str, Any]], str]] = {
     "arc_easy": lambda doc: doc["query"].removesuffix("\n") + "\nAnswer:",
@@ -197,13 +194,17 @@ _PROMPTS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 def read_documents(task: str, folder: str) -> list[dict[str, Any]]:
     """TASK.jsonl of a folder, checked line by line."""
-    path, form = Path(folder) / f"{task}.jsonl", _LAST_WORD if task == "lambada_openai" else _CHOICES
+    path, has_choices = Path(folder) / f"{task}.jsonl", task != "lambada_openai"
+    form = (
+        '{"query": "Question: ...", "choices": ["...", "..."], "gold": 0}'
+        if has_choices
+        else '{"context": "...", "continuation": "word"}'
+    )
     remedy = f"every line should be like {form}"
     refuse(not path.is_file(), f"no file {path}: {remedy}")
     documents = []
     for number, row in score.read_lines(path, remedy):
-        is_right = _is_last_word(row) if task == "lambada_openai" else _is_choice(row)
-        refuse(not is_right, f"{path}, line {number}: {remedy}")
+        refuse(not (_is_choice if has_choices else _is_last_word)(row), f"{path}, line {number}: {remedy}")
         documents.append({name: row[name] for name in json.loads(form)})
     refuse(not documents, f"{path} is empty: {remedy}")
     return documents

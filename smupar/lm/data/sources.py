@@ -27,7 +27,6 @@ from smupar.output.optional import first_line, optional
 # Bytes read and characters handed on at a time. Tokenizers run one thread per piece.
 _PIECE = 1 << 18
 _UTF8_BOM = b"\xef\xbb\xbf"
-_UNREADABLE = (".zst", ".xz", ".bz2", ".lz4", ".zip", ".tar", ".7z")
 
 
 class TextPiece(NamedTuple):
@@ -80,7 +79,7 @@ def find_units(source: str, *, out: Path) -> list[SourceUnit]:
         raise FileNotFoundError(f"no file or folder {source}: check the path, or write hf:NAME for a Hugging Face dataset")
     for file in files:
         refuse(
-            file.name.lower().endswith(_UNREADABLE),
+            file.name.lower().endswith((".zst", ".xz", ".bz2", ".lz4", ".zip", ".tar", ".7z")),
             f"{file} is compressed in a way that is not read here: decompress it, or compress it with gzip",
         )
     return [SourceUnit(str(file), file.stat().st_size) for file in files]
