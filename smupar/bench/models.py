@@ -23,8 +23,7 @@ from smupar.lm.config.presets import gpt_610m
 from smupar.lm.config.run import Execution, ModelConfig, RunConfig
 from smupar.lm.config.validation import refuse
 from smupar.lm.data import batches as data
-from smupar.lm.data.shard_writer import write_tokens
-from smupar.lm.data.shards import TokenizerInfo, Tokens, open_tokens
+from smupar.lm.data.shards import TokenizerInfo, Tokens, open_tokens, write_tokens
 from smupar.lm.model.cost import peak_flops
 from smupar.lm.model.gpt import GPT, on_meta, plan_on_meta, use_flex_attention
 from smupar.lm.run.distributed import World, pick_device
@@ -89,9 +88,7 @@ def _peak_mib() -> float:
 def bench_train(*, repeats: int = 3, run: RunConfig | None = None, micro_batch: int = 16, num_steps: int = 4) -> str:
     """Steps of the 610M model, masked by smupar against the same model without it, in turns; with plain causal attention
     and with ALiBi."""
-    device = pick_device("auto")
-    run = replace(run or _large_run(device), sparsity=0.75, batch_size=2 * micro_batch)
-    how = Execution(device=str(device), micro_batch=micro_batch)
+    device, run, how = _large_run(run, micro_batch)
     peak = peak_flops(device, run.dtype)
     tokens = run.batch_size * run.seq_len
     lines = [
@@ -112,9 +109,15 @@ def bench_train(*, repeats: int = 3, run: RunConfig | None = None, micro_batch: 
     return "\n".join(lines)
 
 
-def _large_run(device: torch.device) -> RunConfig:
-    refuse(device.type != "cuda", "the 610M model needs a GPU, and torch sees none: try bench parameterize, data or sparse")
-    return gpt_610m()
+def _large_run(run: RunConfig | None, micro_batch: int) -> tuple[torch.device, RunConfig, Execution]:
+    """The 610M model, or another one, at sparsity 0.75 in two micro-batches, and where it runs."""
+    device = pick_device("auto")
+    refuse(
+        run is None and device.type != "cuda",
+        "the 610M model needs a GPU, and torch sees none: try bench parameterize, data or sparse",
+    )
+    run = replace(run or gpt_610m(), sparsity=0.75, batch_size=2 * micro_batch)
+    return device, run, Execution(device=str(device), micro_batch=micro_batch)
 
 
 def _smupar_step(config: RunConfig, how: Execution, device: torch.device) -> Call:
@@ -163,8 +166,8 @@ def _compare(
 
 
 def _random_text(config: RunConfig) -> data.Corpus:
-    size = 4 * config.batch_size * config.seq_len
-    part = Tokens([np.random.default_rng(0).integers(config.model.vocab_size, size=size).astype(np.uint32)])
+    drawn = np.random.default_rng(0).integers(config.model.vocab_size, size=4 * config.batch_size * config.seq_len)
+    part = Tokens([drawn.astype(np.uint32)])
     return data.Corpus(part, part, data.CorpusFacts("random", len(part), "", 0, {}), None)
 
 
@@ -181,9 +184,7 @@ def _num_parameters(config: ModelConfig) -> int:
 
 def bench_updates(*, repeats: int = 3, run: RunConfig | None = None, micro_batch: int = 16, num_steps: int = 10) -> str:
     """Steps of the 610M model that follow a trace, every fifth one measured, against the same steps without, in turns."""
-    device = pick_device("auto")
-    run = replace(run or _large_run(device), sparsity=0.75, batch_size=2 * micro_batch)
-    how = Execution(device=str(device), micro_batch=micro_batch)
+    device, run, how = _large_run(run, micro_batch)
     hidden = [row for row in plan_on_meta(run) if row.role == "hidden"]
     trace = Trace(run.steps, [0], {row.name: [1.0] for row in hidden}, {row.name: row.shape for row in hidden}, run.optimizer)
     with tempfile.TemporaryDirectory() as folder:
@@ -203,7 +204,6 @@ def bench_updates(*, repeats: int = 3, run: RunConfig | None = None, micro_batch
 # Sweeps
 
 
-_STACKED = {256: 64, 512: 32, 1024: 16, 2048: 8}
 _CASES = ((256, 512), (256, 8192), (512, 8192), (1024, 8192), (2048, 8192))
 
 
@@ -228,7 +228,7 @@ def bench_sweep(*, repeats: int = 3, cases: Sequence[tuple[int, int]] = _CASES, 
             seq_len=256,
             batch_size=tokens // 256,
         )
-        text, count = _random_text(run), _STACKED.get(width, 8)
+        text, count = _random_text(run), {256: 64, 512: 32, 1024: 16}.get(width, 8)
         runs = [replace(run, lr=run.lr * 2 ** (-number / count)) for number in range(count)]
         sides: dict[str, Call] = {
             "plain": _plain_step(run, replace(how, micro_batch=run.batch_size), device),
@@ -261,8 +261,8 @@ def bench_data(*, repeats: int = 3, num_tokens: int = 200_000_000, batch_size: i
         best = best_of(
             lambda: data.batch(tokens, seed=0, step=next(steps), batch_size=batch_size, seq_len=seq_len), repeats, 10
         )
-    speed = batch_size * seq_len / best
-    return f"batches of {batch_size} x {seq_len} from {num_tokens:,} tokens on disk: {speed / 1e6:.0f} million tokens/s"
+    speed = batch_size * seq_len / best / 1e6
+    return f"batches of {batch_size} x {seq_len} from {num_tokens:,} tokens on disk: {speed:.0f} million tokens/s"
 
 
 BENCHES: dict[str, Callable[..., str]] = {

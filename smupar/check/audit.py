@@ -227,8 +227,12 @@ def _forward_factor(module: nn.Module, path: str, factor: float, row: PlanRow, d
         measured = _measured_factor(module)
         applied, tolerance = factor if measured is None else measured, max(1e-3, torch.finfo(dtype).eps)
     if not math.isclose(applied, factor, rel_tol=tolerance):
-        text = f"{layer} multiplies its output by {applied:.8g}, the plan says {factor:.8g}: {remedy}"
-        yield Finding(text, cause, path, applied / factor)
+        yield Finding(
+            f"{layer} multiplies its output by {applied:.8g}, the plan says {factor:.8g}: {remedy}",
+            cause,
+            path,
+            applied / factor,
+        )
 
 
 @torch.no_grad()
@@ -279,10 +283,6 @@ class _Held:
     is_masked: bool  # some of its parameters
     lr: float | None
 
-    @property
-    def groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
-
 
 def _optimizers(
     model: nn.Module,
@@ -304,7 +304,7 @@ def _optimizers(
         facts = next(row for row in OPTIMIZERS.values() if row.family == family)
         planned = [(plan[name], group) for name, group in owned if name in plan]
         masked = any(weight_of(model, name).is_masked for name, _ in owned)
-        for check in _CHECKS:
+        for check in (_learning_rates, _unused_decay, _other_options):
             yield from check(_Held(optimizer, family, facts, planned, masked, lr))
     if all_:
         yield from _ownership(parameters, owners)
@@ -344,7 +344,7 @@ def _learning_rates(held: _Held) -> Iterator[Finding]:
 
 
 def _other_family(held: _Held) -> Iterator[Finding]:
-    others = [group["family"] for group in held.groups if group.get("family", held.family) != held.family]
+    others = [group["family"] for group in held.optimizer.param_groups if group.get("family", held.family) != held.family]
     if others:
         name = name_of(held.optimizer)
         yield Finding(
@@ -364,8 +364,7 @@ def _not_hidden(held: _Held) -> Iterator[Finding]:
 
 
 def _ratios(held: _Held) -> Iterator[Finding]:
-    problem = ratio_problem(held.optimizer)
-    if problem:
+    if problem := ratio_problem(held.optimizer):
         scheduled = any("initial_lr" in group for _, group in held.planned)
         base, wrong = wrong_groups(held.optimizer)
         ratio = float(wrong[0]["lr"]) / (base * wrong[0]["lr_factor"]) if base else math.nan
@@ -403,7 +402,7 @@ def _unused_decay(held: _Held) -> Iterator[Finding]:
     """Finds weight decay that was given to the optimizer itself. It does nothing, since groups have their own."""
     given = held.optimizer.defaults.get("weight_decay")
     default = inspect.signature(type(held.optimizer)).parameters.get("weight_decay")
-    ours = [group for group in held.groups if "lr_factor" in group]
+    ours = [group for group in held.optimizer.param_groups if "lr_factor" in group]
     if given is None or default is None or given == default.default or not ours:
         return
     used = [decay for group in ours for decay in (group["weight_decay"], group["weight_decay"] * group["lr_factor"])]
@@ -415,22 +414,15 @@ def _unused_decay(held: _Held) -> Iterator[Finding]:
         )
 
 
-def _no_epsilon(held: _Held) -> Iterator[Finding]:
-    if held.is_masked and any(group.get("eps") == 0 for group in held.groups):
+def _other_options(held: _Held) -> Iterator[Finding]:
+    if held.is_masked and any(group.get("eps") == 0 for group in held.optimizer.param_groups):
         yield Finding(
             "an epsilon of 0 divides 0 by 0 where weights are off the mask, and they become no numbers: leave it at 1e-8",
             "optimizer",
         )
-
-
-def _other_size(held: _Held) -> Iterator[Finding]:
-    if held.facts.hidden_only and any(group.get("adjust_lr_fn") == "match_rms_adamw" for group in held.groups):
+    if held.facts.hidden_only and any(group.get("adjust_lr_fn") == "match_rms_adamw" for group in held.optimizer.param_groups):
         yield Finding(
             f"{held.facts.name} with adjust_lr_fn='match_rms_adamw' sizes its update in another way than the rule: use the "
             "default",
             "LR",
         )
-
-
-# What is looked at in an optimizer, each a function from it to findings.
-_CHECKS = (_learning_rates, _unused_decay, _no_epsilon, _other_size)

@@ -132,8 +132,7 @@ def _lion(state: State, grad: Tensor, lr: Tensor, eps: Tensor, number: Tensor, b
 def _muon(state: State, grad: Tensor, lr: Tensor, eps: Tensor, number: Tensor, betas: Betas, momentum: float) -> Tensor:
     (mean,) = state
     mean.lerp_(grad, 1 - momentum)
-    update = _orthogonalised(grad.lerp(mean, momentum))
-    return math.sqrt(max(1.0, grad.shape[-2] / grad.shape[-1])) * lr * update
+    return math.sqrt(max(1.0, grad.shape[-2] / grad.shape[-1])) * lr * _orthogonalised(grad.lerp(mean, momentum))
 
 
 # By the name of the optimizer: (state, gradient, LR, epsilon, step, betas, momentum) -> what is taken from the weight

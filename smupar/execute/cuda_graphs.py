@@ -12,8 +12,6 @@ from torch import Tensor
 # Calls before the capture: compilation, lazily made optimizer state and library handles must be through by then, and the search
 # for the fastest 2:4 product (execute/sparse/semi).
 WARM_UP = 3
-# Steps that the host may be ahead of the GPU.
-_AHEAD = 8
 # Of a compiled function, in one process.
 _VERSIONS = 1024
 
@@ -33,7 +31,7 @@ class Upload:
         if self.device.type != "cuda":
             return value.to(self.device)
         turns = self.buffers.setdefault((value.shape, value.dtype), deque())
-        if len(turns) < _AHEAD:
+        if len(turns) < 8:  # steps that the host may be ahead of the GPU
             pinned, copied = torch.empty(value.shape, dtype=value.dtype, pin_memory=True), torch.cuda.Event()
         else:
             pinned, copied = turns.popleft()

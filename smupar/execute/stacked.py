@@ -24,6 +24,7 @@ from smupar.optim.layer_rates import measured_or_corrected
 from smupar.plan.layers import draws_random_numbers, has_running_statistics
 from smupar.plan.optimizers import facts_for_role, family_of, names_with
 from smupar.plan.plan import Plan
+from smupar.plan.settings import refuse
 
 # Models whose activations are held at once where a gradient is computed outside of the compiled step.
 _CHUNK = 4
@@ -265,8 +266,7 @@ def train_stacked(
     stack = Stack(
         models, plans, loss_fn, [Hyperparameters(rate, **shared) for rate in rates], optimizer=optimizer, compile=compile
     )
-    share = schedule or (lambda step: 1.0)
-    losses = [stack.step(batch, share(number)) for number, batch in enumerate(batches)]
+    losses = [stack.step(batch, schedule(number) if schedule else 1.0) for number, batch in enumerate(batches)]
     stack.write_back()
     return torch.stack(losses)
 
@@ -278,12 +278,14 @@ def _refuse(
     models: Sequence[nn.Module], plans: Sequence[Plan], hyperparameters: Sequence[Hyperparameters], optimizer: str
 ) -> None:
     family_of(optimizer)
-    if optimizer not in SUPPORTED:
-        raise ValueError(f"{optimizer} cannot be stacked: use one of {', '.join(SUPPORTED)}, or train one after the other")
-    if not models or not len(models) == len(plans) == len(hyperparameters):
-        raise ValueError(
-            f"{len(models)} models, {len(plans)} plans, {len(hyperparameters)} hyperparameters: one of each needed"
-        )
+    refuse(
+        optimizer not in SUPPORTED,
+        f"{optimizer} cannot be stacked: use one of {', '.join(SUPPORTED)}, or train one after the other",
+    )
+    refuse(
+        not models or not len(models) == len(plans) == len(hyperparameters),
+        f"{len(models)} models, {len(plans)} plans, {len(hyperparameters)} hyperparameters: one of each needed",
+    )
     for what in filter(None, map(_unstackable, models)):
         raise ValueError(f"{what}: train these models one after the other")
     shapes = [{name: tuple(p.shape) for name, p in model.named_parameters()} for model in models]
@@ -294,10 +296,10 @@ def _refuse(
                 f"model {index} has {name!r} as {other.get(name)}, the first one as {shapes[0].get(name)}: "
                 "only models of equal shapes can be stacked"
             )
-    if len({(h.betas, h.momentum, h.rest_lr is None) for h in hyperparameters}) > 1:
-        raise ValueError(
-            "betas, momentum and whether there is a rest_lr must be the same for all models: make a stack for each"
-        )
+    refuse(
+        len({(h.betas, h.momentum, h.rest_lr is None) for h in hyperparameters}) > 1,
+        "betas, momentum and whether there is a rest_lr must be the same for all models: make a stack for each",
+    )
 
 
 def _unstackable(model: nn.Module) -> str | None:
@@ -314,7 +316,6 @@ def _unstackable(model: nn.Module) -> str | None:
 
 
 def _stacked(tensors: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Stacks the tensors of all models: one tensor for each name."""
     return {name: torch.stack([model[name].detach() for model in tensors]) for name in tensors[0]}
 
 

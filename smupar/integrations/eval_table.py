@@ -60,8 +60,9 @@ class Results:
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(["model", "config_id", *(column for name in names for column in (name, f"{name}_stderr"))])
-        for who, row in rows:
-            writer.writerow([*who, *(_cell(value) for number in row for value in (number.value, number.stderr))])
+        writer.writerows(
+            [*who, *(_cell(value) for number in row for value in (number.value, number.stderr))] for who, row in rows
+        )
         return text.getvalue()
 
     def to_json(self) -> str:

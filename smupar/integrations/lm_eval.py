@@ -25,9 +25,6 @@ from smupar.lm.config.validation import refuse
 from smupar.lm.use import score
 from smupar.output.optional import first_line, optional
 
-# Resamples for standard errors that have no formula, perplexity's. The harness's own number takes minutes on few cores.
-_RESAMPLES = 1000
-
 
 def evaluate(config: EvalConfig) -> Results:
     """Does all three steps in one process. Their files stay in ``config.out``, so that the same command can go on."""
@@ -157,7 +154,8 @@ def _metrics(tasks: dict[str, Any], scores: dict[str, score.Score], limit: int |
             raise NotImplementedError
 
     with _quiet():
-        given = harness.evaluate(lm=Stored(), task_dict=tasks, limit=limit, bootstrap_iters=_RESAMPLES, log_samples=False)
+        # Resamples are for standard errors that have no formula, perplexity's. The harness's own number takes minutes.
+        given = harness.evaluate(lm=Stored(), task_dict=tasks, limit=limit, bootstrap_iters=1000, log_samples=False)
     metrics: dict[str, TaskResults] = defaultdict(dict)
     for name, numbers in given["results"].items():
         for key, value in numbers.items():
@@ -185,9 +183,6 @@ def _quiet() -> Iterator[None]:
 
 # Local copies
 
-_CHOICES = '{"query": "Question: ...", "choices": ["...", "..."], "gold": 0}'
-_LAST_WORD = '{"context": "...", "continuation": "word"}'
-
 # From a query to what the harness itself would ask; RACE's ends with its question.
 _PROMPTS: dict[str, Callable[[dict[str, Any]], str]] = {
     "arc_easy": lambda doc: doc["query"].removesuffix("\n") + "\nAnswer:",
@@ -199,13 +194,17 @@ _PROMPTS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 def read_documents(task: str, folder: str) -> list[dict[str, Any]]:
     """TASK.jsonl of a folder, checked line by line."""
-    path, form = Path(folder) / f"{task}.jsonl", _LAST_WORD if task == "lambada_openai" else _CHOICES
+    path, has_choices = Path(folder) / f"{task}.jsonl", task != "lambada_openai"
+    form = (
+        '{"query": "Question: ...", "choices": ["...", "..."], "gold": 0}'
+        if has_choices
+        else '{"context": "...", "continuation": "word"}'
+    )
     remedy = f"every line should be like {form}"
     refuse(not path.is_file(), f"no file {path}: {remedy}")
     documents = []
     for number, row in score.read_lines(path, remedy):
-        is_right = _is_last_word(row) if task == "lambada_openai" else _is_choice(row)
-        refuse(not is_right, f"{path}, line {number}: {remedy}")
+        refuse(not (_is_choice if has_choices else _is_last_word)(row), f"{path}, line {number}: {remedy}")
         documents.append({name: row[name] for name in json.loads(form)})
     refuse(not documents, f"{path} is empty: {remedy}")
     return documents

@@ -9,13 +9,15 @@ from fractions import Fraction
 from numbers import Real
 
 from smupar.plan.parameters import Shape
-from smupar.plan.settings import match_globs
+from smupar.plan.settings import match_globs, refuse
 
 
 def as_density(value: float | Fraction, what: str = "density") -> Fraction:
     """The exact fraction that a user means by a float such as 1 / 3. It must lie in (0, 1]."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value <= 1:
-        raise ValueError(f"{what} must lie in (0, 1], got {value!r}: it is the share of weights that is kept, 1 - sparsity")
+    refuse(
+        isinstance(value, bool) or not isinstance(value, Real) or not 0 < value <= 1,
+        f"{what} must lie in (0, 1], got {value!r}: it is the share of weights that is kept, 1 - sparsity",
+    )
     exact = value if isinstance(value, Fraction) else Fraction(float(value))
     return exact.limit_denominator(10**9) or exact
 

@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import ParametrizationList
+
+from smupar.plan.settings import refuse
 
 ROWS, IMAGES, INDICES = "rows", "images", "indices"
 GROUPED_DIM = 1  # of a convolution's weight, transposed or not: it counts the channels of one group
@@ -30,17 +31,9 @@ SCALABLE = 1  # the output is linear in the weight, so that a factor on what the
 MEASURABLE = 2  # a coordinate check can measure what one update does to its output
 PLAIN = 3  # the forward pass is the product plus ``bias`` and nothing else, so that CSR can take its place
 
-Product = Callable[[nn.Module, Tensor, Tensor], Tensor]  # (layer, weight, input) -> output without bias
-
-
-@dataclass(frozen=True)
-class _ProductOfWeight:
-    """A product as users write it: (weight, input) -> output. Two products are equal if their functions are."""
-
-    function: Callable[[Tensor, Tensor], Tensor]
-
-    def __call__(self, layer: nn.Module, weight: Tensor, x: Tensor) -> Tensor:
-        return self.function(weight, x)
+Product = Callable[
+    ..., Tensor
+]  # (layer, weight, input) -> output without bias; of a registered layer (weight, input) -> output
 
 
 @dataclass(frozen=True)
@@ -85,14 +78,12 @@ class LayerKind:
     def multiply(self, layer: nn.Module, weight: Tensor, x: Tensor, in_dim: int | None = None) -> Tensor:
         """The product of the layer's input with a weight, without bias; ``in_dim`` as the plan has it."""
         if callable(self.product):
-            return self.product(layer, weight, x)
+            return self.product(weight, x) if self.is_registered else self.product(layer, weight, x)
         return x @ (weight.T if (self.in_dims[0] if in_dim is None else in_dim) == 1 else weight)
 
     def output(self, layer: nn.Module, x: Tensor) -> Tensor:
         """The layer's output on rows of its input. For a user's layer, only what its weight contributes to the output."""
-        if self.is_registered:
-            return self.multiply(layer, getattr(layer, self.weights), x)
-        return layer.forward(x)
+        return self.multiply(layer, getattr(layer, self.weights), x) if self.is_registered else layer.forward(x)
 
     def effect(self, layer: nn.Module, parameter: nn.Parameter, change: Tensor, x: Tensor) -> Tensor:
         """The layer's output on ``x`` with ``change`` as its weight and no bias. Hooks on the layer are not run again."""
@@ -170,8 +161,7 @@ def _convolve(layer: Any, weight: Tensor, x: Tensor) -> Tensor:
 
 
 def _rnn_size(module: Any) -> int:
-    size: int = (module.proj_size or module.hidden_size) * (1 + module.bidirectional)
-    return size
+    return int((module.proj_size or module.hidden_size) * (1 + module.bidirectional))
 
 
 _TABLE = LayerKind("`nn.Embedding`", _instance_of(nn.Embedding), "weight", (0,), 1, reads=INDICES, understood=MEASURABLE)
@@ -189,7 +179,7 @@ LAYERS = (
     replace(
         _LINEAR,
         name="`out_proj` of `nn.MultiheadAttention`",
-        matches=_instance_of(NonDynamicallyQuantizableLinear),
+        matches=_instance_of(nn.modules.linear.NonDynamicallyQuantizableLinear),
     ),
     replace(_LINEAR, name="classes derived from `nn.Linear`", matches=_instance_of(nn.Linear), product=LINEAR),
     replace(
@@ -242,8 +232,10 @@ def register_layer(
     Call it once, beside the class. The weight then gets its role, mask, init and factors without ``roles={...}``.
     """
     in_dims = _checked_dims(layer, in_dim, out_dim)
-    if not (isinstance(weight, str) and weight.isidentifier()):
-        raise ValueError(f"{layer.__name__}: weight must be the name of a parameter of the layer, got {weight!r}")
+    refuse(
+        not (isinstance(weight, str) and weight.isidentifier()),
+        f"{layer.__name__}: weight must be the name of a parameter of the layer, got {weight!r}",
+    )
     _check_product(layer, product, (*in_dims, out_dim), lookup)
     kind = LayerKind(
         f"`{layer.__name__}`",
@@ -253,42 +245,51 @@ def register_layer(
         out_dim,
         reads=INDICES if lookup else ROWS,
         understood=SCALABLE if product is None else PLAIN if product == LINEAR else MEASURABLE,
-        product=_ProductOfWeight(product) if callable(product) else product,
+        product=product,
         is_registered=True,
     )
-    if _REGISTERED.setdefault(layer, kind) != kind:
-        raise ValueError(f"{layer.__name__} is registered already, with other facts: register it once, beside the class")
+    refuse(
+        _REGISTERED.setdefault(layer, kind) != kind,
+        f"{layer.__name__} is registered already, with other facts: register it once, beside the class",
+    )
 
 
 def _checked_dims(layer: type[nn.Module], in_dim: int | tuple[int, ...], out_dim: int) -> tuple[int, ...]:
-    if not inspect.isclass(layer) or not issubclass(layer, nn.Module) or layer is nn.Module:
-        raise ValueError(f"register_layer takes a class derived from nn.Module, got {layer!r}")
+    refuse(
+        not inspect.isclass(layer) or not issubclass(layer, nn.Module) or layer is nn.Module,
+        f"register_layer takes a class derived from nn.Module, got {layer!r}",
+    )
     inherited = kind_of(layer.__new__(layer))
-    if layer.__module__.startswith("torch.") and inherited.weights and not inherited.is_registered:
-        raise ValueError(f"{layer.__name__} is known already ({inherited.name}): register a class of your own")
+    refuse(
+        layer.__module__.startswith("torch.") and inherited.weights and not inherited.is_registered,
+        f"{layer.__name__} is known already ({inherited.name}): register a class of your own",
+    )
     in_dims = in_dim if isinstance(in_dim, tuple) else (in_dim,)
     dims = (*in_dims, out_dim)
-    if not in_dims or any(isinstance(dim, bool) or not isinstance(dim, int) or dim < 0 for dim in dims):
-        raise ValueError(
-            f"{layer.__name__}: in_dim and out_dim must be whole numbers from 0 on, got {in_dim!r} and {out_dim!r}"
-        )
-    if len(set(dims)) < len(dims):
-        raise ValueError(
-            f"{layer.__name__}: in_dim={in_dim!r} and out_dim={out_dim!r} name the same dimension: a weight stored as (in, "
-            "out) has in_dim=0, out_dim=1"
-        )
+    refuse(
+        not in_dims or any(isinstance(dim, bool) or not isinstance(dim, int) or dim < 0 for dim in dims),
+        f"{layer.__name__}: in_dim and out_dim must be whole numbers from 0 on, got {in_dim!r} and {out_dim!r}",
+    )
+    refuse(
+        len(set(dims)) < len(dims),
+        f"{layer.__name__}: in_dim={in_dim!r} and out_dim={out_dim!r} name the same dimension: a weight stored as (in, "
+        "out) has in_dim=0, out_dim=1",
+    )
     return in_dims
 
 
 def _check_product(layer: type[nn.Module], product: object, dims: tuple[int, ...], lookup: bool) -> None:
     if product is None:
         return
-    if product != LINEAR and not callable(product):
-        raise ValueError(f"{layer.__name__}: product must be a function of (weight, x), 'linear' or None, got {product!r}")
-    if len(dims) > 2:
-        raise ValueError(f"{layer.__name__}: a product reads rows of one dimension, in_dim names {len(dims) - 1}")
-    if product == LINEAR and (lookup or set(dims) != {0, 1}):
-        raise ValueError(f"{layer.__name__}: product='linear' is for matrices of shape (in, out) or (out, in)")
+    refuse(
+        product != LINEAR and not callable(product),
+        f"{layer.__name__}: product must be a function of (weight, x), 'linear' or None, got {product!r}",
+    )
+    refuse(len(dims) > 2, f"{layer.__name__}: a product reads rows of one dimension, in_dim names {len(dims) - 1}")
+    refuse(
+        product == LINEAR and (lookup or set(dims) != {0, 1}),
+        f"{layer.__name__}: product='linear' is for matrices of shape (in, out) or (out, in)",
+    )
 
 
 def check_registered(module: nn.Module) -> None:

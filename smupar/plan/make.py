@@ -21,7 +21,7 @@ from smupar.plan.patterns import parse_pattern, read_masks
 from smupar.plan.plan import Plan, PlanRow, PlanWarning
 from smupar.plan.reminders import attentions, make_reminders
 from smupar.plan.roles import GUESSED, Note, ParamRole, infer_roles
-from smupar.plan.settings import match_globs
+from smupar.plan.settings import match_globs, refuse
 from smupar.plan.sparsity import DensitySetting, Sparsity, make_sparse
 from smupar.rules import Rule, get_rule
 
@@ -140,8 +140,7 @@ class _Numbers:
 
     def forward(self, use: str, m_d: Fraction) -> float:
         """The factor on the output of a layer with this use."""
-        alpha = self.alphas[use] if self.rule.has_alphas else 1.0
-        return alpha * float(self.rule.forward[use].of(m_d, 1, 1))
+        return (self.alphas[use] if self.rule.has_alphas else 1.0) * float(self.rule.forward[use].of(m_d, 1, 1))
 
 
 # Init
@@ -156,8 +155,7 @@ def _base_stds(roles: list[ParamRole], rule: Rule, init_std: InitStdSetting) -> 
     else:
         named = dict.fromkeys(matrices, init_std)
     missing = [name for name in matrices if name not in named]
-    if missing:
-        raise ValueError(f"init_std says nothing about {', '.join(missing[:6])}; add a last line '*': ...")
+    refuse(missing, f"init_std says nothing about {', '.join(missing[:6])}; add a last line '*': ...")
     # Tables that are added to a tied one, such as positions, get its size.
     tied = [role.base_fan_in for role in roles if role.role == "embedding" and len({use for _, use in role.uses}) > 1]
     return {name: _base_std(role, named[name], max(tied, default=1)) for name, role in matrices.items()}
@@ -170,8 +168,7 @@ def _base_std(role: ParamRole, setting: float | str, tied_fan_in: int) -> float:
     if isinstance(setting, str):
         raise ValueError(f"init_std must be a number or 'fan_in', got {setting!r}")
     std = _finite(setting, "init_std")
-    if std < 0:
-        raise ValueError(f"init_std must not be negative, got {setting!r} for {role.name!r}")
+    refuse(std < 0, f"init_std must not be negative, got {setting!r} for {role.name!r}")
     return std
 
 
@@ -215,8 +212,12 @@ def _output_width(roles: list[ParamRole]) -> Fraction:
 
 
 def _notes(model: nn.Module, roles: list[ParamRole], sparsity: Sparsity, numbers: _Numbers) -> list[Note]:
-    notes = [Note("given masks", _GIVEN)] if sparsity.given else []
-    notes += _thin(roles, sparsity)
+    given = Note(
+        "given masks",
+        "masks of your own: the rule assumes random masks, so check the model's coordinates if they come from magnitudes or "
+        "gradients",
+    )
+    notes = [*([given] if sparsity.given else []), *_thin(roles, sparsity)]
     noted: dict[Note, list[str]] = {}
     for role in roles:
         if role.note is not None and (role.note is not GUESSED or role.name in sparsity.densities):
@@ -231,20 +232,17 @@ def _notes(model: nn.Module, roles: list[ParamRole], sparsity: Sparsity, numbers
         notes.append(Note("neurons", "whole neurons are cut inside attention heads: scale q.k by the live part of head_dim"))
     has_custom_modules = any(not type(module).__module__.startswith("torch.nn") for module in model.modules())
     if not attention and has_custom_modules and numbers.rule.attention_exponent == -1:
-        notes.append(Note("attention", _NO_ATTENTION, False))
+        text = "no attention was recognised; if there is some, scale its q.k by plan.attention_scale(head_dim)"
+        notes.append(Note("attention", text, False))
     return notes
 
 
-_GIVEN = (
-    "masks of your own: the rule assumes random masks, so check the model's coordinates "
-    "if they come from magnitudes or gradients"
-)
-_NO_ATTENTION = "no attention was recognised; if there is some, scale its q.k by plan.attention_scale(head_dim)"
-
-
 def _thin(roles: list[ParamRole], sparsity: Sparsity) -> list[Note]:
-    hidden = [role for role in roles if role.role == "hidden" and role.name in sparsity.densities]
-    per_neuron = {role.name: sparsity.weights_per_neuron(role) for role in hidden}
+    per_neuron = {
+        role.name: sparsity.weights_per_neuron(role)
+        for role in roles
+        if role.role == "hidden" and role.name in sparsity.densities
+    }
     thin = [name for name, kept in per_neuron.items() if kept < MIN_WEIGHTS_PER_NEURON]
     if not thin:
         return []
@@ -266,6 +264,8 @@ def _whole(value: int, what: str) -> int:
 
 
 def _finite(value: float, what: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-        raise ValueError(f"{what} must be a finite number, got {value!r}")
+    refuse(
+        isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value),
+        f"{what} must be a finite number, got {value!r}",
+    )
     return float(value)

@@ -23,15 +23,15 @@ class Neighbours:
         # ``sizes`` has the matrices whose scaling dimensions follow from sizes alone.
         self.tensors, self.sizes = scaling_from_sizes(tensors, asked) if self.equal_widths else (tensors, {})
         self.matrices = [tensor for tensor in self.tensors if tensor.layout == "matrix"]
-        self.read_sizes = {tensor.read_size for tensor in self.matrices if not tensor.is_lookup}
+        self.read_sizes = {tensor.read_size for tensor in self.matrices if not tensor.layer.is_lookup}
         self.readouts = [tensor for tensor in self.matrices if _may_be_readout(tensor, asked.get(tensor.name))]
         self.inputs = _input_layers(self.matrices)
 
     def is_side_table(self, tensor: ParameterView) -> bool:
         """Whether it is a lookup table that no layer reads, while another lookup table is read by layers."""
-        if not tensor.is_input or not tensor.is_lookup or tensor.makes_logits:
+        if not tensor.is_input or not tensor.layer.is_lookup or tensor.makes_logits:
             return False
-        tables = [table for table in self.matrices if table.is_lookup]
+        tables = [table for table in self.matrices if table.layer.is_lookup]
         if not any(table.written_size in self.read_sizes for table in tables):
             return False
         sums = {tensor.written_size}  # side by side, it and others may be read together
@@ -51,7 +51,7 @@ class Neighbours:
 def _may_be_readout(tensor: ParameterView, setting: RoleSetting | None) -> bool:
     if setting is not None:
         return setting == "unembedding"
-    shaped = not tensor.is_lookup and tensor.reads_scaling and not tensor.writes_scaling
+    shaped = not tensor.layer.is_lookup and tensor.reads_scaling and not tensor.writes_scaling
     return shaped or tensor.is_output or tensor.makes_logits
 
 
@@ -62,7 +62,7 @@ def _input_layers(matrices: list[ParameterView]) -> set[str]:
         same_layer = bool(inputs) and inputs[-1].module is tensor.module
         if not tensor.reads_scaling and tensor.writes_scaling:
             inputs.append(tensor)
-        elif not tensor.is_lookup and not same_layer:
+        elif not tensor.layer.is_lookup and not same_layer:
             break
     return {tensor.name for tensor in inputs}
 
@@ -114,7 +114,7 @@ def scaling_from_sizes(
     equal leave doubt (``role_table.DOUBTS``).
     """
     matrices = [tensor for tensor in tensors if tensor.layout == "matrix"]
-    linear = [tensor for tensor in matrices if not tensor.is_lookup]
+    linear = [tensor for tensor in matrices if not tensor.layer.is_lookup]
     has_lookup = len(linear) < len(matrices)
     has_output = any(tensor.is_output or tensor.makes_logits for tensor in matrices)
     first = linear[0] if linear and not has_lookup else None  # it reads the data, unless a lookup table does
@@ -142,7 +142,7 @@ def _matrix_scaling(tensor: ParameterView, setting: RoleSetting | None, sizes: S
     if sizes is not None:
         dims = (ins if sizes.reads else ()) + (outs if sizes.writes_width else ())
     elif setting is None:
-        dims = outs if tensor.is_lookup else ins
+        dims = outs if tensor.layer.is_lookup else ins
     else:
         role = setting if isinstance(setting, str) else setting[0]
         dims = {"hidden": (*ins, *outs), "embedding": outs, "unembedding": ins}.get(role, ())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -10,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from smupar.plan.layers import GROUPED_DIM, IMAGES, PARAMETRIZED, LayerKind, check_registered, is_depthwise, kind_of, num_groups
+from smupar.plan.settings import refuse
 
 Shape = tuple[int, ...]
 
@@ -34,17 +36,13 @@ class ParameterView:
     declared: str = ""  # "input" or "output" if the model's own getters return the module, as in Hugging Face models
 
     @property
-    def is_lookup(self) -> bool:
-        return self.layer.is_lookup
-
-    @property
     def is_input(self) -> bool:
-        return self.layout == "matrix" and (self.is_lookup or self.declared == "input")
+        return self.layout == "matrix" and (self.layer.is_lookup or self.declared == "input")
 
     @property
     def is_output(self) -> bool:
         """Whether the user's model says that this weight makes its logits."""
-        return self.declared == "output" and not self.is_lookup
+        return self.declared == "output" and not self.layer.is_lookup
 
     @property
     def is_recurrent(self) -> bool:
@@ -54,7 +52,7 @@ class ParameterView:
     @property
     def makes_logits(self) -> bool:
         """Whether it is an embedding table that is tied to a readout."""
-        return self.is_lookup and any(not kind_of(module).is_lookup for _, module in self.tied)
+        return self.layer.is_lookup and any(not kind_of(module).is_lookup for _, module in self.tied)
 
     @property
     def reads_scaling(self) -> bool:
@@ -101,13 +99,14 @@ def view_parameters(model: nn.Module, base: nn.Module, delta: nn.Module | None) 
     declared = {id(_embeddings(model, f"get_{end}_embeddings")): end for end in ("output", "input")}
     for module in model.modules():
         check_registered(module)
+    # A tied weight may be registered under its head's name first; its table is what it is. A module may have several names.
+    holders: dict[str, dict[int, tuple[str, nn.Module, str]]] = defaultdict(dict)
+    for alias, name in names.items():
+        holder = _holder(modules, alias)
+        holders[name].setdefault(id(holder[1]), holder)
     views = []
     for name, shape in shapes.items():
-        # A tied weight may be registered under its head's name first; its table is what it is. A module may have several names.
-        holders: dict[int, tuple[str, nn.Module, str]] = {}
-        for holder in (_holder(modules, alias) for alias in (name, *names[name])):
-            holders.setdefault(id(holder[1]), holder)
-        (path, module, leaf), *others = sorted(holders.values(), key=lambda holder: _how_unclear(holder[1]))
+        (path, module, leaf), *others = sorted(holders[name].values(), key=lambda holder: _how_unclear(holder[1]))
         scaling = tuple(dim for dim in range(len(shape)) if any(other[name][dim] != shape[dim] for other in other_shapes))
         layout, in_dims, out_dim = _layout(module, leaf, shape, scaling)
         views.append(
@@ -156,34 +155,30 @@ def _holder(modules: dict[str, nn.Module], name: str) -> tuple[str, nn.Module, s
 
 def _shapes(model: nn.Module, what: str) -> dict[str, Shape]:
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, UninitializedParameter):
-            raise ValueError(f"{name!r} of {what} has no shape yet (a lazy module): run one forward pass through {what} first")
+        refuse(
+            isinstance(parameter, UninitializedParameter),
+            f"{name!r} of {what} has no shape yet (a lazy module): run one forward pass through {what} first",
+        )
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-def _names(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Canonical parameter name -> its other names."""
+def _names(model: nn.Module) -> dict[str, str]:
+    """Every name of every parameter -> its first name."""
     first: dict[int, str] = {}
-    names: dict[str, tuple[str, ...]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        canonical = first.setdefault(id(parameter), name)
-        names[canonical] = (*names[canonical], name) if canonical in names else ()
-    return names
-
-
-def _all_names(names: dict[str, tuple[str, ...]]) -> set[str]:
-    return {name for first, others in names.items() for name in (first, *others)}
+    return {name: first.setdefault(id(parameter), name) for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
 def _shapes_like(
-    model: nn.Module, shapes: dict[str, Shape], names: dict[str, tuple[str, ...]], other: nn.Module, what: str
+    model: nn.Module, shapes: dict[str, Shape], names: dict[str, str], other: nn.Module, what: str
 ) -> dict[str, Shape]:
     """Parameter shapes of ``other``, after checking that it is the same network at another width."""
-    if not (isinstance(model, type(other)) or isinstance(other, type(model))):
-        raise ValueError(f"{what} is a {type(other).__name__}, the model a {type(model).__name__}: both must be of one class")
+    refuse(
+        not (isinstance(model, type(other)) or isinstance(other, type(model))),
+        f"{what} is a {type(other).__name__}, the model a {type(model).__name__}: both must be of one class",
+    )
     other_names, other_shapes = _names(other), _shapes(other, what)
-    if _all_names(names) == _all_names(other_names) and set(names) != set(other_names):
-        name = sorted(set(names) ^ set(other_names))[0]
+    if names.keys() == other_names.keys() and shapes.keys() != other_shapes.keys():
+        name = min(shapes.keys() ^ other_shapes.keys())
         raise ValueError(
             f"{name!r} is tied to another parameter in one of model and {what} and not in the other: build both alike. "
             "to_empty unties weights: tie them again after it."
@@ -198,13 +193,16 @@ def _shapes_like(
             f"{what} has {len(other_shapes)} parameters and the model {len(shapes)} ({shown}). "
             f"Build {what} with the same depth and options; only widths may differ."
         )
+    tied_otherwise = {first for _, first in names.items() ^ other_names.items()}
     for name, shape in shapes.items():
-        if set(names[name]) != set(other_names[name]):
-            raise ValueError(f"{name!r} is tied in one of model and {what} and not in the other: build both alike")
-        if len(other_shapes[name]) != len(shape):
-            raise ValueError(
-                f"{name!r} has shape {shape} in the model and {other_shapes[name]} in {what}: only sizes may differ"
-            )
+        refuse(
+            name in tied_otherwise,
+            f"{name!r} is tied in one of model and {what} and not in the other: build both alike",
+        )
+        refuse(
+            len(other_shapes[name]) != len(shape),
+            f"{name!r} has shape {shape} in the model and {other_shapes[name]} in {what}: only sizes may differ",
+        )
     return other_shapes
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from smupar.plan.allocations import round_half_up
 from smupar.plan.parameters import Shape
+from smupar.plan.settings import refuse
 
 Dims = tuple[int, ...]  # the dimensions one output neuron reads: (1,) of a Linear, (1, 2, 3) of a Conv2d, input channel first
 
@@ -104,16 +105,16 @@ class NM(Pattern):
         return self.n / self.m
 
     def _check(self, size: int, density: Fraction) -> None:
-        if size % self.m:
-            raise ValueError(
-                f"{self.name} needs dimensions divisible by {self.m}, this one is {size}; keep such a weight dense by "
-                "density={'NAME': 1, '*': ...}"
-            )
-        if density != Fraction(self.n, self.m):
-            raise ValueError(
-                f"{self.name} keeps exactly {self.n}/{self.m} of the weights, not {float(density):g}; "
-                f"pass density={self.n}/{self.m} (sparsity {1 - self.n / self.m:g}) or leave it out"
-            )
+        refuse(
+            size % self.m,
+            f"{self.name} needs dimensions divisible by {self.m}, this one is {size}; keep such a weight dense by "
+            "density={'NAME': 1, '*': ...}",
+        )
+        refuse(
+            density != Fraction(self.n, self.m),
+            f"{self.name} keeps exactly {self.n}/{self.m} of the weights, not {float(density):g}; "
+            f"pass density={self.n}/{self.m} (sparsity {1 - self.n / self.m:g}) or leave it out",
+        )
 
     def count(self, shape: Shape, in_dims: Dims, density: Fraction) -> int | None:
         self._check(shape[in_dims[0]], density)
@@ -132,8 +133,7 @@ class TransposableNM(NM):
     matrix with shuffled rows and columns, so each row and column of it has N ones."""
 
     def count(self, shape: Shape, in_dims: Dims, density: Fraction) -> int | None:
-        if len(shape) != 2:
-            raise ValueError(f"{self.name} is for matrices, this tensor has shape {shape}")
+        refuse(len(shape) != 2, f"{self.name} is for matrices, this tensor has shape {shape}")
         self._check(shape[1 - in_dims[0]], density)
         return super().count(shape, in_dims, density)
 
@@ -153,8 +153,10 @@ class SquareBlocks(Pattern):
     size: int = 16
 
     def _blocks(self, shape: Shape) -> tuple[int, int]:
-        if len(shape) != 2 or shape[0] % self.size or shape[1] % self.size:
-            raise ValueError(f"{self.name} needs a matrix with both dimensions divisible by {self.size}, not shape {shape}")
+        refuse(
+            len(shape) != 2 or shape[0] % self.size or shape[1] % self.size,
+            f"{self.name} needs a matrix with both dimensions divisible by {self.size}, not shape {shape}",
+        )
         return shape[0] // self.size, shape[1] // self.size
 
     def count(self, shape: Shape, in_dims: Dims, density: Fraction) -> int | None:
@@ -191,14 +193,13 @@ class Neuron(Pattern):
 def num_live_neurons(period: int, density: Fraction) -> int:
     """How many of each ``period`` neurons live. Refused if this is not within a tenth of the density."""
     num_live = round_half_up(density * period)
-    if num_live == 0:
-        raise ValueError(f"density {float(density):g} leaves none of {period} neurons; raise it")
+    refuse(num_live == 0, f"density {float(density):g} leaves none of {period} neurons; raise it")
     near = Fraction(9, 10) * density <= Fraction(num_live, period) <= Fraction(11, 10) * density
-    if not near or num_live == period:
-        raise ValueError(
-            f"density {float(density):g} cannot be reached with whole neurons: the greatest common divisor of all widths is "
-            f"{period}, so the nearest is {num_live}/{period}; choose another density, or widths with a larger one"
-        )
+    refuse(
+        not near or num_live == period,
+        f"density {float(density):g} cannot be reached with whole neurons: the greatest common divisor of all widths is "
+        f"{period}, so the nearest is {num_live}/{period}; choose another density, or widths with a larger one",
+    )
     return num_live
 
 
@@ -242,8 +243,7 @@ def parse_pattern(text: str | Pattern) -> Pattern:
         return plain[text](text)
     if match := re.fullmatch(r"(\d+):(\d+)(-transposable)?", text):
         n, m = int(match[1]), int(match[2])
-        if not 0 < n < m:
-            raise ValueError(f"pattern {text!r}: N:M needs 0 < N < M")
+        refuse(not 0 < n < m, f"pattern {text!r}: N:M needs 0 < N < M")
         return (TransposableNM if match[3] else NM)(text, n, m)
     if match := re.fullmatch(r"block-(\d*[1-9]\d*)", text):
         return SquareBlocks(text, int(match[1]))
@@ -265,10 +265,11 @@ def read_masks(masks: Mapping[str, Tensor] | str | PathLike[str] | None) -> dict
             tensors = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever a damaged or foreign file makes the readers raise
         raise ValueError(f"{path} cannot be read as a state dict or file of masks: {error}") from error
-    if not isinstance(tensors, Mapping) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
-        raise ValueError(f"{path} holds no state dict: masks are read from one, or from a file of masks by parameter name")
+    refuse(
+        not isinstance(tensors, Mapping) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()),
+        f"{path} holds no state dict: masks are read from one, or from a file of masks by parameter name",
+    )
     saved = {name: tensor for name, tensor in tensors.items() if name.endswith("_mask")}
     saved = saved or {name: tensor for name, tensor in tensors.items() if tensor.dtype == torch.bool}
-    if not saved:
-        raise ValueError(f"{path} holds no masks: no entry is called <param>_mask or holds bools")
+    refuse(not saved, f"{path} holds no masks: no entry is called <param>_mask or holds bools")
     return {name.removeprefix("_orig_mod."): tensor for name, tensor in saved.items()}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from fractions import Fraction
@@ -21,7 +20,7 @@ from smupar.output.tables import aligned
 from smupar.plan.patterns import parse_pattern
 from smupar.plan.reminders import REMINDERS
 from smupar.plan.roles import Note
-from smupar.plan.settings import layer_glob
+from smupar.plan.settings import layer_glob, refuse
 from smupar.rules import get_rule
 
 FORMAT = "smupar-plan/1"
@@ -56,8 +55,9 @@ class PlanRow:
     note: str = ""
 
     def lr_factor(self, family: str) -> float:
-        if family not in self.lr_factors:
-            raise ValueError(f"{self.name!r} is {self.role}: the {family} family has no learning-rate rule for it")
+        refuse(
+            family not in self.lr_factors, f"{self.name!r} is {self.role}: the {family} family has no learning-rate rule for it"
+        )
         return self.lr_factors[family]
 
     def decay_factor(self, family: str) -> float:
@@ -109,16 +109,14 @@ class Plan:
 
     def attention_scale(self, head_dim: int) -> float:
         """The number that q.k must be multiplied by (Table 1). Put it into your model, then ``settle("attention_scale")``."""
-        if head_dim < 1:
-            raise ValueError(f"head_dim must be a positive whole number, got {head_dim!r}")
+        refuse(head_dim < 1, f"head_dim must be a positive whole number, got {head_dim!r}")
         return get_rule(self.rule).attention_scale(int(head_dim))
 
     def settle(self, reminder: str) -> None:
         """Tells the plan that you have set what it cannot set itself, or that it need not be set. ``reminder`` is
         "attention_scale", "output_factor" or "input_factor". If the plan has no such reminder nothing happens, so one script
         works for every rule."""
-        if reminder not in REMINDERS:
-            raise ValueError(f"no plan has a reminder called {reminder!r}: choose one of {', '.join(REMINDERS)}")
+        refuse(reminder not in REMINDERS, f"no plan has a reminder called {reminder!r}: choose one of {', '.join(REMINDERS)}")
         self.pending.pop(reminder, None)
 
     def draw_mask(self, name: str) -> Tensor | None:
@@ -126,11 +124,14 @@ class Plan:
         row = self[name]
         if row.pattern is None:
             return None
-        if row.pattern == "given":
-            raise ValueError(f"the mask of {name!r} was given by the user and cannot be drawn again; pass it as masks={{...}}")
+        refuse(
+            row.pattern == "given",
+            f"the mask of {name!r} was given by the user and cannot be drawn again; pass it as masks={{...}}",
+        )
         mask = parse_pattern(row.pattern).mask(row, self.live_neurons, self.seed)
-        if not mask.any():
-            raise ValueError(f"the {row.pattern} mask of {name!r} keeps no weight at density {float(row.density):g}; raise it")
+        refuse(
+            not mask.any(), f"the {row.pattern} mask of {name!r} keeps no weight at density {float(row.density):g}; raise it"
+        )
         return mask
 
     # Reading and writing
@@ -141,15 +142,19 @@ class Plan:
     @classmethod
     def from_json(cls, text: str) -> Plan:
         data = json.loads(text)
-        if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
-            raise ValueError(f"this is not a plan in format {FORMAT!r}; write one with plan.to_json()")
+        refuse(
+            not isinstance(data, dict) or data.pop("format", None) != FORMAT,
+            f"this is not a plan in format {FORMAT!r}; write one with plan.to_json()",
+        )
         try:
             data["rows"] = tuple(_row_from_json(row) for row in data["rows"])
             data["base_density"] = Fraction(data["base_density"])
             data["live_neurons"] = tuple(data["live_neurons"])
             # Plans of the first version have notes without a kind, and name a method that is now called settle.
-            notes = data.get("notes", [])
-            data["notes"] = [Note("older", note, is_caution=False) if isinstance(note, str) else Note(**note) for note in notes]
+            data["notes"] = [
+                Note("older", note, is_caution=False) if isinstance(note, str) else Note(**note)
+                for note in data.get("notes", [])
+            ]
             data["pending"] = {name: text.replace("plan.waive(", "plan.settle(") for name, text in data["pending"].items()}
             return cls(**data)
         except (KeyError, TypeError) as error:
@@ -171,7 +176,24 @@ class Plan:
         return lines
 
     def __str__(self) -> str:
-        return _table(self)
+        # Blocks with equal numbers share a line: layer numbers become a star, followed by the number of parameters.
+        cells = {row.name: _cells(row) for row in self}
+        blocks: dict[str, list[str]] = {}
+        for name in cells:
+            blocks.setdefault(layer_glob(name), []).append(name)
+        alike = {glob for glob, names in blocks.items() if len(names) > 1 and len({cells[name] for name in names}) == 1}
+        titles = {blocks[glob][0]: f"{glob} ({len(blocks[glob])}x)" for glob in alike}
+        header = "parameter, role, shape, density, m_in, m_out, m_rho, init std, LR Adam, LR SGD, decay Adam, forward"
+        lines = [header.split(", ")]
+        lines += [[titles.get(name, name), *cells[name]] for name in cells if name in titles or layer_glob(name) not in alike]
+        total = sum(math.prod(row.shape) for row in self)
+        kept = sum(math.prod(row.shape) * row.density for row in self)
+        summary = (
+            f"rule {get_rule(self.rule).title}, pattern {self.pattern}, base density {_shown(self.base_density)}, seed "
+            f"{self.seed}; {total:,} parameters, {round(kept):,} kept"
+        )
+        extra = [f"TO DO {name}: {text}" for name, text in self.pending.items()] + [f"note: {text}" for text in self.notes]
+        return "\n".join([summary, aligned(lines), *extra])
 
 
 def _row_from_json(row: dict[str, Any]) -> PlanRow:
@@ -211,40 +233,3 @@ def _cells(row: PlanRow) -> tuple[str, ...]:
         _shown(row.decay_factor("adam")),
         _forward_cell(row),
     )
-
-
-def _table(plan: Plan) -> str:
-    header = [
-        "parameter",
-        "role",
-        "shape",
-        "density",
-        "m_in",
-        "m_out",
-        "m_rho",
-        "init std",
-        "LR Adam",
-        "LR SGD",
-        "decay Adam",
-        "forward",
-    ]
-    # Blocks with equal numbers share a line: layer numbers become a star, followed by the number of parameters.
-    blocks: dict[str, set[tuple[str, ...]]] = {}
-    for row in plan:
-        blocks.setdefault(layer_glob(row.name), set()).add(_cells(row))
-    folded = Counter(layer_glob(row.name) for row in plan if len(blocks[layer_glob(row.name)]) == 1)
-    lines = [header]
-    for row in plan:
-        times = folded.get(layer_glob(row.name), 1)
-        if times > 0:
-            lines.append([f"{layer_glob(row.name)} ({times}x)" if times > 1 else row.name, *_cells(row)])
-        if times > 1:
-            folded[layer_glob(row.name)] = 0
-    total = sum(math.prod(row.shape) for row in plan)
-    kept = sum(math.prod(row.shape) * row.density for row in plan)
-    settings = (
-        f"rule {get_rule(plan.rule).title}, pattern {plan.pattern}, base density {_shown(plan.base_density)}, seed {plan.seed}"
-    )
-    summary = f"{total:,} parameters, {round(kept):,} kept"
-    extra = [f"TO DO {name}: {text}" for name, text in plan.pending.items()] + [f"note: {text}" for text in plan.notes]
-    return "\n".join([f"{settings}; {summary}", aligned(lines), *extra])

@@ -22,7 +22,24 @@ def make_reminders(
     model: nn.Module, roles: list[ParamRole], rule: Rule, output_factor: float, input_factor: float
 ) -> dict[str, str]:
     """Reminder -> what to do, for everything that the user must set under this rule."""
-    texts = (_about_attention(model, rule), _about_output(roles, output_factor), _about_input(roles, input_factor))
+    about_output = _about_factor(
+        roles,
+        "unembedding",
+        output_factor,
+        "no layer of {} could be scaled:",
+        "no module that makes the outputs was found. If the model does so itself (F.linear with the embedding),",
+        f"multiply its logits by plan.output_factor = {output_factor:g}, in training and evaluation; "
+        "then plan.settle('output_factor').",
+    )
+    about_input = _about_factor(
+        roles,
+        "embedding",
+        input_factor,
+        "{} belongs to no layer that could be scaled: multiply what the model reads from it by",
+        "no layer that reads the inputs was found, so nothing applies it: multiply what the model makes of them by",
+        f"alpha_input = {input_factor:g}; then plan.settle('input_factor').",
+    )
+    texts = (_about_attention(model, rule), about_output, about_input)
     return {name: text for name, text in zip(REMINDERS, texts, strict=True) if text}
 
 
@@ -43,38 +60,14 @@ def _about_attention(model: nn.Module, rule: Rule) -> str:
     )
 
 
-def _about_output(roles: list[ParamRole], factor: float) -> str:
-    missing = _unreached(roles, "unembedding")
-    if missing is None or factor == 1:
-        return ""
-    cause = (
-        f"no layer of {', '.join(missing)} could be scaled:"
-        if missing
-        else "no module that makes the outputs was found. If the model does so itself (F.linear with the embedding),"
-    )
-    return (
-        f"{cause} multiply its logits by plan.output_factor = {factor:g}, in training and evaluation; "
-        "then plan.settle('output_factor')."
-    )
-
-
-def _about_input(roles: list[ParamRole], factor: float) -> str:
-    missing = _unreached(roles, "embedding")
-    if missing is None or factor == 1:
-        return ""
-    cause = (
-        f"{', '.join(missing)} belongs to no layer that could be scaled: multiply what the model reads from it by"
-        if missing
-        else "no layer that reads the inputs was found, so nothing applies it: multiply what the model makes of them by"
-    )
-    return f"{cause} alpha_input = {factor:g}; then plan.settle('input_factor')."
-
-
-def _unreached(roles: list[ParamRole], role_name: str) -> list[str] | None:
-    """Parameters of this role that no hook can scale: an empty list if the model has no such role, None if all are reached."""
+def _about_factor(roles: list[ParamRole], role_name: str, factor: float, unscaled: str, absent: str, remedy: str) -> str:
+    """What to do about a factor that no hook applies. ``unscaled`` says so about parameters of this role, ``absent`` about a
+    model that has none."""
     missing = [role.name for role in roles if role.role == role_name and not role.uses]
-    reached = any(use == role_name for role in roles for _, use in role.uses)
-    return None if reached and not missing else missing
+    is_reached = any(use == role_name for role in roles for _, use in role.uses)
+    if factor == 1 or (is_reached and not missing):
+        return ""
+    return f"{unscaled.format(', '.join(missing)) if missing else absent} {remedy}"
 
 
 # The probe

@@ -18,7 +18,7 @@ from smupar.plan.layers import kind_of
 from smupar.plan.neighbours import Neighbours, RoleSetting
 from smupar.plan.parameters import ParameterView, Shape, view_parameters
 from smupar.plan.role_table import ASK, Case, case_of
-from smupar.plan.settings import layer_glob, match_globs
+from smupar.plan.settings import layer_glob, match_globs, refuse
 from smupar.rules import ROLES
 
 
@@ -86,19 +86,20 @@ def infer_roles(
 def _check_setting(tensor: ParameterView, setting: RoleSetting) -> None:
     role, in_dim = (setting, None) if isinstance(setting, str) else (setting[0], setting[-1])
     fits = in_dim is None or (role == "hidden" and isinstance(in_dim, int) and 0 <= in_dim < len(tensor.shape))
-    if role not in ROLES or not fits:
-        raise ValueError(
-            f"roles: {tensor.name!r} of shape {tensor.shape} got {setting!r}; "
-            f"use one of {', '.join(ROLES)}, or ('hidden', in_dim)"
-        )
-    if role == "hidden" and len(tensor.shape) < 2:
-        raise ValueError(f"roles: {tensor.name!r} of shape {tensor.shape} is no matrix and cannot be hidden")
-    if role == "hidden" and in_dim is None and tensor.layout != "matrix":
-        raise ValueError(
-            f"roles: {tensor.name!r} of shape {tensor.shape} belongs to a {type(tensor.module).__name__}, "
-            f"which does not tell its inputs; write roles={{{tensor.name!r}: ('hidden', IN_DIM)}} "
-            "with the dimension that is summed over"
-        )
+    refuse(
+        role not in ROLES or not fits,
+        f"roles: {tensor.name!r} of shape {tensor.shape} got {setting!r}; use one of {', '.join(ROLES)}, or ('hidden', in_dim)",
+    )
+    refuse(
+        role == "hidden" and len(tensor.shape) < 2,
+        f"roles: {tensor.name!r} of shape {tensor.shape} is no matrix and cannot be hidden",
+    )
+    refuse(
+        role == "hidden" and in_dim is None and tensor.layout != "matrix",
+        f"roles: {tensor.name!r} of shape {tensor.shape} belongs to a {type(tensor.module).__name__}, "
+        f"which does not tell its inputs; write roles={{{tensor.name!r}: ('hidden', IN_DIM)}} "
+        "with the dimension that is summed over",
+    )
 
 
 # Asking
@@ -160,7 +161,7 @@ def _as_decided(tensor: ParameterView, case: Case, neighbours: Neighbours) -> Pa
 
 def _param_role(tensor: ParameterView, role: str, note: Note | None = None) -> ParamRole:
     out_dims = (tensor.out_dim,)
-    if role == "embedding" and tensor.is_lookup:  # it reads one row; where it is tied, the logits read the row's entries
+    if role == "embedding" and tensor.layer.is_lookup:  # it reads one row; where it is tied, the logits read the row's entries
         base_fan_in = tensor.base_fan_in(out_dims if tensor.makes_logits else ())
     else:
         base_fan_in = tensor.base_fan_in(tensor.in_dims)
@@ -184,7 +185,7 @@ def _uses(tensor: ParameterView, role: str) -> tuple[tuple[str, str], ...]:
         return ()
     tied = [(path, kind_of(module)) for path, module in tensor.tied]
     # A layer that is tied to a lookup table reads it backwards.
-    backwards = "unembedding" if tensor.is_lookup else role
+    backwards = "unembedding" if tensor.layer.is_lookup else role
     return (
         (tensor.path, role),
         *((path, role if kind.is_lookup else backwards) for path, kind in tied if kind.is_linear),

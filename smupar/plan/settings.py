@@ -10,6 +10,11 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
+def refuse(is_wrong: object, message: str) -> None:
+    if is_wrong:
+        raise ValueError(message)
+
+
 def match_globs(settings: Mapping[str, T], names: Iterable[str], *, what: str, among: str) -> dict[str, T]:
     """The setting of each name that a glob matches. Names that no glob matches are left out.
 
@@ -20,8 +25,10 @@ def match_globs(settings: Mapping[str, T], names: Iterable[str], *, what: str, a
     for glob in settings:
         if glob in first_glob.values():
             continue
-        if any(fnmatchcase(name, glob) for name in names):
-            raise ValueError(f"{what}: {glob!r} has no effect, earlier globs take all its matches; put it before them")
+        refuse(
+            any(fnmatchcase(name, glob) for name in names),
+            f"{what}: {glob!r} has no effect, earlier globs take all its matches; put it before them",
+        )
         shown = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
         raise ValueError(f"{what}: {glob!r} matches none of the {among}: {shown or 'there are none'}")
     return {name: settings[glob] for name, glob in first_glob.items() if glob is not None}
@@ -29,8 +36,7 @@ def match_globs(settings: Mapping[str, T], names: Iterable[str], *, what: str, a
 
 def choice(what: str, value: object, allowed: Iterable[object]) -> None:
     """Refuses a value that is none of those allowed."""
-    if value not in allowed:
-        raise ValueError(f"{what} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+    refuse(value not in allowed, f"{what} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
 def layer_glob(name: str) -> str:

@@ -16,6 +16,7 @@ from smupar.plan.layers import IMAGES, ROWS, kind_of
 from smupar.plan.parameters import parent_path
 from smupar.plan.patterns import Pattern, num_live_neurons
 from smupar.plan.roles import ParamRole
+from smupar.plan.settings import refuse
 
 DensitySetting = float | Mapping[str, float] | Allocation
 
@@ -40,9 +41,9 @@ class Sparsity:
     def num_kept(self, role: ParamRole) -> int | None:
         """How many weights the mask keeps; None if the pattern makes that number random."""
         density = self.density(role)
-        exact = role.name in self.given or density == 1
-        counted = exact or self.pattern.count(role.shape, role.in_dims, density) is not None
-        return int(density * math.prod(role.shape)) if counted else None
+        if role.name not in self.given and density != 1 and self.pattern.count(role.shape, role.in_dims, density) is None:
+            return None
+        return int(density * math.prod(role.shape))
 
     def pattern_of(self, role: ParamRole) -> str | None:
         if role.name not in self.densities:
@@ -73,8 +74,7 @@ class Sparsity:
             return base
         pattern = Pattern() if role.name in self.given else self.pattern
         count = pattern.count(role.shape, role.in_dims, base)
-        if count == 0:
-            raise ValueError(f"at base_density {float(base):g} {role.name!r} of shape {role.shape} has no weight")
+        refuse(count == 0, f"at base_density {float(base):g} {role.name!r} of shape {role.shape} has no weight")
         return base if count is None else Fraction(count, math.prod(role.shape))
 
 
@@ -97,8 +97,10 @@ def make_sparse(
                 "and no masks of your own"
             )
         return _without_neurons(model, roles, pattern, as_density(density), base_densities)
-    if not hidden and density != 1:
-        raise ValueError("no hidden weight could be made sparse: every matrix of this model reads or writes a fixed size")
+    refuse(
+        not hidden and density != 1,
+        "no hidden weight could be made sparse: every matrix of this model reads or writes a fixed size",
+    )
     open_shapes = {name: role.shape for name, role in hidden.items() if name not in given}
     nominal = {name: share for name, share in allocate(density, open_shapes).items() if share < 1}
     densities = {name: _realised(pattern, hidden[name], share) for name, share in nominal.items()}
@@ -120,24 +122,23 @@ def _given_masks(model: nn.Module, all_roles: list[ParamRole], masks: Mapping[st
         first_name = aliases.get(name, name)
         if first_name != name and any(other in masks for other in (first_name, f"{first_name}_mask")):
             continue  # a state dict has the mask of a shared layer under each of its names
-        if name in given:
-            raise ValueError(f"masks: {name!r} is there twice, as {name!r} and as {name + '_mask'!r}")
-        if name not in roles:
-            raise ValueError(f"masks: {key!r} is no parameter of this model; are these the masks of another model?")
-        if tuple(mask.shape) != roles[name].shape:
-            raise ValueError(
-                f"masks: {key!r} has shape {tuple(mask.shape)}, the parameter {roles[name].shape}; "
-                "are these the masks of another model?"
-            )
-        if mask.dtype != torch.bool and not bool(((mask == 0) | (mask == 1)).all()):
-            raise ValueError(f"masks: {key!r} holds values other than 0 and 1")
-        if not mask.any():
-            raise ValueError(f"masks: {key!r} keeps no weight at all")
-        if roles[name].role != "hidden":
-            raise ValueError(
-                f"masks: {name!r} is {roles[name].role}, but only hidden weights are made sparse (Table 1); "
-                f"if it is one, pass roles={{{name!r}: 'hidden'}}"
-            )
+        refuse(name in given, f"masks: {name!r} is there twice, as {name!r} and as {name + '_mask'!r}")
+        refuse(name not in roles, f"masks: {key!r} is no parameter of this model; are these the masks of another model?")
+        refuse(
+            tuple(mask.shape) != roles[name].shape,
+            f"masks: {key!r} has shape {tuple(mask.shape)}, the parameter {roles[name].shape}; "
+            "are these the masks of another model?",
+        )
+        refuse(
+            mask.dtype != torch.bool and not bool(((mask == 0) | (mask == 1)).all()),
+            f"masks: {key!r} holds values other than 0 and 1",
+        )
+        refuse(not mask.any(), f"masks: {key!r} keeps no weight at all")
+        refuse(
+            roles[name].role != "hidden",
+            f"masks: {name!r} is {roles[name].role}, but only hidden weights are made sparse (Table 1); "
+            f"if it is one, pass roles={{{name!r}: 'hidden'}}",
+        )
         given[name] = mask.bool()
     return given
 
@@ -150,11 +151,11 @@ def _realised(pattern: Pattern, role: ParamRole, nominal: Fraction) -> Fraction:
         count = pattern.count(role.shape, role.in_dims, nominal)
     except ValueError as error:
         raise ValueError(f"{role.name!r} of shape {role.shape}: {error}") from None
-    if count == 0:
-        raise ValueError(
-            f"{role.name!r} of shape {role.shape} would lose every weight at density {float(nominal):g}; "
-            f"raise it, or keep this layer denser: density={{{role.name!r}: ..., '*': ...}}"
-        )
+    refuse(
+        count == 0,
+        f"{role.name!r} of shape {role.shape} would lose every weight at density {float(nominal):g}; "
+        f"raise it, or keep this layer denser: density={{{role.name!r}: ..., '*': ...}}",
+    )
     return nominal if count is None else Fraction(count, math.prod(role.shape))
 
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import smupar
-from smupar.lm.data.shard_writer import write_tokens
-from smupar.lm.data.shards import TokenizerInfo
+from smupar.lm.data.shards import TokenizerInfo, write_tokens
 
 
 @pytest.fixture(autouse=True)

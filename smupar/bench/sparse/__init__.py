@@ -6,9 +6,8 @@ or two in a product alone. Both speeds are measured in the same run. In a traini
 non-zero. They do not count in the floors of a layer's passes and of a product, so that these hold for backends with hardly any
 index.
 
-run     ``bench_sparse``, for the device at hand
+run     ``bench_sparse``, for the device at hand; its table and its picture
 rows    what is measured, as rows of a table; stacks of hidden layers; the floor
 cpu     hidden layers and a GPT on a CPU
 gpu     a layer, its product and hidden layers on a GPU
-show    the table and the picture
 """

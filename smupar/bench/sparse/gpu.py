@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,19 +33,15 @@ from smupar.bench.sparse.rows import (
 from smupar.execute.cuda_graphs import WARM_UP, Graphed
 from smupar.execute.sparse import backends
 from smupar.execute.sparse.convert import sparsify_storage
-from smupar.execute.sparse.tiles import SlicedEll, Tiles, multiply, pack
+from smupar.execute.sparse.tiles import SlicedEll, multiply, pack
 from smupar.execute.timing import Call, in_turns, training_step
 from smupar.model.compressed import SparseLinear
 from smupar.output.optional import first_line
 from smupar.plan.patterns import generator, parse_pattern
 
 DENSE, CAPTURED = "dense bf16", " captured"
-DENSITIES = (1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128)
-WIDTHS = (1024, 2048, 4096, 8192)
-_BLOCK_DENSITIES = (1 / 4, 1 / 8, 1 / 32)
 _GPU = torch.device("cuda")
 _HALF = torch.bfloat16
-_ROUND_SECONDS = 8e-3  # of calls between two looks at the clock
 _DRAWN = 1024  # size of a 2:4 mask that is drawn; larger ones repeat it
 
 _T = TypeVar("_T")
@@ -66,7 +62,7 @@ def bench(
         *(("2:4", "2:4-transposable", each, 1 / 2) for each in widths),
         *(("csr", "random", width, density) for density in densities),
         *(("csr", "random", each, 1 / 128) for each in widths if each != width or 1 / 128 not in densities),
-        *(("block", f"block-{size}", 2 * width, density) for size in (64, 128) for density in _BLOCK_DENSITIES),
+        *(("block", f"block-{size}", 2 * width, density) for size in (64, 128) for density in (1 / 4, 1 / 8, 1 / 32)),
     ]
     stacks = [
         ("csr", "random", width, 1 / 128),
@@ -102,8 +98,8 @@ class Contestants:
             return what()
         except Exception as error:  # whatever a compiler or a library of kernels raises
             kind = "" if isinstance(error, ValueError) or not str(error) else f"{type(error).__name__}: "
-            why = f"{kind}{first_line(error)}"
-            self.missed.append(f"not measured: {side} at {self.width}, 1/{round(1 / self.density)}: {why}")
+            where = f"{side} at {self.width}, 1/{round(1 / self.density)}"
+            self.missed.append(f"not measured: {where}: {kind}{first_line(error)}")
             return None
 
     def add(self, side: str, call: Call) -> None:
@@ -150,7 +146,6 @@ def _linear(width: int) -> nn.Linear:
 
 
 def _sparse_layer(backend: str, pattern: str, width: int, density: float) -> SparseLinear:
-    _refuse_missing(backend)
     layer, mask = _linear(width), _mask(pattern, width, density)
     if why := backends.refusal(backend, layer, mask, _HALF):
         raise ValueError(why)
@@ -158,11 +153,6 @@ def _sparse_layer(backend: str, pattern: str, width: int, density: float) -> Spa
     sparse = backends.compress(layer, mask, backend)
     sparse.index()
     return sparse
-
-
-def _refuse_missing(backend: str) -> None:
-    if why := backends.missing(backend, _GPU):
-        raise ValueError(why)
 
 
 def _mask(pattern: str, width: int, density: float) -> Tensor:
@@ -197,9 +187,8 @@ def _product(backend: str, sides: Contestants, repeats: int, machine: Machine) -
     columns = mask.nonzero()[:, 1].int()
 
     def packed() -> tuple[SlicedEll, Tensor]:
-        _refuse_missing(backend)
-        layout = Tiles().index(starts, columns, (width, width), 0).forward
-        return layout, pack(values, layout)
+        index: Any = backends.kernel_of(backend, _GPU).index(starts, columns, (width, width), 0)
+        return index.forward, pack(values, index.forward)
 
     made = sides.attempt(backend, packed)
     if made is not None:
@@ -280,5 +269,5 @@ def _captured(call: Call) -> Call:
 def _timed(calls: dict[str, Call], repeats: int) -> dict[str, float]:
     """Median seconds of a call. Sides take turns, and each is called several times between two readings of the clock."""
     rough = {side: max(1e-6, synced_seconds_of(call, 2)) for side, call in calls.items()}
-    nums = {side: min(50, max(2, round(_ROUND_SECONDS / seconds))) for side, seconds in rough.items()}
+    nums = {side: min(50, max(2, round(8e-3 / seconds))) for side, seconds in rough.items()}  # calls in about 8 ms
     return in_turns(calls, repeats, lambda side, call: synced_seconds_of(call, nums[side]))

@@ -97,26 +97,27 @@ def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 def step_floor(width: int, tokens: int, depth: int, density: float, machine: Machine, *, activation_bytes: int = 4) -> float:
     """Seconds of a training step of hidden layers."""
-    num = density * width * width
     # A layer reads its input twice and the gradient of its output, and writes its output and the gradient of its input; the
     # activation function after it does the same. Of weight, gradient and both averages each is read and all but one written.
-    activations = 10 * activation_bytes * tokens * width
-    state = num * (7 * 4 + (8 if density < 1 else 0))
-    return depth * _floor(activations + state, 6 * num * tokens, machine)
+    return depth * _floor(width, tokens, density, machine, 10 * activation_bytes, 7 * 4 + (8 if density < 1 else 0), 6)
 
 
 def layer_floor(width: int, tokens: int, density: float, machine: Machine) -> float:
     """Seconds of forward and backward in bfloat16. Activations count as in half a step, weights are read twice, and their
     gradient is written. Indices do not count."""
-    num = density * width * width
-    return _floor(5 * 2 * tokens * width + num * 3 * 2, 6 * num * tokens, machine)
+    return _floor(width, tokens, density, machine, 5 * 2, 3 * 2, 6)
 
 
 def product_floor(width: int, tokens: int, density: float, machine: Machine) -> float:
     """Seconds of a forward product in bfloat16: activations read and written, weights read; no indices."""
+    return _floor(width, tokens, density, machine, 2 * 2, 2, 2)
+
+
+def _floor(
+    width: int, tokens: int, density: float, machine: Machine, activation_bytes: int, weight_bytes: int, num_flops: int
+) -> float:
+    """``activation_bytes`` for each feature of a token, ``weight_bytes`` for each non-zero, ``num_flops`` for each token and
+    non-zero."""
     num = density * width * width
-    return _floor(2 * 2 * tokens * width + num * 2, 2 * num * tokens, machine)
-
-
-def _floor(num_bytes: float, num_flops: float, machine: Machine) -> float:
-    return max(num_bytes / machine.copy_bytes, num_flops / machine.product_flops)
+    num_bytes = activation_bytes * tokens * width + weight_bytes * num
+    return max(num_bytes / machine.copy_bytes, num_flops * num * tokens / machine.product_flops)

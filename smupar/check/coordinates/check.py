@@ -32,6 +32,7 @@ from smupar.plan.make import Settings
 from smupar.plan.parameters import parent_path
 from smupar.plan.patterns import parse_pattern
 from smupar.plan.plan import Plan, PlanWarning
+from smupar.plan.settings import refuse
 from smupar.rules import get_rule
 
 MakeModel = Callable[[int], nn.Module]
@@ -75,23 +76,24 @@ def coord_check(
     """
     training = _Training(loss_fn, optimizer, lr, weight_decay, scheduler, prepare, allocation, settings)
     rule_list = (rules,) if isinstance(rules, str) else tuple(rules)
-    training.refuse(rule_list, densities)
+    training.check(rule_list, densities)
     seed_list = tuple(range(int(seeds))) if isinstance(seeds, SupportsIndex) else tuple(int(seed) for seed in seeds)
-    if not seed_list or steps < 1:
-        raise ValueError(f"steps and seeds must be at least 1, got steps={steps}, seeds={seeds!r}")
+    refuse(not seed_list or steps < 1, f"steps and seeds must be at least 1, got steps={steps}, seeds={seeds!r}")
     taken = list(islice(batches, steps))
-    if len(taken) < steps:
-        raise ValueError(
-            f"batches ran out: {steps} steps need as many batches, there are {len(taken)}; pass more, or fewer steps"
-        )
+    refuse(
+        len(taken) < steps,
+        f"batches ran out: {steps} steps need as many batches, there are {len(taken)}; pass more, or fewer steps",
+    )
     with torch.random.fork_rng():
         grid = _Grid(make_model, int(base_width), widths, densities)
     cells = [Cell(*cell) for cell in product(rule_list, grid.widths, grid.densities, seed_list)]
     shown = tqdm(cells, desc="coordinate check", unit="run", disable=not progress, file=sys.stderr, leave=False)
     runs = [_GridRun(cell, grid, training).carried_out(taken) for cell in shown]
     readings = [reading for run in runs for reading in run.readings]
-    if not any(reading.quantity in JUDGED for reading in readings):
-        raise ValueError("nothing could be measured: none of the model's layers is called as a module and returns a tensor")
+    refuse(
+        not any(reading.quantity in JUDGED for reading in readings),
+        "nothing could be measured: none of the model's layers is called as a module and returns a tensor",
+    )
     plans: dict[tuple[str, int, float], Plan] = {}
     for run in runs:
         plans.setdefault((run.cell.rule, run.cell.width, run.cell.density), run.plan)
@@ -115,9 +117,8 @@ class _Training:
     allocation: Callable[[float], Any] | None
     settings: Settings
 
-    def refuse(self, rules: tuple[str, ...], densities: float | Sequence[float]) -> None:
-        if not rules:
-            raise ValueError("rules is empty: name at least one, such as rules=['smupar']")
+    def check(self, rules: tuple[str, ...], densities: float | Sequence[float]) -> None:
+        refuse(not rules, "rules is empty: name at least one, such as rules=['smupar']")
         for rule in rules:
             get_rule(rule)
             if isinstance(self.lr, Mapping) and rule not in self.lr:
@@ -125,19 +126,18 @@ class _Training:
         taken_by_grid = self.settings.keys() & {"rule", "density", "seed", "delta"}
         if taken_by_grid:
             raise TypeError(f"{sorted(taken_by_grid)[0]!r} is set by the grid: use rules=, densities=, seeds= and widths=")
-        if parse_pattern(self.settings.get("pattern", "random")).whole_neurons and len(set(_listed(densities))) > 1:
-            raise ValueError(
-                "pattern 'neuron' is not compared over densities: outputs of dead neurons are 0 and would count. What is left "
-                "is the narrower dense network: pass widths instead, at one density"
-            )
+        refuse(
+            parse_pattern(self.settings.get("pattern", "random")).whole_neurons and len(set(_listed(densities))) > 1,
+            "pattern 'neuron' is not compared over densities: outputs of dead neurons are 0 and would count. What is left "
+            "is the narrower dense network: pass widths instead, at one density",
+        )
 
     def optimizers(self, model: nn.Module, plan: Plan) -> list[torch.optim.Optimizer]:
         if isinstance(self.optimizer, type):
             lr = self.lr[plan.rule] if isinstance(self.lr, Mapping) else self.lr
             return [self.optimizer(param_groups(model, plan, lr=lr, weight_decay=self.weight_decay, optimizer=self.optimizer))]
         returned = optimizers(self.optimizer(model, plan))
-        if not returned:
-            raise ValueError("the optimizer function returned no optimizer: it must return one, or a list of them")
+        refuse(not returned, "the optimizer function returned no optimizer: it must return one, or a list of them")
         return returned
 
 
@@ -149,11 +149,11 @@ class _Grid:
     ) -> None:
         widths = tuple(int(width) for width in _listed(width)) or (base_width,)
         densities = tuple(float(density) for density in _listed(density))
-        if len(set(widths)) < 2 and len(set(densities)) < 2:
-            raise ValueError(
-                f"nothing to compare: widths={list(widths)} and densities={list(densities)} have one point each; "
-                "pass at least two widths or two densities"
-            )
+        refuse(
+            len(set(widths)) < 2 and len(set(densities)) < 2,
+            f"nothing to compare: widths={list(widths)} and densities={list(densities)} have one point each; "
+            "pass at least two widths or two densities",
+        )
         self.make_model, self.widths, self.densities = make_model, tuple(dict.fromkeys(widths)), tuple(dict.fromkeys(densities))
         self.base = self._on_meta(base_width)
         self.base_width = base_width
@@ -162,10 +162,9 @@ class _Grid:
         seen = {str(_shapes(self.base)): base_width}
         for width in dict.fromkeys((*widths, other)):
             twin = seen.setdefault(str(_shapes(self._on_meta(width))), width)
-            if twin != width:
-                raise ValueError(
-                    f"make_model({width}) and make_model({twin}) have the same shapes: make_model must use its width"
-                )
+            refuse(
+                twin != width, f"make_model({width}) and make_model({twin}) have the same shapes: make_model must use its width"
+            )
 
     def _on_meta(self, width: int) -> nn.Module:
         try:
@@ -239,8 +238,12 @@ class _GridRun:
         after = differences(self.model, self.plan, self.optimizers, trained=True)
         if not self.recorder.moved():
             after.append(Finding("no update changed the output of any layer: is the learning rate 0?", "no updates"))
-        text = "seen only through the block that holds them, if at all; their updates are not measured"
-        self.faults += [Finding(text, "unmeasured", name) for name in self.recorder.unmeasured()]
+        self.faults += [
+            Finding(
+                "seen only through the block that holds them, if at all; their updates are not measured", "unmeasured", name
+            )
+            for name in self.recorder.unmeasured()
+        ]
         self.faults += [
             Finding(f"{path!r} has a factor and was never called", "uncalled", path) for path in self.recorder.uncalled()
         ]
@@ -264,17 +267,17 @@ class _GridRun:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"loss_fn must return a scalar tensor, got {shape}; reduce it, e.g. with .mean()")
-        if not loss.requires_grad:
-            raise ValueError(
-                "the loss does not depend on the model's parameters: loss_fn must not detach it or run under no_grad"
-            )
+        refuse(
+            not loss.requires_grad,
+            "the loss does not depend on the model's parameters: loss_fn must not detach it or run under no_grad",
+        )
         if math.isfinite(loss.item()):
             return loss
-        if step == 1:
-            raise ValueError(
-                f"the loss is {loss.item()} before any step (rule {self.cell.rule}, width {self.cell.width}, density "
-                f"{self.cell.density:g}): check the batch, init_std and the alphas"
-            )
+        refuse(
+            step == 1,
+            f"the loss is {loss.item()} before any step (rule {self.cell.rule}, width {self.cell.width}, density "
+            f"{self.cell.density:g}): check the batch, init_std and the alphas",
+        )
         self.faults.append(Finding(f"the loss is {loss.item()} at step {step}: lower lr", "diverged"))
         return None
 
@@ -282,8 +285,7 @@ class _GridRun:
         if any(finding.cause in ("LR", "scheduler") for finding in self.faults):
             return
         for optimizer in self.optimizers:
-            problem = ratio_problem(optimizer)
-            if problem:
+            if problem := ratio_problem(optimizer):
                 names = " | ".join(group["name"] for group in wrong_groups(optimizer)[1])
                 self.faults.append(Finding(f"from step {step}: {problem}", "scheduler", names))
 

@@ -44,8 +44,6 @@ REMEDIES = {
     "pass of these places",
     "rule": "the rule itself does not correct for this axis: use rule='smupar'",
 }
-# Worth saying, but no reason to fail a check whose sizes are flat.
-CAUTIONS = ("decay", "thin", "unmeasured", "uncalled")
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,8 @@ class Diagnosis:
 
     @property
     def is_caution(self) -> bool:
-        return self.cause in CAUTIONS
+        """Whether it is worth saying, but no reason to fail a check whose sizes are flat."""
+        return self.cause in ("decay", "thin", "unmeasured", "uncalled")
 
     def __str__(self) -> str:
         where = ", ".join(self.places[:4]) + (f" and {len(self.places) - 4} more" if len(self.places) > 4 else "")

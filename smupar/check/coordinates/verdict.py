@@ -21,7 +21,6 @@ PASS, FAIL, UNCLEAR, EXCEPTION = "pass", "fail", "more seeds", "known exception"
 # dynamics move sizes a little under any rule, while those of an uncorrected one move by powers.
 LAYER_AT_STEP_1 = (0.2, 0.35)
 OTHERWISE = (0.5, 0.8)
-_INDEPENDENT_PLACES = 3
 _QUERY = re.compile(r"(^|[._])(w?[qk]|query|key)(_proj|_lin)?$", re.IGNORECASE)
 # 97.5 % points of Student's t by degrees of freedom; 1.96 beyond.
 _T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26, 10: 2.23, 15: 2.13, 20: 2.09, 30: 2.04}
@@ -110,7 +109,7 @@ def _judged(fitted: list[tuple[Slope, list[float]]]) -> list[Slope]:
         num_seeds = len(seed_slopes)
         if num_seeds > 1:
             spread = math.sqrt(squares[slope.group] / freedom[slope.group])
-            places = min(_INDEPENDENT_PLACES, freedom[slope.group] // (num_seeds - 1))
+            places = min(3, freedom[slope.group] // (num_seeds - 1))
             slope = replace(slope, ci=_t(max(1, places) * (num_seeds - 1)) * spread / math.sqrt(num_seeds))
         judged.append(replace(slope, verdict=judge(slope)))
     return judged
@@ -134,9 +133,7 @@ def judge(slope: Slope) -> str:
     size, ci = abs(slope.slope), 0.0 if math.isnan(slope.ci) else slope.ci
     if size < passes and size + ci < fails:
         return PASS
-    if size > fails and size - ci > passes:
-        return FAIL
-    return UNCLEAR
+    return FAIL if size > fails and size - ci > passes else UNCLEAR
 
 
 def _is_known_exception(slope: Slope) -> bool:

@@ -3,8 +3,7 @@
 convert    ``sparsify_storage``: a model's masked linear layers, from one way of keeping them to another, and back
 auto       which of the backends is faster for a layer, by measuring
 backends   the ways there are, which layers each can hold, and the kernel that multiplies on a device
-cpu        the kernels for CPUs: our own, or torch's
-compiled   our own kernel for CPUs, ``kernel.cpp``, compiled when it is first needed
+cpu        the kernels for CPUs: our own (``kernel.cpp``, compiled when it is first needed), or torch's
 gpu        what the kernels for NVIDIA GPUs have in common, ``bf16.cuh`` with it
 tiles      csr on a GPU: non-zeros anywhere, ``tiles.cu``
 semi       2:4, by cuSPARSELt and ``semi.cu``

@@ -18,12 +18,11 @@ from smupar.model.compressed import Kernel, SparseLinear
 from smupar.model.csr import row_index
 from smupar.model.gradients import PassGradient
 from smupar.model.sharding import is_sharded
-from smupar.plan.layers import kind_of
+from smupar.plan.layers import kind_of, reads_weights_of_its_layers
 
 _ON_GPU: dict[str, gpu.OnGpu] = {"csr": Tiles(), "2:4": SemiStructured(), "block": Blocks()}
 BACKENDS = tuple(_ON_GPU)
 DENSE, AUTO = "dense", "auto"
-_CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
 def missing(backend: str, device: torch.device) -> str | None:
@@ -60,27 +59,27 @@ def out_dim_of(layer: nn.Module) -> int | None:
 def layer_refusal(layer: nn.Module, leaf: str, parent: nn.Module, num_users: int) -> str | None:
     """Why no backend can hold a layer; None if one can."""
     weight = getattr(layer, leaf)
-    if leaf != "weight" or out_dim_of(layer) is None:
-        return f"a {type(layer).__name__} is not a plain linear layer (nn.Linear, transformers' Conv1D)"
     extra = {name for name, _ in layer.named_parameters(recurse=False)} - {"weight", "bias"}
-    if extra:
-        return f"it has parameters beside weight and bias: {', '.join(sorted(extra))}"
-    if isinstance(parent, nn.TransformerEncoderLayer):
-        return "nn.TransformerEncoderLayer reads its weight without calling it when it evaluates"
-    if num_users > 1:
-        return "its weight is tied to another layer's"
-    if is_sharded(weight):
-        return "its weight is sharded over ranks"
-    if weight.is_meta:
-        return "its weight is on the meta device: call to_empty and parameterize first"
-    return None
+    is_plain = leaf == "weight" and out_dim_of(layer) is not None
+    reasons = (
+        (not is_plain, f"a {type(layer).__name__} is not a plain linear layer (nn.Linear, transformers' Conv1D)"),
+        (extra, f"it has parameters beside weight and bias: {', '.join(sorted(extra))}"),
+        (
+            reads_weights_of_its_layers(parent),
+            "nn.TransformerEncoderLayer reads its weight without calling it when it evaluates",
+        ),
+        (num_users > 1, "its weight is tied to another layer's"),
+        (is_sharded(weight), "its weight is sharded over ranks"),
+        (weight.is_meta, "its weight is on the meta device: call to_empty and parameterize first"),
+    )
+    return next((why for holds, why in reasons if holds), None)
 
 
 def refusal(backend: str, layer: nn.Module, mask: Tensor, dtype: torch.dtype) -> str | None:
     """Why a backend cannot hold a linear layer that gets activations of this dtype; None if it can."""
     weight: Any = layer.weight
     on_gpu = weight.device.type == "cuda"
-    dtypes = gpu.VALUE_DTYPES if on_gpu else _CPU_DTYPES
+    dtypes = gpu.VALUE_DTYPES if on_gpu else (torch.float32, torch.float64, torch.bfloat16)
     if weight.dtype not in dtypes:
         names = ", ".join(str(known).removeprefix("torch.") for known in dtypes)
         names += " on a GPU" if on_gpu else ""

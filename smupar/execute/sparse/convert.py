@@ -24,7 +24,7 @@ from smupar.model.weights import MaskedWeight, weight_of
 from smupar.output.tables import aligned
 from smupar.plan.parameters import parent_path
 from smupar.plan.plan import Plan
-from smupar.plan.settings import layer_glob
+from smupar.plan.settings import layer_glob, refuse
 
 _ACTIVATIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -57,12 +57,10 @@ class StorageReport:
         alike: dict[tuple[str, ...], list[str]] = {}  # layers of all blocks in one line
         for layer in self.layers:
             times = ", ".join(f"{name} {1e3 * seconds:.3g}" for name, seconds in layer.seconds.items())
-            shape = "x".join(map(str, layer.shape))
-            key = layer_glob(layer.name), shape, f"{layer.density:.4g}", layer.backend, times or layer.note
-            alike.setdefault(key, []).append(layer.name)
+            cells = "x".join(map(str, layer.shape)), f"{layer.density:.4g}", layer.backend, times or layer.note
+            alike.setdefault((layer_glob(layer.name), *cells), []).append(layer.name)
         lines: list[tuple[str, ...]] = [("parameter", "shape", "density", "kept as", "ms a step")]
-        for (glob, *cells), names in alike.items():
-            lines.append((f"{glob} ({len(names)}x)" if len(names) > 1 else names[0], *cells))
+        lines += [(f"{key[0]} ({len(names)}x)" if len(names) > 1 else names[0], *key[1:]) for key, names in alike.items()]
         total = f"{self.num_bytes:,} bytes with masks and indices, {self.num_bytes / self.dense_bytes:.2%} of the dense weights"
         return f"{aligned(lines)}\n{total}"
 
@@ -91,10 +89,11 @@ def sparsify_storage(
     is left untouched. For this all weights are held in both forms until the last is converted, which takes memory.
     """
     _refuse(model, plan)
-    if backend not in (AUTO, DENSE, *BACKENDS):
-        raise ValueError(f"backend must be one of {', '.join(map(repr, (AUTO, DENSE, *BACKENDS)))}, got {backend!r}")
-    if tokens < 1 or passes < 1:
-        raise ValueError(f"tokens and passes must be at least 1, got {tokens} and {passes}")
+    refuse(
+        backend not in (AUTO, DENSE, *BACKENDS),
+        f"backend must be one of {', '.join(map(repr, (AUTO, DENSE, *BACKENDS)))}, got {backend!r}",
+    )
+    refuse(tokens < 1 or passes < 1, f"tokens and passes must be at least 1, got {tokens} and {passes}")
     masked = _masked(model, plan)
     device = masked[0].parameter.device
     if backend in BACKENDS and (missing := backends.missing(backend, device)):
@@ -106,10 +105,9 @@ def sparsify_storage(
 
 
 def _masked(model: nn.Module, plan: Plan) -> list[MaskedWeight]:
-    every = [weight_of(model, name) for name, _ in model.named_parameters() if name in plan]
-    masked = [weight for weight in every if weight.is_masked]
-    if not masked:
-        raise ValueError("no weight of this model has a mask: pass a density below 1 to parameterize")
+    names = [name for name, _ in model.named_parameters() if name in plan]
+    masked = [weight for name in names if (weight := weight_of(model, name)).is_masked]
+    refuse(not masked, "no weight of this model has a mask: pass a density below 1 to parameterize")
     return masked
 
 
@@ -153,11 +151,11 @@ def dense_state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 def _refuse(model: nn.Module, plan: Plan) -> None:
-    if unwrapped(model) is not model:
-        raise ValueError(
-            f"the model is wrapped in a {type(model).__name__} already, which knows its old weights: sparsify first, then "
-            "compile or wrap it"
-        )
+    refuse(
+        unwrapped(model) is not model,
+        f"the model is wrapped in a {type(model).__name__} already, which knows its old weights: sparsify first, then "
+        "compile or wrap it",
+    )
     check_not_compiled(model, "for its old weights: sparsify before it")
     check_parameterized(model)
     check_plan(model, plan)
@@ -166,8 +164,9 @@ def _refuse(model: nn.Module, plan: Plan) -> None:
 def _refuse_dtype(dtype: torch.dtype | None, masked: list[MaskedWeight]) -> None:
     if dtype is None:
         return
-    if dtype not in _ACTIVATIONS:
-        raise ValueError(f"dtype is that of activations, one of {', '.join(map(str, _ACTIVATIONS))}, got {dtype!r}")
+    refuse(
+        dtype not in _ACTIVATIONS, f"dtype is that of activations, one of {', '.join(map(str, _ACTIVATIONS))}, got {dtype!r}"
+    )
     other = next((weight for weight in masked if weight.parameter.dtype != torch.float64), None)
     if dtype == torch.float64 and other is not None:
         raise ValueError(

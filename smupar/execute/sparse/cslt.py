@@ -77,15 +77,12 @@ class MatmulPlan:
         num_outputs, num_inputs = shape
         matrix, rows, result, product, self.choice, self.plan = parts = [Struct() for _ in range(6)]
         kind = ctypes.c_uint32(_ALIGNMENT), _CUDA_R_16BF
-        sizes = _sizes(num_outputs, num_inputs, num_inputs)
-        _call(
-            "StructuredDescriptorInit",
-            *(self.handle, matrix, *sizes, *kind, _CUSPARSE_ORDER_ROW, _CUSPARSELT_SPARSITY_50_PERCENT),
-        )
-        sizes = _sizes(num_rows, num_inputs, num_inputs)
-        _call("DenseDescriptorInit", self.handle, rows, *sizes, *kind, _CUSPARSE_ORDER_ROW)
-        sizes = _sizes(num_outputs, num_rows, num_outputs)
-        _call("DenseDescriptorInit", self.handle, result, *sizes, *kind, _CUSPARSE_ORDER_COL)
+        of_matrix = *_sizes(num_outputs, num_inputs, num_inputs), *kind, _CUSPARSE_ORDER_ROW, _CUSPARSELT_SPARSITY_50_PERCENT
+        of_rows = *_sizes(num_rows, num_inputs, num_inputs), *kind, _CUSPARSE_ORDER_ROW
+        of_result = *_sizes(num_outputs, num_rows, num_outputs), *kind, _CUSPARSE_ORDER_COL
+        _call("StructuredDescriptorInit", self.handle, matrix, *of_matrix)
+        _call("DenseDescriptorInit", self.handle, rows, *of_rows)
+        _call("DenseDescriptorInit", self.handle, result, *of_result)
         operations = _CUSPARSE_OPERATION_NON_TRANSPOSE, _CUSPARSE_OPERATION_TRANSPOSE
         matrices = matrix, rows, result, result
         _call("MatmulDescriptorInit", self.handle, product, *operations, *matrices, _CUSPARSE_COMPUTE_32F)

@@ -11,7 +11,6 @@ import ctypes
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -66,8 +65,8 @@ class Launch:
         """The kernel gets the address of each tensor's data."""
         values = [ctypes.c_void_p(arg.data_ptr()) if isinstance(arg, Tensor) else ctypes.c_int(arg) for arg in args]
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-        stream = current_stream(self.device)
-        code = self.driver.cuLaunchKernel(self.kernel.func, *grid, *block, self.shared, stream, pointers, None)
+        launch = self.kernel.func, *grid, *block, self.shared, current_stream(self.device), pointers, None
+        code = self.driver.cuLaunchKernel(*launch)
         if code:
             said = ctypes.c_char_p()
             self.driver.cuGetErrorString(code, ctypes.byref(said))
@@ -80,10 +79,6 @@ class GpuIndex(KernelIndex):
 
     shape: tuple[int, int]
     out_dim: int
-
-    @property
-    def num_outputs(self) -> int:
-        return self.shape[self.out_dim]
 
 
 class OnGpu(Kernel):
@@ -99,12 +94,11 @@ class OnGpu(Kernel):
     values_grad: Callable[..., Tensor]
 
     def missing(self, device: torch.device) -> str | None:
-        """What the kernel lacks to run on a GPU; None if it can run."""
         return missing(device)
 
     def forward(self, x: Tensor, index: Any, values: Tensor, bias: Tensor | None) -> Tensor:
         if len(x) == 0:
-            return x.new_empty(0, index.num_outputs)
+            return x.new_empty(0, index.shape[index.out_dim])
         with _entered(x.device):
             y = self.product(_aligned(x), index, _aligned(values.contiguous()), back=False)
         return y if bias is None else y.add_(bias)
@@ -125,7 +119,7 @@ class OnGpu(Kernel):
 _threads = threading.local()
 
 
-def _entered(device: torch.device) -> AbstractContextManager[object]:
+def _entered(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """The context to launch kernels in. The driver launches them. In a new thread, such as one of autograd's, it has no device
     until torch has run something there."""
     context = contextlib.nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)

@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from smupar.execute.sparse import cslt
-from smupar.execute.sparse.cslt import MatmulPlan
 from smupar.execute.sparse.gpu import DTYPE, GpuIndex, OnGpu, compiled, dense_grad
 from smupar.execute.timing import best_of, gpu_seconds_of
 from smupar.model.csr import mask_of_index
@@ -29,7 +28,6 @@ from smupar.model.csr import mask_of_index
 _SIZES = 64  # multiples of 32 that are none of 64 did not pass the tests (torch 2.11 on an H200)
 _TOKENS = 16  # the number of rows must be a multiple of it
 _SOURCE = "semi.cu"
-_REMEDY = 'parameterize with pattern="2:4-transposable"'
 SEARCH_AT = 3  # a search takes as long as many products: worth it for sizes that come back, not for every length of a batch
 _MOST_KNOWN = 64
 _choosing = threading.Lock()  # autograd has a thread for each device
@@ -55,8 +53,8 @@ class SemiStructured(OnGpu):
 
     def __init__(self) -> None:
         # By sizes and device, the last used at the end, and how often each was used until its algorithm was searched for.
-        self._plans: dict[tuple[object, ...], tuple[MatmulPlan, int]] = {}
-        self._captured: set[MatmulPlan] = set()  # CUDA graphs may replay them, so they stay
+        self._plans: dict[tuple[object, ...], tuple[cslt.MatmulPlan, int]] = {}
+        self._captured: set[cslt.MatmulPlan] = set()  # CUDA graphs may replay them, so they stay
 
     def missing(self, device: torch.device) -> str | None:
         return super().missing(device) or cslt.missing()
@@ -66,7 +64,10 @@ class SemiStructured(OnGpu):
             return f"its sizes {tuple(mask.shape)} are no multiples of {_SIZES}: choose such a width, or leave it dense"
         tiles = mask.reshape(mask.shape[0] // 4, 4, mask.shape[1] // 4, 4)
         if not bool((tiles.sum(1) == 2).all() and (tiles.sum(3) == 2).all()):
-            return f"its mask does not keep two of every four weights along rows and columns: {_REMEDY}"
+            return (
+                "its mask does not keep two of every four weights along rows and columns: parameterize with "
+                'pattern="2:4-transposable"'
+            )
         return None
 
     def index(self, row_starts: Tensor, columns: Tensor, shape: tuple[int, int], out_dim: int) -> SemiIndex:
@@ -84,12 +85,12 @@ class SemiStructured(OnGpu):
     def values_grad(self, grad: Tensor, x: Tensor, index: SemiIndex, values: Tensor) -> Tensor:
         return picked(dense_grad(grad, x, index.out_dim), index, values)
 
-    def _plan(self, matrix: Tensor, rows: Tensor) -> MatmulPlan:
+    def _plan(self, matrix: Tensor, rows: Tensor) -> cslt.MatmulPlan:
         shape = len(matrix), rows.shape[1]
         key = shape, len(rows), rows.device
         with _choosing:
             plan, seen = self._plans.pop(key, (None, 0))
-            plan = plan or MatmulPlan(shape, len(rows), rows.device)
+            plan = plan or cslt.MatmulPlan(shape, len(rows), rows.device)
             if torch.cuda.is_current_stream_capturing():  # there nothing can be timed
                 self._captured.add(plan)
             elif seen < SEARCH_AT:
@@ -155,9 +156,9 @@ def _metadata(mask: Tensor) -> Tensor:
     return metadata[0].view(DTYPE)
 
 
-def _faster(plan: MatmulPlan, matrix: Tensor, rows: Tensor) -> MatmulPlan:
+def _faster(plan: cslt.MatmulPlan, matrix: Tensor, rows: Tensor) -> cslt.MatmulPlan:
     """The plan, or the plan with the algorithm that cuSPARSELt's own search finds, if that is faster when timed."""
-    searched = MatmulPlan(plan.shape, plan.num_rows, rows.device)
+    searched = cslt.MatmulPlan(plan.shape, plan.num_rows, rows.device)
     try:
         searched.search(matrix, rows)
         seconds = [best_of(partial(each, matrix, rows), 6, clock=gpu_seconds_of) for each in (searched, plan)]

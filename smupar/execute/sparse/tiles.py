@@ -26,7 +26,6 @@ _WARPS = 32
 # Up to how many features, and tokens that a tile then has: the fastest of those measured on an H200, with so many warps.
 _TILES = ((2048, 32), (4096, 16), (8192, 8))
 _TOKENS_OF_A_LANE = 8  # the fewest that a tile can have
-_HOPPER_SHARED = 227 * 1024
 
 
 def tile_tokens(num_features: int, device: torch.device) -> int | None:
@@ -44,7 +43,7 @@ def shared_limit(device: torch.device) -> int:
     """Bytes of shared memory that a block of threads can have. Without a GPU the number of a Hopper is taken, so that an index
     can be made anywhere."""
     if device.type != "cuda":
-        return _HOPPER_SHARED
+        return 227 * 1024
     properties: Any = torch.cuda.get_device_properties(device)
     return int(properties.shared_memory_per_block_optin)
 
@@ -76,10 +75,6 @@ class SlicedEll(KernelIndex):
     places: Tensor  # [lines] uint8: which line of its block
     num_inputs: int
     tokens: int  # of the tile that it is laid out for
-
-    @property
-    def num_outputs(self) -> int:
-        return len(self.places)
 
 
 def sliced_ell(view: CsrView, num_inputs: int, tokens: int) -> SlicedEll:
@@ -167,7 +162,7 @@ def pack(values: Tensor, layout: SlicedEll) -> Tensor:
 def multiply(x: Tensor, layout: SlicedEll, entries: Tensor) -> Tensor:
     tokens, shared = layout.tokens, shared_bytes(layout.num_inputs, layout.tokens)
     kernel = compiled(_SOURCE, "multiply", x.device, shared=shared, TOK=tokens, WARPS=_WARPS)
-    y = x.new_empty(len(x), layout.num_outputs)
-    arguments: list[Tensor | int] = [x, entries, layout.starts, layout.places, y, len(x), layout.num_inputs, layout.num_outputs]
+    y = x.new_empty(len(x), len(layout.places))
+    arguments: list[Tensor | int] = [x, entries, layout.starts, layout.places, y, len(x), layout.num_inputs, y.shape[1]]
     kernel((-(-len(x) // tokens), 1, 1), (_WARPS * 32, 1, 1), arguments)
     return y

@@ -19,14 +19,13 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from smupar.integrations.huggingface.families import FAMILIES, attentions, set_attention_scale
 from smupar.lm.config.validation import refuse
-from smupar.model.csr import expand_state, is_compressed
+from smupar.model.csr import MASK, expand_state, is_compressed
 from smupar.model.parameterize import add_masks, attach, let_masks_move
 from smupar.model.weights import weight_of
 from smupar.output.files import refuse_existing, whole_folder, write_atomic
 from smupar.plan.plan import PLAN_FILE, Plan, PlanWarning
 from smupar.rules import SP, get_rule
 
-_MASK = "_mask"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # What belongs to a tokenizer or an image processor, and travels with an export.
 _BESIDE = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.model",
@@ -78,11 +77,11 @@ def load(folder: str | PathLike[str], *, model_class: type[PreTrainedModel] | No
     for row in plan:
         if is_compressed(tensors, row.name):  # saved while sparsify_storage kept only non-zeros
             expand_state(tensors, row.name, row.shape)
-    masks = {row.name: tensors.pop(f"{row.name}{_MASK}") for row in plan if f"{row.name}{_MASK}" in tensors}
+    masks = {row.name: tensors.pop(f"{row.name}{MASK}") for row in plan if f"{row.name}{MASK}" in tensors}
     kind: Any = model_class or _class_of(config, path)
     model, info = kind.from_pretrained(None, config=config, state_dict=tensors, output_loading_info=True)
     lost = [name for name in info["missing_keys"] if name in plan]
-    lost += [f"{row.name}{_MASK}" for row in plan if row.masked and row.name not in masks]
+    lost += [f"{row.name}{MASK}" for row in plan if row.masked and row.name not in masks]
     if lost:
         raise ValueError(f"{path} is incomplete, it lacks {lost[0]!r} and {len(lost) - 1} more: save the model again")
     if model.can_generate() and (path / "generation_config.json").exists():

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerContr
 from smupar.check.audit import audit
 from smupar.dynamic.sparsifiers import Sparsifier
 from smupar.integrations.state import carry_state
+from smupar.lm.config.validation import refuse
 from smupar.model.seam import unwrap_optimizer
 from smupar.optim.groups import param_groups
 from smupar.plan.plan import Plan
@@ -22,11 +23,11 @@ def make_optimizer(model: PreTrainedModel, plan: Plan, args: TrainingArguments, 
     As in the Trainer itself, norms and biases do not decay. ``settings`` are those of ``smupar.param_groups``.
     """
     kind, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
-    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)) or "params" in options or "model" in options:
-        raise ValueError(
-            f"optim={str(args.optim)!r} builds groups of its own, in place of the plan's: choose adamw_torch, sgd or "
-            "another plain optimizer"
-        )
+    refuse(
+        not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)) or "params" in options or "model" in options,
+        f"optim={str(args.optim)!r} builds groups of its own, in place of the plan's: choose adamw_torch, sgd or "
+        "another plain optimizer",
+    )
     # The method looks at nothing but the model.
     decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
     settings = {"no_decay": lambda name, _: name not in decayed, "optimizer": kind, **settings}
@@ -51,11 +52,11 @@ class SmuparCallback(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         model, optimizer = kwargs["model"], unwrap_optimizer(kwargs["optimizer"])
         for part in (self.sparsifier, self.updates):
-            if part is not None and optimizer not in part.optimizers:
-                raise ValueError(
-                    "the Trainer has another optimizer than the sparsifier or the measured updates: make one by "
-                    "make_optimizer and give it to them and to Trainer(optimizers=(optimizer, None))"
-                )
+            refuse(
+                part is not None and optimizer not in part.optimizers,
+                "the Trainer has another optimizer than the sparsifier or the measured updates: make one by "
+                "make_optimizer and give it to them and to Trainer(optimizers=(optimizer, None))",
+            )
         audit(model, self.plan, optimizer, trained=state.global_step > 0)
 
     def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -8,16 +8,13 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
+from smupar.plan.settings import refuse as refuse
+
 if TYPE_CHECKING:
     from smupar.lm.config.run import ModelConfig, RunConfig
 
 _LARGEST = 1e30  # beyond it fp32 overflows
 _ROUNDING = 1e-3  # of a sparsity that a pattern fixes
-
-
-def refuse(is_wrong: object, message: str) -> None:
-    if is_wrong:
-        raise ValueError(message)
 
 
 @lru_cache

@@ -154,11 +154,11 @@ def _epoch(seed: int, epoch: int, room: int) -> tuple[int, np.ndarray]:
 
 def num_sequences(tokens: Tokens, seq_len: int, what: str = "given") -> int:
     """Sequences in an epoch. It is one fewer than would fit, so that epochs can cut at different places."""
-    if len(tokens) <= seq_len:
-        raise ValueError(
-            f"the {what} text has {len(tokens)} tokens, fewer than one sequence of {seq_len} and its target: "
-            "pass a smaller --seq-len, or more text"
-        )
+    refuse(
+        len(tokens) <= seq_len,
+        f"the {what} text has {len(tokens)} tokens, fewer than one sequence of {seq_len} and its target: "
+        "pass a smaller --seq-len, or more text",
+    )
     return max(1, (len(tokens) - 1) // seq_len - 1)
 
 

@@ -23,13 +23,13 @@ from tqdm import tqdm
 
 from smupar.lm.config.commands import PrepareConfig
 from smupar.lm.config.validation import refuse
-from smupar.lm.data.shard_writer import ShardWriter
 from smupar.lm.data.shards import (
     INDEX,
     PROGRESS,
     VERIFIED,
     Shard,
     ShardIndex,
+    ShardWriter,
     TokenizerInfo,
     check_sizes,
     read_index,
@@ -42,8 +42,8 @@ from smupar.output.files import locked, refuse_other_files, write_atomic
 _PROGRESS_FORMAT = "smupar-progress/1"
 _OUR_FILES = re.compile(rf"tokens-\d{{5,}}\.bin|{INDEX}|{PROGRESS}|{VERIFIED}|{TOKENIZER_FILE}")
 _OUR_TEMPORARY = re.compile(rf"({_OUR_FILES.pattern})(\.\d+)?\.tmp")
-_OPTIONS = ("field", "split", "encoding", "errors", "max_tokens", "shard_tokens")
 _FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+_OPTIONS = ("field", "split", "encoding", "errors", "max_tokens", "shard_tokens")
 
 # One call of the tokenizer: enough text to keep its threads busy, little enough to hold in memory.
 _BATCH_CHARS = 1 << 22
@@ -279,9 +279,9 @@ def _differences(there: ShardIndex, asked: ShardIndex) -> list[str]:
 
 
 def _named(index: ShardIndex) -> str:
-    sources = index.source.get("sources", [])
     return ", ".join(
-        source["source"] + (f" ({source['num_bytes']} bytes)" if "num_bytes" in source else "") for source in sources
+        source["source"] + (f" ({source['num_bytes']} bytes)" if "num_bytes" in source else "")
+        for source in index.source.get("sources", [])
     )
 
 

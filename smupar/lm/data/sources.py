@@ -24,12 +24,9 @@ from smupar.lm.config.commands import PrepareConfig
 from smupar.lm.config.validation import refuse
 from smupar.output.optional import first_line, optional
 
-SLIMPAJAMA = "cerebras/SlimPajama-627B"
-
 # Bytes read and characters handed on at a time. Tokenizers run one thread per piece.
 _PIECE = 1 << 18
 _UTF8_BOM = b"\xef\xbb\xbf"
-_UNREADABLE = (".zst", ".xz", ".bz2", ".lz4", ".zip", ".tar", ".7z")
 
 
 class TextPiece(NamedTuple):
@@ -66,7 +63,7 @@ class SourceUnit:
 def find_units(source: str, *, out: Path) -> list[SourceUnit]:
     """The files or the dataset that a source stands for. Folders are walked, except for ``out``."""
     if source == "slimpajama":
-        return [SourceUnit(SLIMPAJAMA)]
+        return [SourceUnit("cerebras/SlimPajama-627B")]
     if source.startswith("hf:"):
         name, _, config_name = source.removeprefix("hf:").partition(":")
         refuse(not name, f"the source {source!r} names no dataset: write hf:NAME or hf:NAME:CONFIG")
@@ -82,7 +79,7 @@ def find_units(source: str, *, out: Path) -> list[SourceUnit]:
         raise FileNotFoundError(f"no file or folder {source}: check the path, or write hf:NAME for a Hugging Face dataset")
     for file in files:
         refuse(
-            file.name.lower().endswith(_UNREADABLE),
+            file.name.lower().endswith((".zst", ".xz", ".bz2", ".lz4", ".zip", ".tar", ".7z")),
             f"{file} is compressed in a way that is not read here: decompress it, or compress it with gzip",
         )
     return [SourceUnit(str(file), file.stat().st_size) for file in files]

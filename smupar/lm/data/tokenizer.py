@@ -134,8 +134,10 @@ def _from_vocabulary(folder: Path) -> Tokenizer:
     lines = [line.rstrip("\r") for line in _read(merges).split("\n")]
     pairs = [tuple(line.split(" ")) for line in lines if line.strip() and not line.startswith("#version")]
     for number, pair in enumerate(pairs, 1):
-        if len(pair) != 2 or pair[0] not in ids or pair[1] not in ids or "".join(pair) not in ids:
-            raise ValueError(f"merge {number} of {merges} ({' '.join(pair)!r}) does not fit the vocabulary {vocabulary}")
+        refuse(
+            len(pair) != 2 or pair[0] not in ids or pair[1] not in ids or "".join(pair) not in ids,
+            f"merge {number} of {merges} ({' '.join(pair)!r}) does not fit the vocabulary {vocabulary}",
+        )
     name = vocabulary.name.removesuffix("encoder.json").removesuffix("vocab.json").rstrip("-_.") or folder.resolve().name
     return Tokenizer(name, _byte_level_bpe(ids, pairs))
 

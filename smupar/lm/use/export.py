@@ -24,9 +24,6 @@ from smupar.model.parameterize import FACTOR, mask_of
 from smupar.output.files import refuse_existing, whole_folder
 from smupar.plan.plan import PLAN_FILE
 
-# Power while training, for the energy estimate: the datasheet's of an H200 module, and a guess for a processor.
-_WATTS = {"gpu": 700.0, "cpu": 100.0}
-
 
 def export(config: ExportConfig) -> str:
     """Writes the folder; returns a line that says what is in it."""
@@ -116,7 +113,7 @@ def model_card(run: LoadedRun) -> str:
 def _energy(run: LoadedRun, hours: float) -> str:
     summary = read_summary(run.folder)
     device, num_ranks = (summary.device, summary.num_ranks) if summary else ("an unknown device", 1)
-    watts = _WATTS["cpu" if device == "cpu" else "gpu"]
+    watts = 100.0 if device == "cpu" else 700.0  # a guess for a processor, and the datasheet's of an H200 module
     return (
         f"About {hours * watts * num_ranks / 1000:.3g} kWh: {hours:.3g} hours on {num_ranks} x {device}, at {watts:g} W each."
     )

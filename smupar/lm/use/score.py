@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from smupar.lm.config.commands import ScoringConfig
@@ -139,8 +138,7 @@ def _from_transformers(path: Path, device: torch.device) -> ScoringModel:
     start = None if prefix is None else tokenizer.decode([prefix])
 
     def encode(text: str) -> list[int]:
-        written_out = start is not None and text.startswith(start)
-        return tokenizer.encode(text, add_special_tokens=not written_out)
+        return tokenizer.encode(text, add_special_tokens=start is None or not text.startswith(start))
 
     names = ("n_positions", "max_position_embeddings", "n_ctx")
     vocabulary = hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
@@ -185,7 +183,7 @@ def score(
     inputs = sorted(asked, key=len, reverse=True)
     for first in range(0, len(inputs), config.batch_size):
         batch = inputs[first : first + config.batch_size]
-        tokens = pad_sequence([torch.tensor(ids) for ids in batch], batch_first=True)
+        tokens = nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids in batch], batch_first=True)
         places: list[tuple[int, int, int]] = []  # row, position, target
         answers: list[tuple[ScoreRequest, int]] = []  # with the number of places that each one has
         for row, ids in enumerate(batch):
@@ -260,8 +258,10 @@ def score_file(folder: str, requests: str | Path, out: str | Path, config: Scori
     with bar, path.open("a", encoding="utf-8") as file:
         for scored in score(model, missing.values(), config, device):
             for request, answer in scored:
-                if not math.isfinite(answer.loglikelihood):
-                    raise ValueError(f"{folder} gives {request.where} a loglikelihood that is no number: has it diverged?")
+                refuse(
+                    not math.isfinite(answer.loglikelihood),
+                    f"{folder} gives {request.where} a loglikelihood that is no number: has it diverged?",
+                )
                 line = {"task": request.task, "doc": request.doc, "index": request.index, "key": request.key}
                 file.write(json.dumps(line | asdict(answer)) + "\n")
             file.flush()
@@ -317,8 +317,10 @@ def _read(path: Path, form: str, remedy: str) -> tuple[dict[str, Any], list[tupl
 def _from_row(kind: type[Any], row: dict[str, Any], path: str | Path, number: int) -> Any:
     hints = {"str": str, "int": int, "float": float, "bool": bool}
     fields = {name: hints[hint] for name, hint in kind.__annotations__.items()}
-    if row.keys() != fields.keys() or not all(type(row[name]) is fields[name] for name in fields):
-        raise ValueError(f"{path}, line {number}: expected {', '.join(fields)}, got {', '.join(row) or 'nothing'}")
+    refuse(
+        row.keys() != fields.keys() or not all(type(row[name]) is fields[name] for name in fields),
+        f"{path}, line {number}: expected {', '.join(fields)}, got {', '.join(row) or 'nothing'}",
+    )
     return kind(**row)
 
 
@@ -332,6 +334,5 @@ def read_lines(path: Path, remedy: str) -> Iterator[tuple[int, dict[str, Any]]]:
                 row = json.loads(line)
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: not JSON ({error}): {remedy}") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{path}, line {number}: not an object: {remedy}")
+            refuse(not isinstance(row, dict), f"{path}, line {number}: not an object: {remedy}")
             yield number, row

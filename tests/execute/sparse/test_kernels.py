@@ -161,7 +161,7 @@ def searches(monkeypatch):
         found.append((len(matrix), *rows.shape))
         return f"searched {plan}"
 
-    monkeypatch.setattr(semi, "MatmulPlan", lambda shape, num_rows, device: f"{shape} x {num_rows}")
+    monkeypatch.setattr(semi.cslt, "MatmulPlan", lambda shape, num_rows, device: f"{shape} x {num_rows}")
     monkeypatch.setattr(semi, "_faster", faster)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return found

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from smupar.lm.config.run import ModelConfig, RunConfig, padded_vocab
 from smupar.lm.data import batches as data
 from smupar.lm.data.batches import num_sequences, open_text, shuffled
-from smupar.lm.data.shard_writer import write_tokens
-from smupar.lm.data.shards import TokenizerInfo, Tokens
+from smupar.lm.data.shards import TokenizerInfo, Tokens, write_tokens
 from smupar.lm.run.distributed import World
 
 TINY = TokenizerInfo("tiny", 1000, None, "a" * 64)

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smupar.lm.data.shard_writer import ShardWriter
-from smupar.lm.data.shards import ShardIndex, TokenizerInfo, Tokens, open_tokens, read_index, token_dtype, verify
+from smupar.lm.data.shards import ShardIndex, ShardWriter, TokenizerInfo, Tokens, open_tokens, read_index, token_dtype, verify
 from smupar.output.files import write_atomic
 
 INFO = TokenizerInfo("tiny", 1000, 7, "0" * 64)
