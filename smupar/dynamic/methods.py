@@ -42,8 +42,6 @@ class _DropsAndGrows(Sparsifier):
         """
         goal = Goal(plan, DropAndGrow(Times(every, stop, start), self.grow, drop_fraction, decay))
         super().__init__(model, optimizer, goal, restart_bias_correction=restart_bias_correction, steps=steps)
-        if start == 0 and every > stop:
-            raise ValueError(f"masks would never move: no multiple of every={every} lies between {start} and stop={stop}")
 
 
 class RigL(_DropsAndGrows):

@@ -104,6 +104,9 @@ class DropAndGrow:
             raise ValueError(f"drop_fraction must lie in (0, 1), got {self.drop_fraction}")
         choice("decay", self.decay, DECAYS)
         choice("grow", self.grow, ("gradient", "random"))
+        every, start, stop = self.times.every, self.times.start, self.times.stop
+        if start == 0 and every > stop:
+            raise ValueError(f"masks would never move: no multiple of every={every} lies between {start} and stop={stop}")
 
     @property
     def needs_gradient(self) -> bool:

@@ -23,7 +23,8 @@ class Restart:
     which each weight grew; it is 0 for the first weights."""
 
     def __init__(self, model: nn.Module, plan: Plan, optimizers: Sequence[Optimizer]) -> None:
-        self.model, self.plan = model, plan
+        """Refuses optimizers that cannot restart. Nothing is corrected before ``install``."""
+        self.model, self.plan, self.optimizers = model, plan, optimizers
         self.born: dict[str, Tensor] = {}
         hidden = {id(weight.parameter) for weight in weights(model, plan).values()}
         for optimizer in optimizers:
@@ -33,8 +34,11 @@ class Restart:
                 raise ValueError(
                     f"restart_bias_correction is for Adam and AdamW without amsgrad, not {name_of(optimizer)}: leave it out"
                 )
+
+    def install(self) -> None:
+        for optimizer in self.optimizers:
             # The model owns the phase, so that this takes the place of an earlier sparsifier's: both would correct too much.
-            seam_of(optimizer).add(model, correct=self._correct)
+            seam_of(optimizer).add(self.model, correct=self._correct)
 
     def note(self, weight: Weight, change: MaskChange) -> None:
         """Records the step at which the weights of a new mask grew."""

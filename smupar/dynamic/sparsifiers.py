@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from smupar.dynamic.policies import Goal, Policy, Rounds, density_factor, init_factor
 from smupar.dynamic.restart import Restart
 from smupar.execute.stacked import Stack
-from smupar.model.parameterize import add_masks, attach, check_parameterized, let_masks_move, unwrapped
+from smupar.model.parameterize import add_masks, attach, check_parameterized, check_plan, let_masks_move, unwrapped
 from smupar.model.seam import Step, optimizers, seam_of
 from smupar.model.sharding import local, num_ranks
 from smupar.model.weights import MaskedWeight, Weight, weight_of, weights
@@ -154,21 +154,23 @@ class Sparsifier(_AnySparsifier):
         self.policy, self.num_steps = goal.policy, 0
         self._stepped, self._num_idle = False, 0
         self._idle_before: set[str] = set()
-        self._refuse(steps)
+        self._refuse(goal, steps)
+        if restart_bias_correction:
+            self.restart = Restart(self.model, self.plan, self.optimizers)  # refuses, and changes nothing
+        # The last that can refuse. It does so before it splits the first group.
+        self.rates = layer_rates(self.model, self.plan, self.optimizers) if goal.correction else None
+        self._install(goal)
+
+    def _install(self, goal: Goal) -> None:
+        """Changes model and optimizers. Whatever could be refused has been."""
         attach(self.model, self.plan)
-        self._refuse_strangers()
+        if goal.correction is not None:
+            add_masks(self.model, self.plan)
         let_masks_move(self.model)
         for each in self.optimizers:
             seam_of(each).add(self, count=self._see_step)
-        if restart_bias_correction:
-            self.restart = Restart(self.model, self.plan, self.optimizers)
-        self.rates = layer_rates(self.model, self.plan, self.optimizers) if goal.correction else None
-        if goal.correction is not None:
-            add_masks(self.model, self.plan)
-        if goal.correction is None and not self.weights():
-            raise ValueError("no hidden weight is sparse, so no mask can move: pass a density below 1 to parameterize")
-        if goal.correction == "fixed":
-            self._refuse_trained(goal.last)
+        if self.restart is not None:
+            self.restart.install()
         self.start_fixed()
         if isinstance(self.policy, Rounds) and self.policy.rewind == 0:
             self.remember()
@@ -176,8 +178,9 @@ class Sparsifier(_AnySparsifier):
 
     # What cannot be moved
 
-    def _refuse(self, steps: int | None) -> None:
+    def _refuse(self, goal: Goal, steps: int | None) -> None:
         check_parameterized(self.model, "before masks move")
+        check_plan(self.model, self.plan)
         if steps is not None and self.policy.stop > steps:
             raise ValueError(
                 f"masks would move until step {self.policy.stop}, but the run ends at {steps}: choose an earlier stop"
@@ -187,19 +190,24 @@ class Sparsifier(_AnySparsifier):
             raise ValueError(f"masks that move are unstructured, pattern {structured[0]!r} would be lost: use pattern='random'")
         for reason in filter(None, (facts_of(each).no_moves for each in self.optimizers)):
             raise ValueError(reason)
+        self._refuse_strangers()
+        if goal.correction is None and not any(w.is_masked or self.plan[n].masked for n, w in self._trained().items()):
+            raise ValueError("no hidden weight is sparse, so no mask can move: pass a density below 1 to parameterize")
+        if goal.correction == "fixed":
+            self._refuse_scaled(goal.last)
 
     def _refuse_strangers(self) -> None:
-        held = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
-        for name, weight in weights(self.model, self.plan).items():
-            if weight.parameter.requires_grad and id(weight.parameter) not in held:
+        in_groups = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
+        for name, weight in self._trained().items():
+            if id(weight.parameter) not in in_groups:
                 raise ValueError(
                     f"{name!r} is in none of the optimizers: pass the one that trains this model (or several, as a list), "
                     "made of its param_groups"
                 )
 
-    def _refuse_trained(self, last: Mapping[str, Fraction]) -> None:
+    def _refuse_scaled(self, last: Mapping[str, Fraction]) -> None:
         """Refuses weights that are not fresh from their init, since weights of a checkpoint have been scaled already."""
-        for name, weight in self.weights().items():
+        for name, weight in self._trained().items():
             planned, values = self.plan[name].init_std, weight.full()
             if init_factor(self.plan, self.plan[name], last[name]) == 1 or not planned or values.is_meta:
                 continue
@@ -215,8 +223,11 @@ class Sparsifier(_AnySparsifier):
 
     def weights(self) -> dict[str, MaskedWeight]:
         """Hidden weights that have a mask and are trained."""
+        return {name: weight for name, weight in self._trained().items() if weight.is_masked}
+
+    def _trained(self) -> dict[str, MaskedWeight]:
         hidden = weights(self.model, self.plan, self.optimizers)
-        return {name: weight for name, weight in hidden.items() if weight.is_masked and weight.parameter.requires_grad}
+        return {name: weight for name, weight in hidden.items() if weight.parameter.requires_grad}
 
     def every_weight(self) -> dict[str, MaskedWeight]:
         return {name: weight_of(self.model, name, self.optimizers) for name, _ in self.model.named_parameters()}
