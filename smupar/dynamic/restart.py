@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from smupar.model.compressed import MaskChange
 from smupar.model.seam import Step, seam_of
-from smupar.model.weights import MaskedWeight, Weight, weights
+from smupar.model.weights import MaskedWeight, Weight, hidden_weights
 from smupar.plan.optimizers import facts_of, name_of
 from smupar.plan.plan import Plan
 
@@ -26,7 +26,7 @@ class Restart:
         """Refuses optimizers that cannot restart. Nothing is corrected before ``install``."""
         self.model, self.plan, self.optimizers = model, plan, optimizers
         self.born: dict[str, Tensor] = {}
-        hidden = {id(weight.parameter) for weight in weights(model, plan).values()}
+        hidden = {id(weight.parameter) for weight in hidden_weights(model, plan).values()}
         for optimizer in optimizers:
             facts = facts_of(optimizer)
             groups = [group for group in optimizer.param_groups if any(id(p) in hidden for p in group["params"])]
@@ -54,7 +54,7 @@ class Restart:
         if step.was_noop:
             return
         optimizer = step.optimizer
-        names = {id(weight.parameter): name for name, weight in weights(self.model, self.plan).items()}
+        names = {id(weight.parameter): name for name, weight in hidden_weights(self.model, self.plan).items()}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 name = names.get(id(parameter))

@@ -23,7 +23,7 @@ from smupar.execute.stacked import Stack
 from smupar.model.parameterize import add_masks, attach, check_parameterized, check_plan, let_masks_move, unwrapped
 from smupar.model.seam import Step, optimizers, seam_of
 from smupar.model.sharding import local, num_ranks
-from smupar.model.weights import MaskedWeight, Weight, weight_of, weights
+from smupar.model.weights import MaskedWeight, Weight, hidden_weights, weight_of
 from smupar.optim.layer_rates import group_of_weight, layer_rates
 from smupar.plan.layers import has_running_statistics
 from smupar.plan.optimizers import facts_of, family_of
@@ -226,7 +226,7 @@ class Sparsifier(_AnySparsifier):
         return {name: weight for name, weight in self._trained().items() if weight.is_masked}
 
     def _trained(self) -> dict[str, MaskedWeight]:
-        hidden = weights(self.model, self.plan, self.optimizers)
+        hidden = hidden_weights(self.model, self.plan, self.optimizers)
         return {name: weight for name, weight in hidden.items() if weight.parameter.requires_grad}
 
     def every_weight(self) -> dict[str, MaskedWeight]:

@@ -30,7 +30,7 @@ from smupar.model.init import initialise, padding_rows, plan_resets
 from smupar.model.relayout import watch_optimizers
 from smupar.model.seam import Step, on_every_step, optimizers, seam_of
 from smupar.model.sharding import is_sharded, zero_off_mask
-from smupar.model.weights import weight_of, weights
+from smupar.model.weights import hidden_weights, weight_of
 from smupar.plan.layers import kind_of
 from smupar.plan.make import MaskSetting, Settings, cautions, planned, warn
 from smupar.plan.optimizers import facts_of
@@ -185,7 +185,7 @@ def mask_of(model: nn.Module, name: str) -> Tensor | None:
 
 def add_masks(model: nn.Module, plan: Plan) -> None:
     """Gives every hidden weight without a mask one that keeps all weights, so that it can move later."""
-    missing = [weight for weight in weights(model, plan).values() if not weight.is_masked]
+    missing = [weight for weight in hidden_weights(model, plan).values() if not weight.is_masked]
     _attach(model, plan, {weight.name: weight.full_mask() for weight in missing})
 
 

@@ -6,9 +6,10 @@ it or does to it.
 ``StackedWeight``     the same weight of many models, in tensors with a leading dimension of models
 
 Optimizer groups, learning rates and traces go by the parameter's name and need none of this. Code that needs the matrix, the
-mask, the optimizer state or the dense gradient asks ``weight_of(model, name)`` or ``weights(model, plan)``. Masks are moved and
-updates are measured on tensors with a row for each model, so that one model and a stack of many share the code. For this all
-three classes have ``shape``, ``rows``, ``set_mask``, ``dense_grad``, ``multiply``, ``scale``, ``snapshot`` and ``restore``.
+mask, the optimizer state or the dense gradient asks ``weight_of(model, name)`` or ``hidden_weights(model, plan)``. Masks are
+moved and updates are measured on tensors with a row for each model, so that one model and a stack of many share the code. For
+this all three classes have ``shape``, ``rows``, ``set_mask``, ``dense_grad``, ``multiply``, ``scale``, ``snapshot`` and
+``restore``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from smupar.model.compressed import MaskChange, SparseLinear
 from smupar.model.csr import MASK
 from smupar.model.gradients import DenseGradient, gradient_mask, mask_gradient
 from smupar.model.sharding import is_sharded, like, local, num_ranks, sharded_like, whole, zero_off_mask
-from smupar.plan.layers import kind_of
+from smupar.plan.layers import IMAGES, kind_of
 from smupar.plan.parameters import parent_path
 from smupar.plan.plan import Plan
 
@@ -153,6 +154,12 @@ class MaskedWeight:
             dist.all_reduce(grad)
         return grad.flatten()[None]
 
+    def can_multiply(self, in_dims: Sequence[int]) -> bool:
+        """Whether ``multiply`` knows the layer. It does not know attention that holds several matrices, for example."""
+        kind = kind_of(self.module)
+        fits = kind.reads == IMAGES or (len(in_dims) == 1 and not kind.is_lookup)
+        return kind.product is not None and fits and kind.owns(self.leaf)
+
     def multiply(self, x: Tensor, *, in_dim: int = 1) -> Tensor:
         """The layer's output for ``x`` without bias, in the dtype of ``x``; under FSDP2 this rank's part of it."""
         kind = kind_of(self.module)
@@ -239,6 +246,9 @@ class CompressedWeight(MaskedWeight):
             )
         return self.module.set_mask(new)
 
+    def can_multiply(self, in_dims: Sequence[int]) -> bool:
+        return True
+
     def multiply(self, x: Tensor, *, in_dim: int = 1) -> Tensor:
         return self.module.product(x)
 
@@ -317,6 +327,6 @@ def weight_of(model: nn.Module, name: str, optimizers: Sequence[torch.optim.Opti
     return kind(module, name, optimizers)
 
 
-def weights(model: nn.Module, plan: Plan, optimizers: Sequence[torch.optim.Optimizer] = ()) -> dict[str, MaskedWeight]:
+def hidden_weights(model: nn.Module, plan: Plan, optimizers: Sequence[torch.optim.Optimizer] = ()) -> dict[str, MaskedWeight]:
     """Hidden weights by name, in the order of the plan."""
     return {row.name: weight_of(model, row.name, optimizers) for row in plan if row.role == "hidden"}

@@ -122,14 +122,22 @@ class LayerProbe(Probe):
         return {**self.__dict__, "reader": None}
 
 
+def refuse_measured(model: nn.Module) -> None:
+    """Refuses a model whose probes are read by a meter."""
+    if any(probe.reader is not None and probe.reader() is not None for _, _, probe in _probes(model)):
+        raise ValueError("the updates of this model are measured already: call remove() on what measures them")
+
+
 def remove_copied_probes(model: nn.Module) -> None:
-    """Removes probes that came with a deepcopy. Raises if another meter still reads them."""
-    for module in model.modules():
-        for key, hook in list(module._forward_pre_hooks.items()):
-            probe = getattr(hook, "__self__", None)
-            if isinstance(probe, LayerProbe):
-                if probe.reader is not None and probe.reader() is not None:
-                    raise ValueError("the updates of this model are measured already: call remove() on what measures them")
-                del module._forward_pre_hooks[key]
-                module._buffers.pop(probe.buffer, None)
-                module._non_persistent_buffers_set.discard(probe.buffer)
+    """Removes probes that came with a deepcopy, which no meter reads."""
+    for module, key, probe in _probes(model):
+        del module._forward_pre_hooks[key]
+        module._buffers.pop(probe.buffer, None)
+        module._non_persistent_buffers_set.discard(probe.buffer)
+
+
+def _probes(model: nn.Module) -> list[tuple[nn.Module, int, LayerProbe]]:
+    """All probes of a model, each with its module and the key of its hook there."""
+    hooks = ((module, key, hook) for module in model.modules() for key, hook in module._forward_pre_hooks.items())
+    owners = ((module, key, getattr(hook, "__self__", None)) for module, key, hook in hooks)
+    return [(module, key, owner) for module, key, owner in owners if isinstance(owner, LayerProbe)]

@@ -9,7 +9,7 @@ from torch import nn
 import smupar
 from smupar.execute.stacked import Hyperparameters, Stack
 from smupar.model.csr import compress_export, compress_state, expand_export, expand_state, row_index
-from smupar.model.weights import CompressedWeight, MaskedWeight, StackedWeight, weight_of, weights
+from smupar.model.weights import CompressedWeight, MaskedWeight, StackedWeight, hidden_weights, weight_of
 
 NAME = "1.weight"
 
@@ -136,7 +136,7 @@ def test_a_weight_without_a_mask_says_so():
 
 def test_weights_follow_a_copy_and_a_replaced_parameter():
     model, plan = parameterized(0)
-    weight = weights(model, plan)[NAME]
+    weight = hidden_weights(model, plan)[NAME]
     clone = copy.deepcopy(model)
     model.load_state_dict({key: value.clone() for key, value in clone.state_dict().items()}, assign=True)
     assert weight.parameter is model.get_parameter(NAME)

@@ -116,7 +116,7 @@ def test_trace_of_twenty_steps_is_followed_for_forty():
         wanted = trace.effect(name, number / (1 + number / 40))  # 1 / there = 1 / number + 1 / 20 - 1 / 40
         mean = wanted if mean is None else 0.8 * mean + 0.2 * wanted
     assert follower.trace.num_steps == 40
-    assert follower.averages[name][0] == pytest.approx(mean, rel=1e-9)
+    assert follower.state_dict()["averages"][name][0] == pytest.approx(mean, rel=1e-9)
 
 
 def guide_of(num_own, num_theirs, at=0):
@@ -162,7 +162,7 @@ def test_model_of_another_depth_follows(depth):
     mean = first[0]
     for value in first[1:]:
         mean = 0.8 * mean + 0.2 * value
-    assert follower.averages["blocks.0.weight"][0] == pytest.approx(mean)
+    assert follower.state_dict()["averages"]["blocks.0.weight"][0] == pytest.approx(mean)
 
 
 def test_absurd_trace_warns_once_and_is_held(proxy):
