@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from smupar.dynamic.policies import POOLS, num_kept, ranked
 from smupar.model.parameterize import unwrapped
 from smupar.model.sharding import whole
-from smupar.model.weights import MaskedWeight, hidden_weights
+from smupar.model.weights import ModelWeight, hidden_weights
 from smupar.plan.allocations import Allocation, allocate
 from smupar.plan.plan import Plan
 from smupar.plan.settings import choice
@@ -62,7 +62,7 @@ def _best_masks(
     model: nn.Module,
     plan: Plan,
     density: float | Mapping[str, float] | Allocation,
-    score: Callable[[MaskedWeight], Tensor],
+    score: Callable[[ModelWeight], Tensor],
     *,
     pool: str,
 ) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from smupar.model.compressed import MaskChange
 from smupar.model.seam import Step, seam_of
-from smupar.model.weights import MaskedWeight, Weight, hidden_weights
+from smupar.model.weights import ModelWeight, Weight, hidden_weights
 from smupar.plan.optimizers import facts_of, name_of
 from smupar.plan.plan import Plan
 
@@ -42,7 +42,7 @@ class Restart:
 
     def note(self, weight: Weight, change: MaskChange) -> None:
         """Records the step at which the weights of a new mask grew."""
-        assert isinstance(weight, MaskedWeight), "stacks do not restart"
+        assert isinstance(weight, ModelWeight), "stacks do not restart"
         parameter = weight.parameter
         state: dict[str, Any] = next((o.state[parameter] for o in weight.optimizers if parameter in o.state), {})
         before = self.born.get(weight.name)

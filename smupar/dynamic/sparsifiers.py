@@ -23,7 +23,7 @@ from smupar.execute.stacked import Stack
 from smupar.model.parameterize import add_masks, attach, check_parameterized, check_plan, let_masks_move, unwrapped
 from smupar.model.seam import Step, optimizers, seam_of
 from smupar.model.sharding import local, num_ranks
-from smupar.model.weights import MaskedWeight, Weight, hidden_weights, weight_of
+from smupar.model.weights import ModelWeight, Weight, hidden_weights, weight_of
 from smupar.optim.layer_rates import group_of_weight, layer_rates
 from smupar.plan.layers import has_running_statistics
 from smupar.plan.optimizers import facts_of, family_of
@@ -221,15 +221,15 @@ class Sparsifier(_AnySparsifier):
 
     # What is moved
 
-    def weights(self) -> dict[str, MaskedWeight]:
+    def weights(self) -> dict[str, ModelWeight]:
         """Hidden weights that have a mask and are trained."""
         return {name: weight for name, weight in self._trained().items() if weight.is_masked}
 
-    def _trained(self) -> dict[str, MaskedWeight]:
+    def _trained(self) -> dict[str, ModelWeight]:
         hidden = hidden_weights(self.model, self.plan, self.optimizers)
         return {name: weight for name, weight in hidden.items() if weight.parameter.requires_grad}
 
-    def every_weight(self) -> dict[str, MaskedWeight]:
+    def every_weight(self) -> dict[str, ModelWeight]:
         return {name: weight_of(self.model, name, self.optimizers) for name, _ in self.model.named_parameters()}
 
     def _statistics(self) -> dict[str, Tensor]:
@@ -302,7 +302,7 @@ class Sparsifier(_AnySparsifier):
         for weight in self.weights().values():
             weight.dense_gradient.request(self.needs_gradient(self.num_steps + 1))
 
-    def _ready_weights(self) -> dict[str, MaskedWeight]:
+    def _ready_weights(self) -> dict[str, ModelWeight]:
         """The weights whose masks can move now. Warns if one is not 0 off its mask: another optimizer wrote to it."""
         hidden = self.weights()
         if self.policy.needs_gradient:
@@ -318,7 +318,7 @@ class Sparsifier(_AnySparsifier):
                 )
         return hidden
 
-    def _with_gradient(self, hidden: dict[str, MaskedWeight]) -> dict[str, MaskedWeight]:
+    def _with_gradient(self, hidden: dict[str, ModelWeight]) -> dict[str, ModelWeight]:
         """The weights that have a dense gradient. Layers that had no part in the last step on any rank, such as experts without
         tokens, keep their masks, and so do those whose gradient is not finite."""
         grads = [weight.dense_gradient.value for weight in hidden.values()]

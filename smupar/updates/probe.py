@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from smupar.model.sharding import local
-from smupar.model.weights import MaskedWeight, Weight, weight_of
+from smupar.model.weights import ModelWeight, Weight, weight_of
 from smupar.plan.layers import IMAGES, kind_of
 from smupar.plan.plan import Plan
 
@@ -74,7 +74,7 @@ class Probe:
 class LayerProbe(Probe):
     """Keeps some inputs of its layer, in a buffer beside the weight."""
 
-    weight: MaskedWeight
+    weight: ModelWeight
 
     def __init__(self, name: str, model: nn.Module, plan: Plan) -> None:
         weight, in_dim = weight_of(model, name), plan[name].in_dims[0]
