@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from smupar.lm.config.mask_methods import MASK_METHODS, methods_that_read
 from smupar.lm.config.presets import preset
 from smupar.lm.config.run import RunConfig, changed, padded_vocab
 from smupar.lm.config.validation import refuse
@@ -28,11 +29,7 @@ _SET_BY_TRANSFER = {
 }
 # Fields that do something only together with some values of another field.
 _NEEDS = {
-    "mask_every": ("dynamic", ("rigl", "set", "gmp")),
-    "mask_stop": ("dynamic", ("rigl", "set", "gmp")),
-    "drop_fraction": ("dynamic", ("rigl", "set")),
-    "rounds": ("dynamic", ("imp",)),
-    "correction": ("dynamic", ("gmp", "imp")),
+    **{name: ("dynamic", methods_that_read(name)) for method in MASK_METHODS.values() for name in method.fields},
     "momentum": ("optimizer", names_with("momentum")),
     "betas": ("optimizer", names_with("betas") + names_with("hidden_only")),  # there an AdamW trains the rest
     "context": ("positions", ("learned",)),

@@ -28,10 +28,11 @@ from smupar.optim.layer_rates import group_of_weight, layer_rates
 from smupar.plan.layers import has_running_statistics
 from smupar.plan.optimizers import facts_of, family_of
 from smupar.plan.plan import PlanWarning
+from smupar.plan.settings import UNSTRUCTURED
 
 # Calls of step() before it says that it saw none of the optimizer's.
 _MANY_IDLE = 1000
-_MOVABLE = ("random", "bernoulli", "given", None)
+_MOVABLE = (*UNSTRUCTURED, "given", None)
 _ABSENT, _FINITE, _NOT_FINITE = 0, 1, 2  # what a rank saw of a weight's dense gradient; of several ranks the largest counts
 
 

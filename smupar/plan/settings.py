@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import TypeVar
 
 T = TypeVar("T")
+UNSTRUCTURED = ("random", "bernoulli")  # the patterns whose masks may move, since any mask of a density is one of theirs
 
 
 def match_globs(settings: Mapping[str, T], names: Iterable[str], *, what: str, among: str) -> dict[str, T]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any, Literal
 
-_TERMINATED = 143  # the exit code that a shell gives to a process that SIGTERM ended
+TERMINATED = 143  # the exit code that a shell gives to a process that SIGTERM ended
 
 
 @contextlib.contextmanager
@@ -56,11 +56,11 @@ class Stop:
 @contextlib.contextmanager
 def ended_by_sigterm() -> Iterator[None]:
     """SIGTERM unwinds the block, so that a job that is preempted ends in order and with the exit code of a shell."""
-    with handled({signal.SIGTERM: lambda *_: sys.exit(_TERMINATED)}):
+    with handled({signal.SIGTERM: lambda *_: sys.exit(TERMINATED)}):
         try:
             yield
         except SystemExit as error:
-            raise SystemExit(_TERMINATED) from error  # while Ray waits, it turns ours into its own, with code 1
+            raise SystemExit(TERMINATED) from error  # while Ray waits, it turns ours into its own, with code 1
 
 
 def end_if_stopped(status: str) -> None:
@@ -68,4 +68,4 @@ def end_if_stopped(status: str) -> None:
     if status == "interrupted":
         raise KeyboardInterrupt
     if status == "terminated":
-        sys.exit(_TERMINATED)
+        sys.exit(TERMINATED)

@@ -101,6 +101,11 @@ class GPTStack:
         self.sparsifier = make_stacked_sparsifier(self.stack, plans, self.configs)
 
     @property
+    def num_steps(self) -> int:
+        """Steps since the stack was filled."""
+        return self.stack.num_steps
+
+    @property
     def sparsities(self) -> list[float]:
         """Share of each run's hidden weights that is zero at the moment."""
         if self.sparsifier is None:

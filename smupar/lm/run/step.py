@@ -91,7 +91,7 @@ class Stepper:
         )
 
     def _updates(self, trace: Trace | None) -> Recorder | Follower | None:
-        period = self.config.round_steps if self.config.dynamic == "imp" else None
+        period = self.config.round_steps if self.config.mask_method.in_rounds else None
         on = (self.model, self.plan, self.optimizers)
         if trace is not None:
             return follow_updates(*on, trace=trace, steps=self.config.steps, period=period)
