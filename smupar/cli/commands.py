@@ -59,13 +59,13 @@ def export(config: Annotated[Typed, ExportConfig]) -> None:
     """
     from smupar.lm.use import export as runs
 
-    asked = ExportConfig(**config)
-    if runs.is_of_transformers(asked):
+    chosen = ExportConfig(**config)
+    if runs.is_of_transformers(chosen):
         from smupar.integrations import huggingface
 
-        print(huggingface.export(asked.folder, asked.out, dtype=asked.dtype))
+        print(huggingface.export(chosen.folder, chosen.out, dtype=chosen.dtype))
     else:
-        print(runs.export(asked))
+        print(runs.export(chosen))
 
 
 def report(folder: tyro.conf.Positional[str], parquet: bool = False) -> None:

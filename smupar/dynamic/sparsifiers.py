@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from smupar.dynamic.policies import Goal, Policy, Rounds, density_factor, init_factor
+from smupar.dynamic.policies import MaskGoal, Policy, Rounds, density_factor, init_factor
 from smupar.dynamic.restart import Restart
 from smupar.execute.stacked import Stack
 from smupar.model.parameterize import add_masks, attach, check_parameterized, check_plan, let_masks_move, unwrapped
@@ -41,11 +41,12 @@ class _AnySparsifier(ABC):
 
     restart: Restart | None = None
 
-    def __init__(self, goals: Sequence[Goal]) -> None:
-        self.policies: dict[Policy, dict[int, Goal]] = {}  # with the models that have it, by their number
-        for model, goal in enumerate(goals):
-            if goal.policy is not None:
-                self.policies.setdefault(goal.policy, {})[model] = goal
+    def __init__(self, goals: Mapping[int, MaskGoal]) -> None:
+        """``goals`` by the number of the model. A model without a goal keeps its masks."""
+        self.goals = goals
+        self.policies: dict[Policy, dict[int, MaskGoal]] = {}  # with the models that have it
+        for model, goal in goals.items():
+            self.policies.setdefault(goal.policy, {})[model] = goal
         self.first: dict[str, Tensor] = {}  # what a rewinding model goes back to, by name
 
     @abstractmethod
@@ -60,25 +61,25 @@ class _AnySparsifier(ABC):
     def _correct(self, name: str, model: int, density: Fraction) -> None:
         """Sets the learning rate of a weight to that of a density."""
 
-    def needs_gradient(self, step: int) -> bool:
-        return any(policy.needs_gradient and policy.due(step) for policy in self.policies)
+    def needs_gradient(self, done: int) -> bool:
+        return any(policy.needs_gradient and policy.due(done) for policy in self.policies)
 
     @torch.no_grad()
     def start_fixed(self) -> None:
         """Gives models with a fixed correction the learning rates and the init of their last density."""
-        for model, goal in ((model, goal) for goals in self.policies.values() for model, goal in goals.items()):
+        for model, goal in self.goals.items():
             if goal.correction == "fixed":
                 for name, weight in self.weights().items():
                     self._correct(name, model, goal.last[name])
                     weight.scale(init_factor(goal.plan, goal.plan[name], goal.last[name]), model)
 
     @torch.no_grad()
-    def update(self, step: int, weights: Mapping[str, Weight]) -> None:
-        """Moves the masks of these weights in every model that is due."""
+    def update(self, done: int, weights: Mapping[str, Weight]) -> None:
+        """Moves the masks of these weights in every model that is due after so many steps."""
         for policy, goals in self.policies.items():
-            if not policy.due(step):
+            if not policy.due(done):
                 continue
-            for name, mask in policy.next_masks(weights, goals, step):
+            for name, mask in policy.next_masks(weights, goals, done):
                 change = weights[name].set_mask(mask, list(goals))
                 if self.restart is not None:
                     self.restart.note(weights[name], change)
@@ -99,12 +100,12 @@ class _AnySparsifier(ABC):
 
 
 class StackedSparsifier(_AnySparsifier):
-    """Moves the masks of a stack. ``before`` a step and ``after`` it, both with its number from 1 on, do what
+    """Moves the masks of a stack. ``before`` a step and ``after`` it, both with its number from 0 on, do what
     ``Sparsifier.step`` does for one model."""
 
-    def __init__(self, stack: Stack, goals: Sequence[Goal]) -> None:
+    def __init__(self, stack: Stack, goals: Mapping[int, MaskGoal]) -> None:
         super().__init__(goals)
-        self.stack, self.family, self.plans = stack, family_of(stack.kind), [goal.plan for goal in goals]
+        self.stack, self.family = stack, family_of(stack.kind)
         self.start_fixed()
         if any(isinstance(policy, Rounds) for policy in self.policies):
             self.remember()
@@ -116,11 +117,11 @@ class StackedSparsifier(_AnySparsifier):
         return self.stack.weights
 
     def before(self, step: int, batch: Sequence[Tensor]) -> None:
-        if self.needs_gradient(step):
+        if self.needs_gradient(step + 1):
             self.stack.keep_gradients(batch)
 
     def after(self, step: int) -> None:
-        self.update(step, self.weights())
+        self.update(step + 1, self.weights())
         self.stack.drop_gradients()
 
     def rewind(self, models: list[int]) -> None:
@@ -128,7 +129,7 @@ class StackedSparsifier(_AnySparsifier):
         self.stack.tensors.number[models] = 0
 
     def _correct(self, name: str, model: int, density: Fraction) -> None:
-        plan = self.plans[model]
+        plan = self.goals[model].plan
         self.stack.correct(name, model, density_factor(plan, plan[name], density, self.family))
 
 
@@ -144,13 +145,12 @@ class Sparsifier(_AnySparsifier):
         self,
         model: nn.Module,
         optimizer: Any,
-        goal: Goal,
+        goal: MaskGoal,
         *,
         restart_bias_correction: bool = False,
         steps: int | None = None,
     ) -> None:
-        super().__init__([goal])
-        assert goal.policy is not None
+        super().__init__({0: goal})
         self.model, self.plan, self.optimizers = unwrapped(model), goal.plan, optimizers(optimizer)
         self.policy, self.num_steps = goal.policy, 0
         self._stepped, self._num_idle = False, 0
@@ -162,7 +162,7 @@ class Sparsifier(_AnySparsifier):
         self.rates = layer_rates(self.model, self.plan, self.optimizers) if goal.correction else None
         self._install(goal)
 
-    def _install(self, goal: Goal) -> None:
+    def _install(self, goal: MaskGoal) -> None:
         """Changes model and optimizers. Whatever could be refused has been."""
         attach(self.model, self.plan)
         if goal.correction is not None:
@@ -179,7 +179,7 @@ class Sparsifier(_AnySparsifier):
 
     # What cannot be moved
 
-    def _refuse(self, goal: Goal, steps: int | None) -> None:
+    def _refuse(self, goal: MaskGoal, steps: int | None) -> None:
         check_parameterized(self.model, "before masks move")
         check_plan(self.model, self.plan)
         if steps is not None and self.policy.stop > steps:

@@ -67,14 +67,14 @@ def parameterize(model: nn.Module, *, base: nn.Module, reset: bool | None = None
     plan = planned(model, base, settings)
     _refuse_used_names(model, plan)
     parameters = dict(model.named_parameters())
-    resets, told = None, cautions(plan)
+    resets, messages = None, cautions(plan)
     if reset or (reset is None and all(parameter._version == 0 for parameter in parameters.values())):
         resets = plan_resets(model, plan, sure=reset is True)
-        told += resets.cautions if reset is None else []
+        messages += resets.cautions if reset is None else []
     # Before anything changes: a mask that cannot be drawn, or a warning raised as an error, must leave the model as it is.
     with torch.device("cpu"):
         masks = _masks(plan, _by_parameter(given, plan))
-    warn(told, stacklevel=3)
+    warn(messages, stacklevel=3)
     with torch.no_grad(), torch.device("cpu"):
         if resets is not None:
             resets.run(plan.seed)

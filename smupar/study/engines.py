@@ -190,7 +190,7 @@ def _train_stack(study: Study, stack: GPTStack, part: Sequence[RunConfig], progr
     for config, summary, rows, trace in zip(part, summaries, keeper.rows, stack.traces(), strict=False):
         study.add(config, summary, rows, trace)
         progress.done(summary)
-    if stop.asked:  # by a signal after the last step
+    if stop.requested:  # by a signal after the last step
         end_if_stopped(stop.status)
 
 

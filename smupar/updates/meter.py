@@ -22,7 +22,7 @@ from smupar.plan.optimizers import decouples_decay, name_of
 from smupar.plan.parameters import parent_path
 from smupar.plan.plan import Plan
 from smupar.updates.probe import LayerProbe, exact, refuse_measured, remove_copied_probes
-from smupar.updates.trace import Guide, Trace, averages_after, due, held
+from smupar.updates.trace import Trace, TraceReader, averages_after, clamped, is_measured
 
 
 class UpdatesWarning(UserWarning):
@@ -87,7 +87,7 @@ class _Meter:
 
     @torch.no_grad()
     def _look(self, step: Step) -> None:
-        if due(self.place):
+        if is_measured(self.place):
             with exact():
                 for name, group in group_of_weight(step.optimizer).items():
                     if name in self.probes and float(group["lr"]) > 0:
@@ -98,7 +98,7 @@ class _Meter:
         """Measures after the update of an optimizer. The step ends when the last optimizer has made its update."""
         if step.was_noop:
             return
-        if due(self.place):
+        if is_measured(self.place):
             self._read_probes(step.optimizer)
         self.num_missing -= 1
         if self.num_missing == 0:
@@ -127,7 +127,7 @@ class _Meter:
         return torch.stack([change.square().sum(), change.new_tensor(float(change.numel()))])
 
     def _end_step(self) -> None:
-        if due(self.place) and self.gains.keys() == self.probes.keys():  # else the learning rate was 0
+        if is_measured(self.place) and self.gains.keys() == self.probes.keys():  # else the learning rate was 0
             self.trace.add(self.step, {name: gain * self.factors[name] for name, gain in self.gains.items()})
             self.follow()
         self.gains, self.factors, self.num_missing = {}, {}, len(self.optimizers)
@@ -180,10 +180,10 @@ class Follower(_Meter):
         self, model: nn.Module, plan: Plan, optimizer: Any, trace: Trace, steps: int | None, period: int | None
     ) -> None:
         super().__init__(model, plan, optimizer, period)
-        self.proxy, self.guide = trace, Guide(trace, self.names, period or steps)
-        self.clamped = False
+        self.proxy, self.reader = trace, TraceReader(trace, self.names, period or steps)
+        self.has_warned = False
         self._forget_averages()
-        self.cautions += self.guide.cautions
+        self.cautions += self.reader.cautions
         if trace.optimizer != self.trace.optimizer:
             self.cautions.append(
                 f"the trace was recorded with {trace.optimizer}, this is {self.trace.optimizer}: updates of two optimizers "
@@ -194,15 +194,15 @@ class Follower(_Meter):
         self.averages = _vector([math.nan] * len(self.names)), _vector([math.nan] * len(self.names))
 
     def follow(self) -> None:
-        wanted = _vector([self.guide.effect(name, self.place) for name in self.names])
+        wanted = _vector([self.reader.effect(name, self.place) for name in self.names])
         gains = _vector([self.gains[name] for name in self.names])
         self.averages, ratios = averages_after(self.averages, wanted, gains)
-        for name, ratio, factor in zip(self.names, ratios.tolist(), held(ratios).tolist(), strict=True):
+        for name, ratio, factor in zip(self.names, ratios.tolist(), clamped(ratios).tolist(), strict=True):
             if math.isnan(ratio):
                 continue  # the factor stays
             self.rates.measured[name] = factor
-            if factor != ratio and not self.clamped:
-                self.clamped = True
+            if factor != ratio and not self.has_warned:
+                self.has_warned = True
                 warnings.warn(
                     f"the factor on the learning rate of {name!r} would be {ratio:.3g} and is held at {factor:g}: "
                     "is the trace of this model and optimizer?",

@@ -89,10 +89,10 @@ class LayerProbe(Probe):
 
     @property
     def inputs(self) -> Tensor:  # type: ignore[override]
-        held: Tensor = getattr(self.module, self.buffer)
-        if held.dtype != torch.float32:  # the model was converted, and its buffers with it
-            self._make(held := held.float())
-        return held
+        inputs: Tensor = getattr(self.module, self.buffer)
+        if inputs.dtype != torch.float32:  # the model was converted, and its buffers with it
+            self._make(inputs := inputs.float())
+        return inputs
 
     def _make(self, value: Tensor) -> None:
         self.module.register_buffer(self.buffer, value, persistent=False)

@@ -8,7 +8,7 @@ import torch
 
 import smupar
 from smupar.model.seam import optimizers
-from smupar.updates.trace import Guide, Trace
+from smupar.updates.trace import Trace, TraceReader
 from tests.loops import adamw
 from tests.updates.measured import Net, ready, start, train
 from tests.updates.test_factor import SCHEDULERS
@@ -90,4 +90,4 @@ def test_trace_that_misses_some_layers_is_refused():
     effects = {"blocks.0.up.weight": [1.0], "blocks.0.down.weight": [1.0], "blocks.1.up.weight": [1.0]}
     names = [*effects, "blocks.1.down.weight"]
     with pytest.raises(ValueError, match=r"the trace misses layers: it has 1 like 'blocks\.\*\.down\.weight'"):
-        Guide(Trace(1, [0], effects), names)
+        TraceReader(Trace(1, [0], effects), names)

@@ -23,5 +23,5 @@ MASK_METHODS = {
 }
 
 
-def methods_that_read(field: str) -> tuple[str, ...]:
+def methods_reading(field: str) -> tuple[str, ...]:
     return tuple(name for name, method in MASK_METHODS.items() if field in method.fields)

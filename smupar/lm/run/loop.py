@@ -119,7 +119,7 @@ class Loop:
         alone = self.runs.world.size == 1
         for step in range(self.done, self.cadence.steps):
             self.pending.append(self.runs.step(step))
-            if self.cadence.looks(step + 1) or self.slow or (alone and self.stop.asked):
+            if self.cadence.looks(step + 1) or self.slow or (alone and self.stop.requested):
                 status = self._look(step + 1)
                 if status is not None:
                     return status
@@ -166,7 +166,7 @@ class Loop:
         """Whether to stop, and whether a checkpoint is overdue. If one rank says yes, all do."""
         late = time.perf_counter() - self.saved_at > _SAVE_SECONDS and not self.cadence.save_every
         slow = seconds_of_step > _SLOW_SECONDS and not self.cadence.look_every
-        stop, late, self.slow = self.runs.world.any(self.stop.asked, late, slow)
+        stop, late, self.slow = self.runs.world.any(self.stop.requested, late, slow)
         return stop, late
 
     def _fetch(self) -> list[list[float]]:
@@ -184,7 +184,7 @@ class Loop:
 
     def _validate(self) -> bool:
         """Validates. Returns whether it finished before the loop was asked to stop."""
-        losses = self.runs.validate(until=lambda: self.stop.asked)
+        losses = self.runs.validate(until=lambda: self.stop.requested)
         if losses is None:
             return False
         for progress, loss in zip(self.progress, losses, strict=False):

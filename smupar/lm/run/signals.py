@@ -36,7 +36,7 @@ def handled(handlers: Mapping[int, Any]) -> Iterator[Callable[[], None]]:
 class Stop:
     """Whether a signal has asked to stop. A loop that watches it can save before it ends; a second SIGINT ends it at once."""
 
-    asked = False
+    requested = False
     status: Literal["interrupted", "terminated"] = "terminated"
 
     @classmethod
@@ -47,9 +47,9 @@ class Stop:
             yield stop
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.asked and number == signal.SIGINT:
+        if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.asked = True
+        self.requested = True
         self.status = "interrupted" if number == signal.SIGINT else "terminated"
 
 
