@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from smupar.lm.config.mask_methods import MASK_METHODS, methods_reading
+from smupar.lm.config.mask_methods import MASK_METHODS
 from smupar.lm.config.presets import preset
 from smupar.lm.config.run import RunConfig, changed, padded_vocab
 from smupar.lm.config.validation import refuse
@@ -29,7 +29,10 @@ _SET_BY_TRANSFER = {
 }
 # Fields that do something only together with some values of another field.
 _NEEDS = {
-    **{name: ("dynamic", methods_reading(name)) for method in MASK_METHODS.values() for name in method.fields},
+    **{
+        name: ("dynamic", tuple(dynamic for dynamic, method in MASK_METHODS.items() if name in method.fields))
+        for name in ("mask_every", "mask_stop", "drop_fraction", "rounds", "correction")
+    },
     "momentum": ("optimizer", names_with("momentum")),
     "betas": ("optimizer", names_with("betas") + names_with("hidden_only")),  # there an AdamW trains the rest
     "context": ("positions", ("learned",)),

@@ -127,7 +127,8 @@ class ModelWeight(ABC):
     @property
     @abstractmethod
     def dense_gradient(self) -> DenseGradient:
-        """Where the gradient without a mask is kept, on request."""
+        """Where the gradient without a mask is kept, on request. The hook that masks the gradient fills it; for compressed
+        weights the layer's backward pass does (``model/compressed.Product``). If the hook is lost, it stays empty."""
 
     def dense_grad(self, models: Sequence[int] = ONLY) -> Tensor:
         """The gradient without a mask, (models, entries), summed over ranks, if it was asked for."""
@@ -235,7 +236,6 @@ class DenseWeight(ModelWeight):
 
     @property
     def dense_gradient(self) -> DenseGradient:
-        """The hook that masks the gradient, which fills it. If the hook is lost, it stays empty."""
         return gradient_mask(self.parameter) or DenseGradient()
 
     def can_multiply(self, in_dims: Sequence[int]) -> bool:
@@ -310,7 +310,6 @@ class CompressedWeight(ModelWeight):
 
     @property
     def dense_gradient(self) -> DenseGradient:
-        """Filled by the layer's backward pass (``model/compressed.Product``)."""
         return self.module.dense
 
     def can_multiply(self, in_dims: Sequence[int]) -> bool:

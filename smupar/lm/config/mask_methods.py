@@ -21,7 +21,3 @@ MASK_METHODS = {
     "gmp": MaskMethod(("mask_every", "mask_stop", "correction"), prunes=True),
     "imp": MaskMethod(("rounds", "correction"), prunes=True, in_rounds=True),
 }
-
-
-def methods_reading(field: str) -> tuple[str, ...]:
-    return tuple(name for name, method in MASK_METHODS.items() if field in method.fields)
