@@ -158,9 +158,10 @@ class ModelWeight(ABC):
     def snapshot(self) -> Tensor:
         """A copy of the values for ``restore``. It is valid for any later mask."""
 
-    @abstractmethod
     def restore(self, values: Tensor, models: Sequence[int] = ONLY) -> None:
         """Goes back to the values of a snapshot, for the weights that the present mask keeps."""
+        self.parameter.copy_(self.laid_out(values))
+        self.zero_off_mask()
 
     @abstractmethod
     def make_room(self, num_values: int) -> None:
@@ -252,10 +253,6 @@ class DenseWeight(ModelWeight):
     def snapshot(self) -> Tensor:
         return self.parameter.detach().clone()
 
-    def restore(self, values: Tensor, models: Sequence[int] = ONLY) -> None:
-        self.parameter.copy_(values)
-        self.zero_off_mask()
-
     def make_room(self, num_values: int) -> None:
         """Does nothing, since a matrix has room for any mask."""
 
@@ -320,9 +317,6 @@ class CompressedWeight(ModelWeight):
 
     def snapshot(self) -> Tensor:
         return self.full()
-
-    def restore(self, values: Tensor, models: Sequence[int] = ONLY) -> None:
-        self.parameter.copy_(self.laid_out(values))
 
     def make_room(self, num_values: int) -> None:
         self.module.make_room(num_values)
