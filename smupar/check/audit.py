@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from smupar.model.parameterize import FACTOR, has_factor_hook, masks_move, unwrapped
 from smupar.model.seam import optimizers
 from smupar.model.sharding import is_sharded, whole
-from smupar.model.weights import MaskedWeight, weight_of
+from smupar.model.weights import ModelWeight, weight_of
 from smupar.optim.guard import guard, num_steps, ratio_problem, wrong_groups
 from smupar.plan.layers import is_plain_lookup, kind_of, padding_row
 from smupar.plan.optimizers import FAMILIES, OPTIMIZERS, OptimizerFacts, facts_of, family_of, name_of
@@ -124,7 +124,7 @@ def _other_parameters(
 # The weights
 
 
-def _weights(model: nn.Module, kept: MaskedWeight, row: PlanRow, *, check_std: bool) -> Iterator[Finding]:
+def _weights(model: nn.Module, kept: ModelWeight, row: PlanRow, *, check_std: bool) -> Iterator[Finding]:
     weight = kept.full()
     if tuple(weight.shape) != row.shape:
         yield Finding(
@@ -151,7 +151,7 @@ def _weights(model: nn.Module, kept: MaskedWeight, row: PlanRow, *, check_std: b
         yield from _std(weight[kept.full_mask()] if row.masked else weight.flatten(), row, row.init_std)
 
 
-def _mask(model: nn.Module, kept: MaskedWeight, weight: Tensor, row: PlanRow) -> Iterator[Finding]:
+def _mask(model: nn.Module, kept: ModelWeight, weight: Tensor, row: PlanRow) -> Iterator[Finding]:
     mask, expected = kept.full_mask(), float(row.density)
     density = int(torch.count_nonzero(mask)) / mask.numel()
     slack = 0.0 if row.num_kept is not None else _SIGMAS * math.sqrt(expected * (1 - expected) / mask.numel())

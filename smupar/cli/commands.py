@@ -19,6 +19,7 @@ from smupar.cli.resolve import Request, resolve, resolve_training
 from smupar.lm.config.commands import CheckConfig, ExportConfig, GenerateConfig
 from smupar.lm.config.run import STANDARD_LIBRARY, Execution, MachineConfig, RunConfig
 from smupar.lm.config.validation import refuse
+from smupar.lm.run.signals import TERMINATED
 from smupar.output.tables import aligned
 from smupar.study.config import EngineConfig, TransferConfig, TuneConfig
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 Preset = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="[PRESET]")]]
 Run = Annotated[Typed, RunConfig]
 Engine = Annotated[Typed, EngineConfig]
-EXIT_CODES = {"finished": 0, "diverged": 3, "interrupted": 130, "terminated": 143}
+EXIT_CODES = {"finished": 0, "diverged": 3, "interrupted": 130, "terminated": TERMINATED}
 
 
 def rules(markdown: bool = False) -> None:
@@ -58,13 +59,13 @@ def export(config: Annotated[Typed, ExportConfig]) -> None:
     """
     from smupar.lm.use import export as runs
 
-    asked = ExportConfig(**config)
-    if runs.is_of_transformers(asked):
+    chosen = ExportConfig(**config)
+    if runs.is_of_transformers(chosen):
         from smupar.integrations import huggingface
 
-        print(huggingface.export(asked.folder, asked.out, dtype=asked.dtype))
+        print(huggingface.export(chosen.folder, chosen.out, dtype=chosen.dtype))
     else:
-        print(runs.export(asked))
+        print(runs.export(chosen))
 
 
 def report(folder: tyro.conf.Positional[str], parquet: bool = False) -> None:

@@ -15,12 +15,12 @@ def prepare(config: Annotated[Typed, PrepareConfig]) -> None:
     """Turn text, JSONL, Parquet or a Hugging Face dataset into token shards that `smupar train --data` reads."""
     from smupar.lm.data.prepare import prepare as make
 
-    asked = PrepareConfig(**config)
-    index = make(asked)
+    chosen = PrepareConfig(**config)
+    index = make(chosen)
     print(
         f"{index.num_tokens:,} tokens of {index.num_documents:,} documents ({index.tokenizer.name}, vocabulary "
         f"{index.tokenizer.vocab_size:,}) in {len(index.shards)} shard{'s' if len(index.shards) > 1 else ''}: "
-        f"smupar train --data {shlex.quote(asked.out)}"
+        f"smupar train --data {shlex.quote(chosen.out)}"
     )
 
 

@@ -19,8 +19,8 @@ def evaluate(config: Annotated[Typed, EvalConfig]) -> None:
     """
     from smupar.integrations.lm_eval import evaluate as run
 
-    asked = changed(EvalConfig(config.get("folders", ())), config)
-    print(f"{run(asked)}\n{asked.out}/results.json, table.md, table.csv")
+    chosen = changed(EvalConfig(config.get("folders", ())), config)
+    print(f"{run(chosen)}\n{chosen.out}/results.json, table.md, table.csv")
 
 
 def requests(config: Annotated[Typed, TasksConfig], out: str = "requests.jsonl") -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from smupar.lm.config.mask_methods import MASK_METHODS
 from smupar.lm.config.presets import preset
 from smupar.lm.config.run import RunConfig, changed, padded_vocab
 from smupar.lm.config.validation import refuse
@@ -28,11 +29,10 @@ _SET_BY_TRANSFER = {
 }
 # Fields that do something only together with some values of another field.
 _NEEDS = {
-    "mask_every": ("dynamic", ("rigl", "set", "gmp")),
-    "mask_stop": ("dynamic", ("rigl", "set", "gmp")),
-    "drop_fraction": ("dynamic", ("rigl", "set")),
-    "rounds": ("dynamic", ("imp",)),
-    "correction": ("dynamic", ("gmp", "imp")),
+    **{
+        name: ("dynamic", tuple(dynamic for dynamic, method in MASK_METHODS.items() if name in method.fields))
+        for name in ("mask_every", "mask_stop", "drop_fraction", "rounds", "correction")
+    },
     "momentum": ("optimizer", names_with("momentum")),
     "betas": ("optimizer", names_with("betas") + names_with("hidden_only")),  # there an AdamW trains the rest
     "context": ("positions", ("learned",)),
@@ -81,8 +81,11 @@ def _origin(kind: type[Kind], request: Request) -> tuple[Kind, dict[str, Any]]:
         values["vocab_size"] = padded_vocab(request.vocab_size)
     if request.hps:
         width = request.hps["base_width"]
-        asked = typed.get("base_width", width)
-        refuse(asked != width, f"what {request.hps_file} holds is for --base-width {width}, not {asked}: leave the flag out")
+        base_width = typed.get("base_width", width)
+        refuse(
+            base_width != width,
+            f"what {request.hps_file} holds is for --base-width {width}, not {base_width}: leave the flag out",
+        )
         values |= request.hps
     if issubclass(kind, RunConfig):
         return run, values

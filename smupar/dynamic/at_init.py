@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from smupar.dynamic.policies import POOLS, num_kept, ranked
 from smupar.model.parameterize import unwrapped
 from smupar.model.sharding import whole
-from smupar.model.weights import MaskedWeight, weights
+from smupar.model.weights import ModelWeight, hidden_weights
 from smupar.plan.allocations import Allocation, allocate
 from smupar.plan.plan import Plan
 from smupar.plan.settings import choice
@@ -35,7 +35,7 @@ def snip_masks(
     |weight x gradient|, where the gradient is summed over batches. Removing these weights would change the loss most. ``model``
     must be dense, and is not changed."""
     model = unwrapped(model)
-    hidden = weights(model, plan)
+    hidden = hidden_weights(model, plan)
     sparse = [name for name, weight in hidden.items() if not weight.stores_zeros]
     if sparse:
         raise ValueError(f"{sparse[0]!r} keeps only its non-zeros: SNIP looks at a dense model")
@@ -62,12 +62,12 @@ def _best_masks(
     model: nn.Module,
     plan: Plan,
     density: float | Mapping[str, float] | Allocation,
-    score: Callable[[MaskedWeight], Tensor],
+    score: Callable[[ModelWeight], Tensor],
     *,
     pool: str,
 ) -> dict[str, Tensor]:
     choice("pool", pool, POOLS)
-    hidden = weights(unwrapped(model), plan)
+    hidden = hidden_weights(unwrapped(model), plan)
     shares = allocate(density, {name: plan[name].shape for name in hidden})
     nums = {name: num_kept(name, plan[name].shape, shares[name]) for name in hidden}
     scores = ((name, score(weight).flatten()[None]) for name, weight in hidden.items())
@@ -80,7 +80,7 @@ def _best_masks(
 def fan_in_init(model: nn.Module, plan: Plan) -> None:
     """Scales the weights of every neuron by its own number of inputs instead of the layer's mean, in place (Evci et al.). This
     is for masks that leave neurons with very different numbers of inputs. If all have the same number, nothing changes."""
-    for name, weight in weights(unwrapped(model), plan).items():
+    for name, weight in hidden_weights(unwrapped(model), plan).items():
         if weight.is_masked:
             fan_in = weight.full_mask().float().sum(plan[name].in_dims, keepdim=True)
             scale = (fan_in.mean() / fan_in.clamp(min=1)).sqrt().expand(weight.shape).contiguous()

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from smupar.dynamic.policies import DropAndGrow, Goal, Pruning, Rounds, Times, pruning_goal
+from smupar.dynamic.policies import DropAndGrow, MaskGoal, Pruning, Rounds, Times, pruning_goal
 from smupar.dynamic.sparsifiers import Sparsifier
 from smupar.plan.allocations import Allocation
 from smupar.plan.plan import Plan
@@ -40,10 +40,8 @@ class _DropsAndGrows(Sparsifier):
         drop_fraction   share of a layer's active weights that is dropped, at first; ``decay`` takes it to 0: "cosine", "linear"
                         or "constant"
         """
-        goal = Goal(plan, DropAndGrow(Times(every, stop, start), self.grow, drop_fraction, decay))
+        goal = MaskGoal(plan, DropAndGrow(Times(every, stop, start), self.grow, drop_fraction, decay))
         super().__init__(model, optimizer, goal, restart_bias_correction=restart_bias_correction, steps=steps)
-        if start == 0 and every > stop:
-            raise ValueError(f"masks would never move: no multiple of every={every} lies between {start} and stop={stop}")
 
 
 class RigL(_DropsAndGrows):

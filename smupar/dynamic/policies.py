@@ -1,7 +1,7 @@
 """A policy decides when masks move and which weights they keep from then on, in one model or in a stack of many.
 
-``next_masks(weights, goals, step)`` of a policy gives the name and the new mask, (models, entries), of each weight in turn.
-``goals`` has the models that share the policy, by their number.
+``next_masks(weights, goals, done)`` of a policy gives the name and the new mask, (models, entries), of each weight in turn.
+``goals`` has the models that share the policy, by their number. ``done`` is the number of steps that the optimizer has made.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class Times:
                 "after start"
             )
 
-    def due(self, step: int) -> bool:
-        return max(1, self.start) <= step <= self.stop and (step - self.start) % self.every == 0
+    def due(self, done: int) -> bool:
+        return max(1, self.start) <= done <= self.stop and (done - self.start) % self.every == 0
 
-    def progress(self, step: int) -> float:
-        return min(1.0, max(0.0, (step - self.start) / (self.stop - self.start)))
+    def progress(self, done: int) -> float:
+        return min(1.0, max(0.0, (done - self.start) / (self.stop - self.start)))
 
 
 # Which: all tensors are (models, weights)
@@ -82,8 +82,8 @@ def random_scores(num: int, keys: Tensor) -> Tensor:
     return (x >> 40 & 0xFFFFFF).float()
 
 
-def key_of(seed: int, step: int, name: str) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed}/grow/{step}/{name}".encode()).digest()[:8], "little") >> 1
+def key_of(seed: int, done: int, name: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}/grow/{done}/{name}".encode()).digest()[:8], "little") >> 1
 
 
 # How many
@@ -104,6 +104,9 @@ class DropAndGrow:
             raise ValueError(f"drop_fraction must lie in (0, 1), got {self.drop_fraction}")
         choice("decay", self.decay, DECAYS)
         choice("grow", self.grow, ("gradient", "random"))
+        every, start, stop = self.times.every, self.times.start, self.times.stop
+        if start == 0 and every > stop:
+            raise ValueError(f"masks would never move: no multiple of every={every} lies between {start} and stop={stop}")
 
     @property
     def needs_gradient(self) -> bool:
@@ -113,21 +116,23 @@ class DropAndGrow:
     def stop(self) -> int:
         return self.times.stop
 
-    def due(self, step: int) -> bool:
-        return self.times.due(step)
+    def due(self, done: int) -> bool:
+        return self.times.due(done)
 
-    def next_masks(self, weights: Mapping[str, Weight], goals: Mapping[int, Goal], step: int) -> Iterator[tuple[str, Tensor]]:
+    def next_masks(
+        self, weights: Mapping[str, Weight], goals: Mapping[int, MaskGoal], done: int
+    ) -> Iterator[tuple[str, Tensor]]:
         for name, weight in weights.items():
             values, mask = weight.rows(list(goals))
             if self.needs_gradient:
                 score = weight.dense_grad(list(goals)).abs()
             else:
-                keys = torch.tensor([key_of(goal.plan.seed, step, name) for goal in goals.values()], device=mask.device)
+                keys = torch.tensor([key_of(goal.plan.seed, done, name) for goal in goals.values()], device=mask.device)
                 score = random_scores(mask.shape[1], keys)
-            yield name, self.moved(values, mask, score, step)
+            yield name, self.moved(values, mask, score, done)
 
-    def moved(self, weight: Tensor, mask: Tensor, grow_score: Tensor, step: int) -> Tensor:
-        share = self.drop_fraction * DECAYS[self.decay](self.times.progress(step))
+    def moved(self, weight: Tensor, mask: Tensor, grow_score: Tensor, done: int) -> Tensor:
+        share = self.drop_fraction * DECAYS[self.decay](self.times.progress(done))
         active = mask.sum(1)
         num = (share * active.double() + 0.5).long()
         kept = largest(weight.abs(), mask, active - num)
@@ -141,13 +146,15 @@ class _KeepLargest:
     pool: str
     needs_gradient: ClassVar[bool] = False
 
-    def density(self, first: Fraction, last: Fraction, step: int) -> Fraction:
+    def density(self, first: Fraction, last: Fraction, done: int) -> Fraction:
         raise NotImplementedError
 
-    def next_masks(self, weights: Mapping[str, Weight], goals: Mapping[int, Goal], step: int) -> Iterator[tuple[str, Tensor]]:
+    def next_masks(
+        self, weights: Mapping[str, Weight], goals: Mapping[int, MaskGoal], done: int
+    ) -> Iterator[tuple[str, Tensor]]:
         def nums(name: str) -> list[int]:
             rows = [(goal.plan[name], goal.last[name]) for goal in goals.values()]
-            return [num_kept(name, row.shape, self.density(row.density, last, step)) for row, last in rows]
+            return [num_kept(name, row.shape, self.density(row.density, last, done)) for row, last in rows]
 
         layers = ((name, *weight.rows(list(goals)), nums(name)) for name, weight in weights.items())
         return ranked(layers, self.pool, "prune less, or with pool='layer'")
@@ -169,12 +176,12 @@ class Pruning(_KeepLargest):
     def stop(self) -> int:
         return self.times.stop
 
-    def due(self, step: int) -> bool:
-        return self.times.due(step) or step == self.times.stop
+    def due(self, done: int) -> bool:
+        return self.times.due(done) or done == self.times.stop
 
-    def density(self, first: Fraction, last: Fraction, step: int) -> Fraction:
+    def density(self, first: Fraction, last: Fraction, done: int) -> Fraction:
         """At the end exactly ``last``."""
-        progress = self.times.progress(step)
+        progress = self.times.progress(done)
         return last if progress == 1 else first + (last - first) * Fraction(CURVES[self.curve](progress))
 
 
@@ -200,12 +207,12 @@ class Rounds(_KeepLargest):
     def stop(self) -> int:
         return self.rounds * self.every
 
-    def due(self, step: int) -> bool:
-        return 0 < step <= self.stop and step % self.every == 0
+    def due(self, done: int) -> bool:
+        return 0 < done <= self.stop and done % self.every == 0
 
-    def density(self, first: Fraction, last: Fraction, step: int) -> Fraction:
+    def density(self, first: Fraction, last: Fraction, done: int) -> Fraction:
         """After the last round exactly ``last``."""
-        share = Fraction(step // self.every, self.rounds)
+        share = Fraction(done // self.every, self.rounds)
         return last if share == 1 else first * Fraction(float(last / first) ** float(share))
 
 
@@ -227,24 +234,23 @@ Policy = DropAndGrow | Pruning | Rounds
 
 
 @dataclass(frozen=True)
-class Goal:
+class MaskGoal:
     """What becomes of the masks of one model.
 
-    policy      None: they stay
     last        densities that a pruned model ends with
     correction  of a pruned model's learning rates, by Table 1. "moment": that of the density it has at the moment; "fixed":
                 that of the last density from the start, and the init of that density
     """
 
     plan: Plan
-    policy: Policy | None = None
+    policy: Policy
     last: Mapping[str, Fraction] = field(default_factory=dict)
     correction: str | None = None
 
 
 def pruning_goal(
     plan: Plan, policy: Pruning | Rounds, density: float | Mapping[str, float] | Allocation, correction: str = "moment"
-) -> Goal:
+) -> MaskGoal:
     """The goal of a model that is pruned to ``density``. A density that it cannot reach is refused."""
     choice("correction", correction, ("moment", "fixed"))
     hidden = {row.name: row for row in plan if row.role == "hidden"}
@@ -256,7 +262,7 @@ def pruning_goal(
                 f"{name!r} has density {float(row.density):g} already and would be pruned to {float(last[name]):g}: "
                 "parameterize with the density to start from, 1 as a rule"
             )
-    return Goal(plan, policy, last, correction)
+    return MaskGoal(plan, policy, last, correction)
 
 
 def density_factor(plan: Plan, row: PlanRow, density: Fraction, family: str) -> float:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from smupar.model.compressed import MaskChange
 from smupar.model.seam import Step, seam_of
-from smupar.model.weights import MaskedWeight, Weight, weights
+from smupar.model.weights import ModelWeight, Weight, hidden_weights
 from smupar.plan.optimizers import facts_of, name_of
 from smupar.plan.plan import Plan
 
@@ -23,9 +23,10 @@ class Restart:
     which each weight grew; it is 0 for the first weights."""
 
     def __init__(self, model: nn.Module, plan: Plan, optimizers: Sequence[Optimizer]) -> None:
-        self.model, self.plan = model, plan
+        """Refuses optimizers that cannot restart. Nothing is corrected before ``install``."""
+        self.model, self.plan, self.optimizers = model, plan, optimizers
         self.born: dict[str, Tensor] = {}
-        hidden = {id(weight.parameter) for weight in weights(model, plan).values()}
+        hidden = {id(weight.parameter) for weight in hidden_weights(model, plan).values()}
         for optimizer in optimizers:
             facts = facts_of(optimizer)
             groups = [group for group in optimizer.param_groups if any(id(p) in hidden for p in group["params"])]
@@ -33,12 +34,15 @@ class Restart:
                 raise ValueError(
                     f"restart_bias_correction is for Adam and AdamW without amsgrad, not {name_of(optimizer)}: leave it out"
                 )
+
+    def install(self) -> None:
+        for optimizer in self.optimizers:
             # The model owns the phase, so that this takes the place of an earlier sparsifier's: both would correct too much.
-            seam_of(optimizer).add(model, correct=self._correct)
+            seam_of(optimizer).add(self.model, correct=self._correct)
 
     def note(self, weight: Weight, change: MaskChange) -> None:
         """Records the step at which the weights of a new mask grew."""
-        assert isinstance(weight, MaskedWeight), "stacks do not restart"
+        assert isinstance(weight, ModelWeight), "stacks do not restart"
         parameter = weight.parameter
         state: dict[str, Any] = next((o.state[parameter] for o in weight.optimizers if parameter in o.state), {})
         before = self.born.get(weight.name)
@@ -50,7 +54,7 @@ class Restart:
         if step.was_noop:
             return
         optimizer = step.optimizer
-        names = {id(weight.parameter): name for name, weight in weights(self.model, self.plan).items()}
+        names = {id(weight.parameter): name for name, weight in hidden_weights(self.model, self.plan).items()}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 name = names.get(id(parameter))

@@ -17,21 +17,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from smupar.dynamic.policies import Goal, Policy, Rounds, density_factor, init_factor
+from smupar.dynamic.policies import MaskGoal, Policy, Rounds, density_factor, init_factor
 from smupar.dynamic.restart import Restart
 from smupar.execute.stacked import Stack
-from smupar.model.parameterize import add_masks, attach, check_parameterized, let_masks_move, unwrapped
+from smupar.model.parameterize import add_masks, attach, check_parameterized, check_plan, let_masks_move, unwrapped
 from smupar.model.seam import Step, optimizers, seam_of
 from smupar.model.sharding import local, num_ranks
-from smupar.model.weights import MaskedWeight, Weight, weight_of, weights
+from smupar.model.weights import ModelWeight, Weight, hidden_weights, weight_of
 from smupar.optim.layer_rates import group_of_weight, layer_rates
 from smupar.plan.layers import has_running_statistics
 from smupar.plan.optimizers import facts_of, family_of
 from smupar.plan.plan import PlanWarning
+from smupar.plan.settings import UNSTRUCTURED
 
 # Calls of step() before it says that it saw none of the optimizer's.
 _MANY_IDLE = 1000
-_MOVABLE = ("random", "bernoulli", "given", None)
+_MOVABLE = (*UNSTRUCTURED, "given", None)
 _ABSENT, _FINITE, _NOT_FINITE = 0, 1, 2  # what a rank saw of a weight's dense gradient; of several ranks the largest counts
 
 
@@ -40,11 +41,12 @@ class _AnySparsifier(ABC):
 
     restart: Restart | None = None
 
-    def __init__(self, goals: Sequence[Goal]) -> None:
-        self.policies: dict[Policy, dict[int, Goal]] = {}  # with the models that have it, by their number
-        for model, goal in enumerate(goals):
-            if goal.policy is not None:
-                self.policies.setdefault(goal.policy, {})[model] = goal
+    def __init__(self, goals: Mapping[int, MaskGoal]) -> None:
+        """``goals`` by the number of the model. A model without a goal keeps its masks."""
+        self.goals = goals
+        self.policies: dict[Policy, dict[int, MaskGoal]] = {}  # with the models that have it
+        for model, goal in goals.items():
+            self.policies.setdefault(goal.policy, {})[model] = goal
         self.first: dict[str, Tensor] = {}  # what a rewinding model goes back to, by name
 
     @abstractmethod
@@ -59,25 +61,25 @@ class _AnySparsifier(ABC):
     def _correct(self, name: str, model: int, density: Fraction) -> None:
         """Sets the learning rate of a weight to that of a density."""
 
-    def needs_gradient(self, step: int) -> bool:
-        return any(policy.needs_gradient and policy.due(step) for policy in self.policies)
+    def needs_gradient(self, done: int) -> bool:
+        return any(policy.needs_gradient and policy.due(done) for policy in self.policies)
 
     @torch.no_grad()
     def start_fixed(self) -> None:
         """Gives models with a fixed correction the learning rates and the init of their last density."""
-        for model, goal in ((model, goal) for goals in self.policies.values() for model, goal in goals.items()):
+        for model, goal in self.goals.items():
             if goal.correction == "fixed":
                 for name, weight in self.weights().items():
                     self._correct(name, model, goal.last[name])
                     weight.scale(init_factor(goal.plan, goal.plan[name], goal.last[name]), model)
 
     @torch.no_grad()
-    def update(self, step: int, weights: Mapping[str, Weight]) -> None:
-        """Moves the masks of these weights in every model that is due."""
+    def update(self, done: int, weights: Mapping[str, Weight]) -> None:
+        """Moves the masks of these weights in every model that is due after so many steps."""
         for policy, goals in self.policies.items():
-            if not policy.due(step):
+            if not policy.due(done):
                 continue
-            for name, mask in policy.next_masks(weights, goals, step):
+            for name, mask in policy.next_masks(weights, goals, done):
                 change = weights[name].set_mask(mask, list(goals))
                 if self.restart is not None:
                     self.restart.note(weights[name], change)
@@ -98,12 +100,12 @@ class _AnySparsifier(ABC):
 
 
 class StackedSparsifier(_AnySparsifier):
-    """Moves the masks of a stack. ``before`` a step and ``after`` it, both with its number from 1 on, do what
+    """Moves the masks of a stack. ``before`` a step and ``after`` it, both with its number from 0 on, do what
     ``Sparsifier.step`` does for one model."""
 
-    def __init__(self, stack: Stack, goals: Sequence[Goal]) -> None:
+    def __init__(self, stack: Stack, goals: Mapping[int, MaskGoal]) -> None:
         super().__init__(goals)
-        self.stack, self.family, self.plans = stack, family_of(stack.kind), [goal.plan for goal in goals]
+        self.stack, self.family = stack, family_of(stack.kind)
         self.start_fixed()
         if any(isinstance(policy, Rounds) for policy in self.policies):
             self.remember()
@@ -115,11 +117,11 @@ class StackedSparsifier(_AnySparsifier):
         return self.stack.weights
 
     def before(self, step: int, batch: Sequence[Tensor]) -> None:
-        if self.needs_gradient(step):
+        if self.needs_gradient(step + 1):
             self.stack.keep_gradients(batch)
 
     def after(self, step: int) -> None:
-        self.update(step, self.weights())
+        self.update(step + 1, self.weights())
         self.stack.drop_gradients()
 
     def rewind(self, models: list[int]) -> None:
@@ -127,7 +129,7 @@ class StackedSparsifier(_AnySparsifier):
         self.stack.tensors.number[models] = 0
 
     def _correct(self, name: str, model: int, density: Fraction) -> None:
-        plan = self.plans[model]
+        plan = self.goals[model].plan
         self.stack.correct(name, model, density_factor(plan, plan[name], density, self.family))
 
 
@@ -143,32 +145,33 @@ class Sparsifier(_AnySparsifier):
         self,
         model: nn.Module,
         optimizer: Any,
-        goal: Goal,
+        goal: MaskGoal,
         *,
         restart_bias_correction: bool = False,
         steps: int | None = None,
     ) -> None:
-        super().__init__([goal])
-        assert goal.policy is not None
+        super().__init__({0: goal})
         self.model, self.plan, self.optimizers = unwrapped(model), goal.plan, optimizers(optimizer)
         self.policy, self.num_steps = goal.policy, 0
         self._stepped, self._num_idle = False, 0
         self._idle_before: set[str] = set()
-        self._refuse(steps)
+        self._refuse(goal, steps)
+        if restart_bias_correction:
+            self.restart = Restart(self.model, self.plan, self.optimizers)  # refuses, and changes nothing
+        # The last that can refuse. It does so before it splits the first group.
+        self.rates = layer_rates(self.model, self.plan, self.optimizers) if goal.correction else None
+        self._install(goal)
+
+    def _install(self, goal: MaskGoal) -> None:
+        """Changes model and optimizers. Whatever could be refused has been."""
         attach(self.model, self.plan)
-        self._refuse_strangers()
+        if goal.correction is not None:
+            add_masks(self.model, self.plan)
         let_masks_move(self.model)
         for each in self.optimizers:
             seam_of(each).add(self, count=self._see_step)
-        if restart_bias_correction:
-            self.restart = Restart(self.model, self.plan, self.optimizers)
-        self.rates = layer_rates(self.model, self.plan, self.optimizers) if goal.correction else None
-        if goal.correction is not None:
-            add_masks(self.model, self.plan)
-        if goal.correction is None and not self.weights():
-            raise ValueError("no hidden weight is sparse, so no mask can move: pass a density below 1 to parameterize")
-        if goal.correction == "fixed":
-            self._refuse_trained(goal.last)
+        if self.restart is not None:
+            self.restart.install()
         self.start_fixed()
         if isinstance(self.policy, Rounds) and self.policy.rewind == 0:
             self.remember()
@@ -176,8 +179,9 @@ class Sparsifier(_AnySparsifier):
 
     # What cannot be moved
 
-    def _refuse(self, steps: int | None) -> None:
+    def _refuse(self, goal: MaskGoal, steps: int | None) -> None:
         check_parameterized(self.model, "before masks move")
+        check_plan(self.model, self.plan)
         if steps is not None and self.policy.stop > steps:
             raise ValueError(
                 f"masks would move until step {self.policy.stop}, but the run ends at {steps}: choose an earlier stop"
@@ -187,19 +191,24 @@ class Sparsifier(_AnySparsifier):
             raise ValueError(f"masks that move are unstructured, pattern {structured[0]!r} would be lost: use pattern='random'")
         for reason in filter(None, (facts_of(each).no_moves for each in self.optimizers)):
             raise ValueError(reason)
+        self._refuse_strangers()
+        if goal.correction is None and not any(w.is_masked or self.plan[n].masked for n, w in self._trained().items()):
+            raise ValueError("no hidden weight is sparse, so no mask can move: pass a density below 1 to parameterize")
+        if goal.correction == "fixed":
+            self._refuse_scaled(goal.last)
 
     def _refuse_strangers(self) -> None:
-        held = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
-        for name, weight in weights(self.model, self.plan).items():
-            if weight.parameter.requires_grad and id(weight.parameter) not in held:
+        in_groups = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
+        for name, weight in self._trained().items():
+            if id(weight.parameter) not in in_groups:
                 raise ValueError(
                     f"{name!r} is in none of the optimizers: pass the one that trains this model (or several, as a list), "
                     "made of its param_groups"
                 )
 
-    def _refuse_trained(self, last: Mapping[str, Fraction]) -> None:
+    def _refuse_scaled(self, last: Mapping[str, Fraction]) -> None:
         """Refuses weights that are not fresh from their init, since weights of a checkpoint have been scaled already."""
-        for name, weight in self.weights().items():
+        for name, weight in self._trained().items():
             planned, values = self.plan[name].init_std, weight.full()
             if init_factor(self.plan, self.plan[name], last[name]) == 1 or not planned or values.is_meta:
                 continue
@@ -213,12 +222,15 @@ class Sparsifier(_AnySparsifier):
 
     # What is moved
 
-    def weights(self) -> dict[str, MaskedWeight]:
+    def weights(self) -> dict[str, ModelWeight]:
         """Hidden weights that have a mask and are trained."""
-        hidden = weights(self.model, self.plan, self.optimizers)
-        return {name: weight for name, weight in hidden.items() if weight.is_masked and weight.parameter.requires_grad}
+        return {name: weight for name, weight in self._trained().items() if weight.is_masked}
 
-    def every_weight(self) -> dict[str, MaskedWeight]:
+    def _trained(self) -> dict[str, ModelWeight]:
+        hidden = hidden_weights(self.model, self.plan, self.optimizers)
+        return {name: weight for name, weight in hidden.items() if weight.parameter.requires_grad}
+
+    def every_weight(self) -> dict[str, ModelWeight]:
         return {name: weight_of(self.model, name, self.optimizers) for name, _ in self.model.named_parameters()}
 
     def _statistics(self) -> dict[str, Tensor]:
@@ -291,7 +303,7 @@ class Sparsifier(_AnySparsifier):
         for weight in self.weights().values():
             weight.dense_gradient.request(self.needs_gradient(self.num_steps + 1))
 
-    def _ready_weights(self) -> dict[str, MaskedWeight]:
+    def _ready_weights(self) -> dict[str, ModelWeight]:
         """The weights whose masks can move now. Warns if one is not 0 off its mask: another optimizer wrote to it."""
         hidden = self.weights()
         if self.policy.needs_gradient:
@@ -307,7 +319,7 @@ class Sparsifier(_AnySparsifier):
                 )
         return hidden
 
-    def _with_gradient(self, hidden: dict[str, MaskedWeight]) -> dict[str, MaskedWeight]:
+    def _with_gradient(self, hidden: dict[str, ModelWeight]) -> dict[str, ModelWeight]:
         """The weights that have a dense gradient. Layers that had no part in the last step on any rank, such as experts without
         tokens, keep their masks, and so do those whose gradient is not finite."""
         grads = [weight.dense_gradient.value for weight in hidden.values()]

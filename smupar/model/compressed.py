@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from smupar.model.csr import (
     COLUMNS,
+    MASK,
     ROW_STARTS,
     compress_state,
     flat_places,
@@ -116,6 +117,19 @@ class MaskChange:
 
     remap: Callable[[Tensor], Tensor]
     new_entries: Tensor  # where the parameter is new
+
+
+@dataclass(frozen=True)
+class _Remapping:
+    """Takes numbers of the non-zeros from an old mask to a new one. New non-zeros get 0."""
+
+    old_kept: Tensor  # which of the old non-zeros the new mask keeps
+    new_kept: Tensor  # which of the new non-zeros the old mask kept
+
+    def __call__(self, old: Tensor) -> Tensor:
+        new = old.new_zeros(len(self.new_kept))
+        new[self.new_kept] = old[self.old_kept]
+        return new
 
 
 class SparseLinear(nn.Module):
@@ -222,10 +236,8 @@ class SparseLinear(nn.Module):
 
     def gather(self, matrix: Tensor) -> Tensor:
         """The entries of a matrix at the non-zeros, in the order of ``weight``."""
-        return matrix.reshape(-1)[self._places()]
-
-    def _places(self) -> Tensor:
-        return flat_places(self.weight_row_starts, self.weight_columns, self.matrix_shape[1])
+        places = flat_places(self.weight_row_starts, self.weight_columns, self.matrix_shape[1])
+        return matrix.reshape(-1)[places]
 
     @torch.no_grad()
     def set_mask(self, mask: Tensor) -> MaskChange:
@@ -235,18 +247,10 @@ class SparseLinear(nn.Module):
                 f"backend {self.backend!r} cannot hold the moved mask: {why}; or "
                 "sparsify_storage(model, plan, backend='csr'), or 'dense', before masks move"
             )
-        old_places, old_mask = self._places(), self.weight_mask
-        starts, columns = row_index(mask)
-        places = flat_places(starts, columns, self.matrix_shape[1])
-        stays, stayed = mask.view(-1)[old_places], old_mask.view(-1)[places]  # both in the order of the flattened matrix
-
-        def remap(old: Tensor) -> Tensor:
-            new = old.new_zeros(len(places))
-            new[stayed] = old[stays]
-            return new
-
+        old_mask, (starts, columns) = self.weight_mask, row_index(mask)
+        remap = _Remapping(old_kept=mask[old_mask], new_kept=old_mask[mask])
         values, grad = remap(self.weight), None if self.weight.grad is None else remap(self.weight.grad)
-        if len(places) == len(old_places):  # in place: whoever holds the tensors goes on with them
+        if len(columns) == len(self.weight):  # in place: whoever holds the tensors goes on with them
             self.weight.copy_(values)
             self.weight_columns.copy_(columns)
             self.weight_row_starts.copy_(starts)
@@ -255,7 +259,7 @@ class SparseLinear(nn.Module):
             self.weight_columns, self.weight_row_starts = columns, starts
         self.weight.grad = grad
         self.forget_index()
-        return MaskChange(remap, ~stayed)
+        return MaskChange(remap, ~remap.new_kept)
 
     def add_dense_grad(self, grad: Tensor, x: Tensor) -> None:
         """Adds the contribution of these rows of input and output gradient to the gradient that the weight would have without a
@@ -292,7 +296,7 @@ class SparseLinear(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Reads both forms: any number of non-zeros, or a matrix with its mask."""
         key = f"{prefix}weight"
-        matrix, mask = state_dict.get(key), state_dict.get(f"{key}_mask")
+        matrix, mask = state_dict.get(key), state_dict.get(f"{key}{MASK}")
         if matrix is not None and mask is not None and tuple(matrix.shape) == tuple(mask.shape) == self.matrix_shape:
             compress_state(state_dict, key)
         if is_compressed(state_dict, key):

@@ -30,7 +30,7 @@ from smupar.model.init import initialise, padding_rows, plan_resets
 from smupar.model.relayout import watch_optimizers
 from smupar.model.seam import Step, on_every_step, optimizers, seam_of
 from smupar.model.sharding import is_sharded, zero_off_mask
-from smupar.model.weights import weight_of, weights
+from smupar.model.weights import hidden_weights, weight_of
 from smupar.plan.layers import kind_of
 from smupar.plan.make import MaskSetting, Settings, cautions, planned, warn
 from smupar.plan.optimizers import facts_of
@@ -67,14 +67,14 @@ def parameterize(model: nn.Module, *, base: nn.Module, reset: bool | None = None
     plan = planned(model, base, settings)
     _refuse_used_names(model, plan)
     parameters = dict(model.named_parameters())
-    resets, told = None, cautions(plan)
+    resets, messages = None, cautions(plan)
     if reset or (reset is None and all(parameter._version == 0 for parameter in parameters.values())):
         resets = plan_resets(model, plan, sure=reset is True)
-        told += resets.cautions if reset is None else []
+        messages += resets.cautions if reset is None else []
     # Before anything changes: a mask that cannot be drawn, or a warning raised as an error, must leave the model as it is.
     with torch.device("cpu"):
         masks = _masks(plan, _by_parameter(given, plan))
-    warn(told, stacklevel=3)
+    warn(messages, stacklevel=3)
     with torch.no_grad(), torch.device("cpu"):
         if resets is not None:
             resets.run(plan.seed)
@@ -185,7 +185,7 @@ def mask_of(model: nn.Module, name: str) -> Tensor | None:
 
 def add_masks(model: nn.Module, plan: Plan) -> None:
     """Gives every hidden weight without a mask one that keeps all weights, so that it can move later."""
-    missing = [weight for weight in weights(model, plan).values() if not weight.is_masked]
+    missing = [weight for weight in hidden_weights(model, plan).values() if not weight.is_masked]
     _attach(model, plan, {weight.name: weight.full_mask() for weight in missing})
 
 

@@ -94,12 +94,16 @@ class Seam:
         if not waits:
             return None
 
-        def looked() -> Any:
+        def closure_and_look() -> Any:
             loss = closure()
             self.run(_LOOK, step)
             return loss
 
-        return ((args[0], looked, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": looked})
+        return (
+            ((args[0], closure_and_look, *args[2:]), kwargs)
+            if len(args) > 1
+            else (args, {**kwargs, "closure": closure_and_look})
+        )
 
     def finish(self) -> None:
         """Runs the phases after the step, once. Code in one of the optimizer's own hooks may call this first."""

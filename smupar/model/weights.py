@@ -1,20 +1,23 @@
 """A weight matrix of a model, in any of the three ways of keeping it, with everything that the rest of the library asks about
 it or does to it.
 
-``MaskedWeight``      a parameter of its full shape, with a mask beside it or none, as biases have; it may be sharded over ranks
+``DenseWeight``       a parameter of its full shape, with a mask beside it or none, as biases have; it may be sharded over ranks
 ``CompressedWeight``  a parameter of the non-zeros alone, in a ``SparseLinear``
 ``StackedWeight``     the same weight of many models, in tensors with a leading dimension of models
 
 Optimizer groups, learning rates and traces go by the parameter's name and need none of this. Code that needs the matrix, the
-mask, the optimizer state or the dense gradient asks ``weight_of(model, name)`` or ``weights(model, plan)``. Masks are moved and
-updates are measured on tensors with a row for each model, so that one model and a stack of many share the code. For this all
-three classes have ``shape``, ``rows``, ``set_mask``, ``dense_grad``, ``multiply``, ``scale``, ``snapshot`` and ``restore``.
+mask, the optimizer state or the dense gradient asks ``weight_of(model, name)`` or ``hidden_weights(model, plan)``. Masks are
+moved and updates are measured on tensors with a row for each model, so that one model and a stack of many share the code. For
+this all three classes have ``shape``, ``rows``, ``set_mask``, ``dense_grad``, ``multiply``, ``scale``, ``snapshot`` and
+``restore``.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -24,17 +27,17 @@ from smupar.model.compressed import MaskChange, SparseLinear
 from smupar.model.csr import MASK
 from smupar.model.gradients import DenseGradient, gradient_mask, mask_gradient
 from smupar.model.sharding import is_sharded, like, local, num_ranks, sharded_like, whole, zero_off_mask
-from smupar.plan.layers import kind_of
+from smupar.plan.layers import IMAGES, kind_of
 from smupar.plan.parameters import parent_path
 from smupar.plan.plan import Plan
 
 ONLY = (0,)  # the models of a weight that belongs to a single one
 
 
-class MaskedWeight:
-    """A weight of one model, kept as a matrix. Its mask, if it has one, is the buffer ``<name>_mask`` beside the parameter."""
+class ModelWeight(ABC):
+    """A weight of one model, in a module of it."""
 
-    stores_zeros = True  # entries off the mask exist, so that something could write to them
+    stores_zeros: ClassVar[bool]  # whether entries off the mask exist, so that something could write to them
 
     def __init__(self, module: nn.Module, name: str, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
         self.module, self.name, self.leaf, self.optimizers = module, name, name.rpartition(".")[2], optimizers
@@ -44,60 +47,52 @@ class MaskedWeight:
         return self.module.get_parameter(self.leaf)
 
     @property
+    @abstractmethod
     def shape(self) -> tuple[int, ...]:
         """The shape of one model's matrix."""
-        return tuple(self.parameter.shape)
 
     @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Bytes of the parameter and of its mask or index."""
+
+    @abstractmethod
+    def full(self) -> Tensor:
+        """The whole matrix, on every rank."""
+
+    @abstractmethod
+    def laid_out(self, matrix: Tensor) -> Tensor:
+        """A whole matrix in the form of the parameter."""
+
+    # The mask
+
+    @property
+    @abstractmethod
     def mask(self) -> Tensor | None:
         """The mask, if there is one. It is the buffer itself, which may be sharded, or a new tensor if there is no such
         buffer."""
-        mask = getattr(self.module, f"{self.leaf}{MASK}", None)
-        return mask if isinstance(mask, Tensor) else None
 
     @property
+    @abstractmethod
     def mask_buffers(self) -> tuple[str, ...]:
         """Full names of the buffers that hold the mask or its index. They are the same on every rank."""
-        return () if self.mask is None else (f"{self.name}{MASK}",)
 
     @property
     def is_masked(self) -> bool:
         return bool(self.mask_buffers)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the parameter and of its mask or index."""
-        return sum(part.numel() * part.element_size() for part in (self.parameter, self.mask) if part is not None)
-
-    def full(self) -> Tensor:
-        """The whole matrix, on every rank."""
-        return whole(self.parameter.detach())
 
     def full_mask(self) -> Tensor:
         """The whole mask, on every rank; all ones if there is no mask."""
         mask = self.mask
         return local(self.parameter).new_ones(self.shape, dtype=torch.bool) if mask is None else whole(mask)
 
-    def laid_out(self, matrix: Tensor) -> Tensor:
-        return like(matrix, self.parameter)
-
-    # The mask
-
+    @abstractmethod
     def attach(self, mask: Tensor | None = None) -> None:
         """Puts a mask in place, if one is given, and the gradient's hook."""
-        present = self.mask
-        if mask is None and present is not None and is_sharded(self.parameter) and not is_sharded(present):
-            mask = present  # the weight was sharded after it got its mask
-        if mask is not None:
-            self.module.register_buffer(f"{self.leaf}{MASK}", like(mask, self.parameter))
-        if self.is_masked:
-            mask_gradient(self.parameter, self.module, f"{self.leaf}{MASK}")
 
+    @abstractmethod
     def zero_off_mask(self) -> None:
-        """Makes weights off the mask 0."""
-        mask, parameter = self.mask, self.parameter
-        if mask is not None and not (mask.is_meta or parameter.is_meta):
-            zero_off_mask(parameter, mask)
+        """Makes weights off the mask 0, if they are stored."""
 
     def rows(self, models: Sequence[int] = ONLY) -> tuple[Tensor, Tensor]:
         """Values and mask, each (models, entries), whole on every rank; for reading, since they may be views."""
@@ -118,29 +113,22 @@ class MaskedWeight:
                     state[what] = change.remap(value)
         return change
 
+    @abstractmethod
     def _write_mask(self, new: Tensor) -> MaskChange:
         """Changes mask, parameter and gradient, for a whole mask."""
-        mask, parameter, new = self.mask, self.parameter, self.laid_out(new)
-        assert mask is not None
-        changed = mask ^ new
-        parameter.masked_fill_(changed, 0)  # dropped: 0 from now on; grown: starts at 0
-        mask.copy_(new)
-        if parameter.grad is not None:
-            zero_off_mask(parameter.grad, new)
-        return MaskChange(lambda value: value.masked_fill_(changed, 0), changed & new)
 
     # The gradient and the product
 
     @property
     def masks_gradient(self) -> bool:
         """Whether no gradient reaches weights off the mask."""
-        return gradient_mask(self.parameter) is not None
+        return not self.stores_zeros or gradient_mask(self.parameter) is not None
 
     @property
+    @abstractmethod
     def dense_gradient(self) -> DenseGradient:
         """Where the gradient without a mask is kept, on request. The hook that masks the gradient fills it; for compressed
         weights the layer's backward pass does (``model/compressed.Product``). If the hook is lost, it stays empty."""
-        return gradient_mask(self.parameter) or DenseGradient()
 
     def dense_grad(self, models: Sequence[int] = ONLY) -> Tensor:
         """The gradient without a mask, (models, entries), summed over ranks, if it was asked for."""
@@ -153,27 +141,29 @@ class MaskedWeight:
             dist.all_reduce(grad)
         return grad.flatten()[None]
 
+    @abstractmethod
+    def can_multiply(self, in_dims: Sequence[int]) -> bool:
+        """Whether ``multiply`` knows the layer. It does not know attention that holds several matrices, for example."""
+
+    @abstractmethod
     def multiply(self, x: Tensor, *, in_dim: int = 1) -> Tensor:
         """The layer's output for ``x`` without bias, in the dtype of ``x``; under FSDP2 this rank's part of it."""
-        kind = kind_of(self.module)
-        # A rank's rows of (out, in) give outputs of their own; those of (in, out) would be a part of the inputs.
-        part = local if in_dim == 1 and not kind.is_registered else whole
-        return kind.multiply(self.module, part(self.parameter.detach()).to(x.dtype), x, in_dim)
 
     # Values from elsewhere
 
     def scale(self, factor: float, model: int = 0) -> None:
         self.parameter.mul_(factor)
 
+    @abstractmethod
     def snapshot(self) -> Tensor:
         """A copy of the values for ``restore``. It is valid for any later mask."""
-        return self.parameter.detach().clone()
 
     def restore(self, values: Tensor, models: Sequence[int] = ONLY) -> None:
         """Goes back to the values of a snapshot, for the weights that the present mask keeps."""
-        self.parameter.copy_(values)
+        self.parameter.copy_(self.laid_out(values))
         self.zero_off_mask()
 
+    @abstractmethod
     def make_room(self, num_values: int) -> None:
         """Prepares for that many values, which are about to be read into the model's own tensors."""
 
@@ -184,24 +174,114 @@ class MaskedWeight:
         self._write_mask(mask.to(device))
         self.parameter.copy_(self.laid_out(matrix.to(device)))
 
+    @abstractmethod
     def is_foreign(self, shape: Sequence[int]) -> bool:
         """Whether a tensor of this shape belongs to the weight in its other form, non-zeros or matrix."""
+
+    @abstractmethod
+    def converted(self, foreign: Tensor) -> Tensor:
+        """A tensor of the other form, converted to the form of the parameter."""
+
+
+class DenseWeight(ModelWeight):
+    """A weight that is kept as a matrix. Its mask, if it has one, is the buffer ``<name>_mask`` beside the parameter."""
+
+    stores_zeros = True
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.parameter.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.numel() * part.element_size() for part in (self.parameter, self.mask) if part is not None)
+
+    def full(self) -> Tensor:
+        return whole(self.parameter.detach())
+
+    def laid_out(self, matrix: Tensor) -> Tensor:
+        return like(matrix, self.parameter)
+
+    @property
+    def mask(self) -> Tensor | None:
+        mask = getattr(self.module, f"{self.leaf}{MASK}", None)
+        return mask if isinstance(mask, Tensor) else None
+
+    @property
+    def mask_buffers(self) -> tuple[str, ...]:
+        return () if self.mask is None else (f"{self.name}{MASK}",)
+
+    def attach(self, mask: Tensor | None = None) -> None:
+        present = self.mask
+        if mask is None and present is not None and is_sharded(self.parameter) and not is_sharded(present):
+            mask = present  # the weight was sharded after it got its mask
+        if mask is not None:
+            self.module.register_buffer(f"{self.leaf}{MASK}", like(mask, self.parameter))
+        if self.is_masked:
+            mask_gradient(self.parameter, self.module, f"{self.leaf}{MASK}")
+
+    def zero_off_mask(self) -> None:
+        mask, parameter = self.mask, self.parameter
+        if mask is not None and not (mask.is_meta or parameter.is_meta):
+            zero_off_mask(parameter, mask)
+
+    def _write_mask(self, new: Tensor) -> MaskChange:
+        mask, parameter, new = self.mask, self.parameter, self.laid_out(new)
+        assert mask is not None
+        changed = mask ^ new
+        parameter.masked_fill_(changed, 0)  # dropped: 0 from now on; grown: starts at 0
+        mask.copy_(new)
+        if parameter.grad is not None:
+            zero_off_mask(parameter.grad, new)
+        return MaskChange(lambda value: value.masked_fill_(changed, 0), changed & new)
+
+    @property
+    def dense_gradient(self) -> DenseGradient:
+        return gradient_mask(self.parameter) or DenseGradient()
+
+    def can_multiply(self, in_dims: Sequence[int]) -> bool:
+        kind = kind_of(self.module)
+        fits = kind.reads == IMAGES or (len(in_dims) == 1 and not kind.is_lookup)
+        return kind.product is not None and fits and kind.owns(self.leaf)
+
+    def multiply(self, x: Tensor, *, in_dim: int = 1) -> Tensor:
+        kind = kind_of(self.module)
+        # A rank's rows of (out, in) give outputs of their own; those of (in, out) would be a part of the inputs.
+        part = local if in_dim == 1 and not kind.is_registered else whole
+        return kind.multiply(self.module, part(self.parameter.detach()).to(x.dtype), x, in_dim)
+
+    def snapshot(self) -> Tensor:
+        return self.parameter.detach().clone()
+
+    def make_room(self, num_values: int) -> None:
+        """Does nothing, since a matrix has room for any mask."""
+
+    def is_foreign(self, shape: Sequence[int]) -> bool:
         return self.is_masked and len(shape) == 1 < len(self.shape) and shape[0] == int(self.full_mask().sum())
 
     def converted(self, foreign: Tensor) -> Tensor:
-        """A tensor of the other form, converted to the form of the parameter."""
         return self.laid_out(foreign.new_zeros(self.shape).masked_scatter_(self.full_mask().to(foreign.device), foreign))
 
 
-class CompressedWeight(MaskedWeight):
-    """A weight of one model that keeps only its non-zeros. Its layer has the index that says where they lie."""
+class CompressedWeight(ModelWeight):
+    """A weight that keeps only its non-zeros. Its layer has the index that says where they lie."""
 
-    stores_zeros, masks_gradient = False, True
+    stores_zeros = False
     module: SparseLinear
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.module.matrix_shape
+
+    @property
+    def num_bytes(self) -> int:
+        return self.parameter.numel() * self.parameter.element_size() + self.module.num_index_bytes
+
+    def full(self) -> Tensor:
+        return self.module.expand(self.parameter.detach())
+
+    def laid_out(self, matrix: Tensor) -> Tensor:
+        return self.module.gather(matrix)
 
     @property
     def mask(self) -> Tensor:
@@ -210,20 +290,6 @@ class CompressedWeight(MaskedWeight):
     @property
     def mask_buffers(self) -> tuple[str, ...]:
         return tuple(f"{parent_path(self.name)}.{leaf}".lstrip(".") for leaf in self.module.index_names)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.parameter.numel() * self.parameter.element_size() + self.module.num_index_bytes
-
-    @property
-    def dense_gradient(self) -> DenseGradient:
-        return self.module.dense
-
-    def full(self) -> Tensor:
-        return self.module.expand(self.parameter.detach())
-
-    def laid_out(self, matrix: Tensor) -> Tensor:
-        return self.module.gather(matrix)
 
     def attach(self, mask: Tensor | None = None) -> None:
         if mask is not None:
@@ -239,14 +305,18 @@ class CompressedWeight(MaskedWeight):
             )
         return self.module.set_mask(new)
 
+    @property
+    def dense_gradient(self) -> DenseGradient:
+        return self.module.dense
+
+    def can_multiply(self, in_dims: Sequence[int]) -> bool:
+        return True
+
     def multiply(self, x: Tensor, *, in_dim: int = 1) -> Tensor:
         return self.module.product(x)
 
     def snapshot(self) -> Tensor:
         return self.full()
-
-    def restore(self, values: Tensor, models: Sequence[int] = ONLY) -> None:
-        self.parameter.copy_(self.laid_out(values))
 
     def make_room(self, num_values: int) -> None:
         self.module.make_room(num_values)
@@ -261,7 +331,7 @@ class CompressedWeight(MaskedWeight):
 @dataclass
 class StackedWeight:
     """The same weight of every model of a stack. ``values`` and ``state`` are the tensors that the stack's step writes to. The
-    methods do the same as those of ``MaskedWeight``."""
+    methods do the same as those of ``ModelWeight``."""
 
     name: str
     values: Tensor  # (models, *shape)
@@ -306,17 +376,17 @@ class StackedWeight:
             state[index] = 0
 
 
-Weight = MaskedWeight | StackedWeight
+Weight = ModelWeight | StackedWeight
 
 
-def weight_of(model: nn.Module, name: str, optimizers: Sequence[torch.optim.Optimizer] = ()) -> MaskedWeight:
+def weight_of(model: nn.Module, name: str, optimizers: Sequence[torch.optim.Optimizer] = ()) -> ModelWeight:
     """A parameter of a model as a weight. Give its optimizers if their state must change when the mask moves."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
-    kind = CompressedWeight if isinstance(module, SparseLinear) and leaf == "weight" else MaskedWeight
+    kind = CompressedWeight if isinstance(module, SparseLinear) and leaf == "weight" else DenseWeight
     return kind(module, name, optimizers)
 
 
-def weights(model: nn.Module, plan: Plan, optimizers: Sequence[torch.optim.Optimizer] = ()) -> dict[str, MaskedWeight]:
+def hidden_weights(model: nn.Module, plan: Plan, optimizers: Sequence[torch.optim.Optimizer] = ()) -> dict[str, ModelWeight]:
     """Hidden weights by name, in the order of the plan."""
     return {row.name: weight_of(model, row.name, optimizers) for row in plan if row.role == "hidden"}

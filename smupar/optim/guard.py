@@ -40,14 +40,14 @@ def num_steps(optimizer: torch.optim.Optimizer) -> int:
 
 class _Guard:
     def __init__(self) -> None:
-        self.spoken = False
+        self.has_warned = False
         self.num_steps = 0
 
     def check(self, step: Step) -> None:
-        if not self.spoken:
+        if not self.has_warned:
             problem = ratio_problem(step.optimizer)
             if problem:
-                self.spoken = True
+                self.has_warned = True
                 warnings.warn(problem, LRRatioWarning, stacklevel=5)  # where torch calls the seam
 
     def count(self, step: Step) -> None:

@@ -24,8 +24,7 @@ class LayerRates:
     """Learning-rate factors of hidden weights, by name: ``corrections`` multiply the plan's factor, ``measured`` replaces
     it."""
 
-    def __init__(self, names: list[str]) -> None:
-        self.names = names
+    def __init__(self) -> None:
         self.corrections: dict[str, float] = {}
         self.measured: dict[str, float] = {}
 
@@ -63,7 +62,7 @@ def layer_rates(model: nn.Module, plan: Plan, optimizer: Any) -> LayerRates:
     present = {each: seam_of(each).owner(LayerRates) for each in optimizers(optimizer)}
     for each, own in present.items():
         (_refuse_groups if own is None else _refuse_other_model)(each, names)
-    rates = next(filter(None, present.values()), None) or LayerRates(list(names.values()))
+    rates = next(filter(None, present.values()), None) or LayerRates()
     for each in (each for each, own in present.items() if own is None):
         _split(each, names)
         seam_of(each).add(rates, set_rates=rates.set_rates, restore_rates=rates.restore_rates)

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import TypeVar
 
 T = TypeVar("T")
+UNSTRUCTURED = ("random", "bernoulli")  # the patterns whose masks may move, since any mask of a density is one of theirs
 
 
 def refuse(is_wrong: object, message: str) -> None:

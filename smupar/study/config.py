@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from smupar.lm.config.run import ModelConfig, RunConfig
 from smupar.lm.config.validation import refuse
 
 # The hyperparameters that are searched on a dense proxy, and hold for other models.
-TUNED = ("lr", "init_std", "alpha_input", "alpha_output")
+Tuned = Literal["lr", "init_std", "alpha_input", "alpha_output"]
+TUNED: tuple[str, ...] = get_args(Tuned)
 # The runs of a study are shorter than the demo.
 SHORT: dict[str, Any] = {"steps": 200, "warmup": None, "valid_batches": 1}
 
@@ -34,7 +35,7 @@ class TransferConfig:
     """One hyperparameter, swept on the dense proxy of base width and on targets over widths and sparsities."""
 
     run: RunConfig = field(default_factory=lambda: RunConfig(**SHORT))
-    axis: Literal["lr", "init_std", "alpha_input", "alpha_output"] = "lr"
+    axis: Tuned = "lr"
     values: tuple[float, ...] = ()
     """Values to sweep. Default: 2^-11 .. 2^-4 for lr, and 1/8 to 8 times the tuned value for others."""
     rules: tuple[str, ...] = ("sp", "mup", "smupar")

@@ -170,7 +170,7 @@ def run_group(study: Study, group: list[RunConfig], engine: EngineName, device: 
         part = group[start : start + size]
         # A last part that is too short is filled up with copies, so that nothing has to be compiled for it.
         filled = part + [part[-1]] * (size - len(part))
-        if start or stack.stack.num_steps:
+        if start or stack.num_steps:
             stack.refill(filled)
         _train_stack(study, stack, part, progress)
 
@@ -190,7 +190,7 @@ def _train_stack(study: Study, stack: GPTStack, part: Sequence[RunConfig], progr
     for config, summary, rows, trace in zip(part, summaries, keeper.rows, stack.traces(), strict=False):
         study.add(config, summary, rows, trace)
         progress.done(summary)
-    if stop.asked:  # by a signal after the last step
+    if stop.requested:  # by a signal after the last step
         end_if_stopped(stop.status)
 
 

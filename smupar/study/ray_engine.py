@@ -185,8 +185,8 @@ class _PartsProgress:
             self._answer = self.reports.get.remote()
         if self.ray.wait([self._answer], timeout=0)[0]:
             with contextlib.suppress(self.ray.exceptions.RayError):
-                told = self.ray.get(self._answer)
-                self.states |= {number: _PartState(*state) for number, state in told.items() if number not in self.ended}
+                states = self.ray.get(self._answer)
+                self.states |= {number: _PartState(*state) for number, state in states.items() if number not in self.ended}
             self._answer = None
 
 

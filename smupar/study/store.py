@@ -183,14 +183,14 @@ def row_of(result: Result) -> dict[str, Any]:
     }
 
 
-def _has_grown(study: Study, asked: dict[str, Any]) -> bool:
+def _has_grown(study: Study, here: dict[str, Any]) -> bool:
     """Whether a study asks for more runs than before. Raises if it is another study."""
     there = study.describe()
     refuse(
-        there.get("format") != FORMAT or there["version"] != asked["version"],
-        f"{study.folder} was made by smupar {there.get('version')}, this is {asked['version']}: choose another --out",
+        there.get("format") != FORMAT or there["version"] != here["version"],
+        f"{study.folder} was made by smupar {there.get('version')}, this is {here['version']}: choose another --out",
     )
-    old, new = (_comparable(described["definition"]) for described in (there, asked))
+    old, new = (_comparable(described["definition"]) for described in (there, here))
     grown = {name for name in old.keys() & new.keys() if old[name] != new[name] and _grows(name, old[name], new[name])}
     other = differences(*({name: value for name, value in values.items() if name not in grown} for values in (old, new)))
     refuse(other, f"{study.folder} holds another study ({other}): choose another --out")

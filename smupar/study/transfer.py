@@ -178,24 +178,32 @@ def _setups(config: TransferConfig) -> list[_Setup]:
 
 
 def _run(config: TransferConfig, setup: _Setup, value: float, trace: str | None = None) -> RunConfig:
-    """The run of a setup at one value of the axis. Where two lines set a field, the later one counts."""
-    run = config.run
-    rule, width, sparsity, is_proxy = setup
-    table_1_rule = as_rule("smupar" if rule in _OURS else rule, sparsity)
-    fields: dict[str, object] = {"width": width, "sparsity": sparsity, "rule": table_1_rule}
-    if rule == MEASURED and not is_proxy:
+    """The run of a setup at one value of the axis."""
+    run, rule = config.run, setup.rule
+    if setup.is_proxy:
+        fields = _proxy_fields(config, rule)
+    elif setup.sparsity == 0:
+        fields = _dense_fields(run.round_steps)
+    else:
+        fields = {"correction": "moment" if rule in _OURS else "fixed"} if run.prunes else {}
+    if rule == MEASURED and not setup.is_proxy:
         fields |= {"rule": "smupar", "follow": trace}
-    if run.prunes and sparsity > 0:
-        fields["correction"] = "moment" if rule in _OURS else "fixed"
-    if sparsity == 0:  # no masks to move, so the run has the fields, and the id, of a run whose masks stay
-        fields |= {"dynamic": "none", "mask_every": RunConfig.mask_every, "steps": run.round_steps}
-    if is_proxy:
-        records = rule != "sp" and MEASURED in config.rules
-        steps = config.proxy_steps or run.round_steps
-        fields |= {"depth": config.proxy_depth or run.model.depth, "steps": steps, "record": records}
+    else:
+        fields["rule"] = as_rule("smupar" if rule in _OURS else rule, setup.sparsity)
     if rule == "sp":
-        fields["init_std"] = sp_init_std(run.init_std, run.base_width, width)
-    return with_fields(run, fields | {config.axis: value})
+        fields["init_std"] = sp_init_std(run.init_std, run.base_width, setup.width)
+    fields |= {"width": setup.width, "sparsity": setup.sparsity}
+    return with_fields(run, fields | {config.axis: value})  # the swept value replaces an init std of SP
+
+
+def _proxy_fields(config: TransferConfig, rule: str) -> dict[str, object]:
+    depth, steps = config.proxy_depth or config.run.model.depth, config.proxy_steps or config.run.round_steps
+    return _dense_fields(steps) | {"depth": depth, "record": rule != "sp" and MEASURED in config.rules}
+
+
+def _dense_fields(steps: int) -> dict[str, object]:
+    """A dense model has no masks to move, so its run has the fields, and the id, of a run whose masks stay."""
+    return {"dynamic": "none", "mask_every": RunConfig.mask_every, "steps": steps}
 
 
 def _curve(config: TransferConfig, by_id: dict[str, Result], setup: _Setup, trace: str | None = None) -> Curve:

@@ -155,8 +155,8 @@ def _tpe_samples(config: TuneConfig, losses: Mapping[str, float]) -> list[RunCon
     samples: list[RunConfig] = []
     while len(samples) < config.num_samples:
         trials = [search.ask(spaces) for _ in range(min(config.round_size, config.num_samples - len(samples)))]
-        asked = [{name: _rounded(trial.params[name], *config.ranges[name]) for name in TUNED} for trial in trials]
-        in_round = [with_fields(config.run, values) for values in asked]
+        values = [{name: _rounded(trial.params[name], *config.ranges[name]) for name in TUNED} for trial in trials]
+        in_round = [with_fields(config.run, fields) for fields in values]
         samples += in_round
         if any(sample.id not in losses for sample in in_round):
             break

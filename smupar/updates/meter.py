@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -13,17 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from smupar.model.compressed import SparseLinear
 from smupar.model.parameterize import check_not_compiled, check_parameterized, no_broadcast, unwrapped
 from smupar.model.seam import Step, optimizers, seam_of
 from smupar.model.sharding import num_ranks
-from smupar.optim.layer_rates import LayerRates, group_of_weight, layer_rates
-from smupar.plan.layers import IMAGES, kind_of
+from smupar.model.weights import hidden_weights
+from smupar.optim.layer_rates import group_of_weight, layer_rates
 from smupar.plan.optimizers import decouples_decay, name_of
 from smupar.plan.parameters import parent_path
 from smupar.plan.plan import Plan
-from smupar.updates.probe import LayerProbe, exact, remove_copied_probes
-from smupar.updates.trace import Guide, Trace, averages_after, due, held
+from smupar.updates.probe import LayerProbe, exact, refuse_measured, remove_copied_probes
+from smupar.updates.trace import Trace, TraceReader, averages_after, clamped, is_measured
 
 
 class UpdatesWarning(UserWarning):
@@ -34,37 +33,44 @@ class _Meter:
     """Measures what each step of the optimizer did to every hidden layer's output."""
 
     def __init__(self, model: nn.Module, plan: Plan, optimizer: Any, period: int | None) -> None:
-        """``period``: steps after which the run starts again."""
-        model, self.period = unwrapped(model), period
-        check_parameterized(model, "first, and build the optimizer from param_groups")
-        check_not_compiled(model, "and would ignore new hooks: compile afterwards")
-        remove_copied_probes(model)
+        """Refuses what cannot be measured, and changes nothing. ``period``: steps after which the run starts again."""
+        self.model, self.plan, self.period = unwrapped(model), plan, period
         self.optimizers = optimizers(optimizer)
+        check_parameterized(self.model, "first, and build the optimizer from param_groups")
+        check_not_compiled(self.model, "and would ignore new hooks: compile afterwards")
+        refuse_measured(self.model)
         if not self.optimizers:
             raise ValueError("no optimizer was given")
-        self.rates: LayerRates = layer_rates(model, plan, self.optimizers)
-        trained = {name for each in self.optimizers for name in group_of_weight(each)}
-        names = [name for name in self.rates.names if name in trained and _is_measurable(model, plan, name)]
-        if not names:
+        optimizer_of = {id(p): each for each in self.optimizers for group in each.param_groups for p in group["params"]}
+        hidden = hidden_weights(self.model, plan)
+        trained = {name: weight for name, weight in hidden.items() if id(weight.parameter) in optimizer_of}
+        self.names = [name for name, weight in trained.items() if weight.can_multiply(plan[name].in_dims)]
+        if not self.names:
             raise ValueError("no hidden weight can be measured: the plan has none in linear layers or convolutions")
         self.cautions: list[str] = []
-        if unmeasured := [name for name in self.rates.names if name not in names]:
+        if unmeasured := [name for name in hidden if name not in self.names]:
             self.cautions.append(
                 f"{len(unmeasured)} hidden weights cannot be measured ({', '.join(unmeasured[:3])}): their layers are neither "
                 "linear nor convolutions, or no optimizer has them. They keep the plan's factor."
             )
-        self.probes = {name: LayerProbe(name, model, plan) for name in names}
-        for probe in self.probes.values():
-            probe.reader = weakref.ref(self)
-        no_broadcast(model, (f"{parent_path(name)}.{probe.buffer}".lstrip(".") for name, probe in self.probes.items()))
+        used = {optimizer_of[id(weight.parameter)] for weight in trained.values()}
         self.trace = Trace(
-            shapes={name: plan[name].shape for name in self.probes},
-            optimizer="+".join(name_of(each).lower() for each in self.optimizers if group_of_weight(each)),
+            shapes={name: plan[name].shape for name in self.names},
+            optimizer="+".join(name_of(each).lower() for each in self.optimizers if each in used),
         )
         self.step, self.num_missing = 0, len(self.optimizers)  # optimizers that have not made this step yet
         # Of a measured step: RMS of the change of a layer's output over the layer's learning rate, and that rate over the base.
         self.gains: dict[str, float] = {}
         self.factors: dict[str, float] = {}
+
+    def install(self) -> None:
+        self.rates = layer_rates(self.model, self.plan, self.optimizers)  # the last to refuse, before it changes anything
+        remove_copied_probes(self.model)
+        self.probes = {name: LayerProbe(name, self.model, self.plan) for name in self.names}
+        for probe in self.probes.values():
+            probe.reader = weakref.ref(self)
+        buffers = (f"{parent_path(name)}.{probe.buffer}".lstrip(".") for name, probe in self.probes.items())
+        no_broadcast(self.model, buffers)
         for each in self.optimizers:
             seam_of(each).add(self, look=self._look, measure=self._measure)
 
@@ -81,7 +87,7 @@ class _Meter:
 
     @torch.no_grad()
     def _look(self, step: Step) -> None:
-        if due(self.place):
+        if is_measured(self.place):
             with exact():
                 for name, group in group_of_weight(step.optimizer).items():
                     if name in self.probes and float(group["lr"]) > 0:
@@ -92,7 +98,7 @@ class _Meter:
         """Measures after the update of an optimizer. The step ends when the last optimizer has made its update."""
         if step.was_noop:
             return
-        if due(self.place):
+        if is_measured(self.place):
             self._read_probes(step.optimizer)
         self.num_missing -= 1
         if self.num_missing == 0:
@@ -121,7 +127,7 @@ class _Meter:
         return torch.stack([change.square().sum(), change.new_tensor(float(change.numel()))])
 
     def _end_step(self) -> None:
-        if due(self.place) and self.gains.keys() == self.probes.keys():  # else the learning rate was 0
+        if is_measured(self.place) and self.gains.keys() == self.probes.keys():  # else the learning rate was 0
             self.trace.add(self.step, {name: gain * self.factors[name] for name, gain in self.gains.items()})
             self.follow()
         self.gains, self.factors, self.num_missing = {}, {}, len(self.optimizers)
@@ -145,15 +151,6 @@ class _Meter:
         vars(self.trace).update(vars(Trace.from_json(state["trace"])))  # the one that was handed out goes on
 
 
-def _is_measurable(model: nn.Module, plan: Plan, name: str) -> bool:
-    module, row, leaf = model.get_submodule(parent_path(name)), plan[name], name.rpartition(".")[2]
-    if isinstance(module, SparseLinear):
-        return leaf == "weight"
-    kind = kind_of(module)
-    fits = kind.reads == IMAGES or (len(row.in_dims) == 1 and not kind.is_lookup)
-    return kind.product is not None and fits and kind.owns(leaf)
-
-
 class Recorder(_Meter):
     """What ``record_updates`` returns. As a context manager it returns the trace, and removes its hooks at the end."""
 
@@ -172,7 +169,7 @@ def record_updates(model: nn.Module, plan: Plan, optimizer: Any, *, period: int 
     in ``follow_updates``.
     """
     recorder = Recorder(model, plan, optimizer, period)
-    _warn(recorder)
+    _start(recorder)
     return recorder
 
 
@@ -183,46 +180,38 @@ class Follower(_Meter):
         self, model: nn.Module, plan: Plan, optimizer: Any, trace: Trace, steps: int | None, period: int | None
     ) -> None:
         super().__init__(model, plan, optimizer, period)
-        self.proxy = trace
-        self.averages: dict[str, tuple[float, float]] = {}
-        self.clamped = False
-        try:
-            self.guide = Guide(trace, list(self.probes), period or steps)
-        except ValueError:
-            self.remove()
-            raise
-        self.cautions += self.guide.cautions
+        self.proxy, self.reader = trace, TraceReader(trace, self.names, period or steps)
+        self.has_warned = False
+        self._forget_averages()
+        self.cautions += self.reader.cautions
         if trace.optimizer != self.trace.optimizer:
             self.cautions.append(
                 f"the trace was recorded with {trace.optimizer}, this is {self.trace.optimizer}: updates of two optimizers "
                 "grow differently over a run"
             )
 
-    def follow(self) -> None:
-        def vector(values: Iterable[float]) -> Tensor:
-            return torch.tensor(list(values), dtype=torch.float64, device="cpu")
+    def _forget_averages(self) -> None:
+        self.averages = _vector([math.nan] * len(self.names)), _vector([math.nan] * len(self.names))
 
-        old = [self.averages.get(name, (math.nan, math.nan)) for name in self.gains]
-        wanted = vector(self.guide.effect(name, self.place) for name in self.gains)
-        averages, ratio = averages_after(
-            (vector(pair[0] for pair in old), vector(pair[1] for pair in old)), wanted, vector(self.gains.values())
-        )
-        rows = zip(self.gains, *(part.tolist() for part in (*averages, ratio, held(ratio))), strict=True)
-        for name, wanted_mean, gain_mean, asked, factor in rows:
-            if math.isnan(asked):
+    def follow(self) -> None:
+        wanted = _vector([self.reader.effect(name, self.place) for name in self.names])
+        gains = _vector([self.gains[name] for name in self.names])
+        self.averages, ratios = averages_after(self.averages, wanted, gains)
+        for name, ratio, factor in zip(self.names, ratios.tolist(), clamped(ratios).tolist(), strict=True):
+            if math.isnan(ratio):
                 continue  # the factor stays
-            self.averages[name], self.rates.measured[name] = (wanted_mean, gain_mean), factor
-            if factor != asked and not self.clamped:
-                self.clamped = True
+            self.rates.measured[name] = factor
+            if factor != ratio and not self.has_warned:
+                self.has_warned = True
                 warnings.warn(
-                    f"the factor on the learning rate of {name!r} would be {asked:.3g} and is held at {factor:g}: "
+                    f"the factor on the learning rate of {name!r} would be {ratio:.3g} and is held at {factor:g}: "
                     "is the trace of this model and optimizer?",
                     UpdatesWarning,
                     stacklevel=2,
                 )
 
     def start_again(self) -> None:
-        self.averages.clear()
+        self._forget_averages()
         self.rates.measured.clear()
 
     def remove(self) -> None:
@@ -230,11 +219,14 @@ class Follower(_Meter):
         self.rates.measured.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "averages": dict(self.averages), "measured": dict(self.rates.measured)}
+        pairs = zip(self.names, *(average.tolist() for average in self.averages), strict=True)
+        averages = {name: (wanted, gain) for name, wanted, gain in pairs if not math.isnan(gain)}
+        return {**super().state_dict(), "averages": averages, "measured": dict(self.rates.measured)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self.averages = {name: (wanted, gain) for name, (wanted, gain) in state["averages"].items()}
+        wanted, gains = zip(*(state["averages"].get(name, (math.nan, math.nan)) for name in self.names), strict=True)
+        self.averages = _vector(wanted), _vector(gains)
         self.rates.measured.clear()
         self.rates.measured.update(state["measured"])
 
@@ -260,14 +252,15 @@ def follow_updates(
     density correction.
     """
     follower = Follower(model, plan, optimizer, trace if isinstance(trace, Trace) else Trace.load(trace), steps, period)
-    _warn(follower)
+    _start(follower)
     return follower
 
 
-def _warn(meter: _Meter) -> None:
-    try:
-        for caution in meter.cautions:
-            warnings.warn(caution, UpdatesWarning, stacklevel=3)
-    except UpdatesWarning:  # made an error: the model is left as it was
-        meter.remove()
-        raise
+def _start(meter: _Meter) -> None:
+    for caution in meter.cautions:
+        warnings.warn(caution, UpdatesWarning, stacklevel=3)  # first, since a user may have made it an error
+    meter.install()
+
+
+def _vector(values: Sequence[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, device="cpu")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from smupar.model.sharding import local
-from smupar.model.weights import MaskedWeight, Weight, weight_of
+from smupar.model.weights import ModelWeight, Weight, weight_of
 from smupar.plan.layers import IMAGES, kind_of
 from smupar.plan.plan import Plan
 
@@ -74,7 +74,7 @@ class Probe:
 class LayerProbe(Probe):
     """Keeps some inputs of its layer, in a buffer beside the weight."""
 
-    weight: MaskedWeight
+    weight: ModelWeight
 
     def __init__(self, name: str, model: nn.Module, plan: Plan) -> None:
         weight, in_dim = weight_of(model, name), plan[name].in_dims[0]
@@ -89,10 +89,10 @@ class LayerProbe(Probe):
 
     @property
     def inputs(self) -> Tensor:  # type: ignore[override]
-        held: Tensor = getattr(self.module, self.buffer)
-        if held.dtype != torch.float32:  # the model was converted, and its buffers with it
-            self._make(held := held.float())
-        return held
+        inputs: Tensor = getattr(self.module, self.buffer)
+        if inputs.dtype != torch.float32:  # the model was converted, and its buffers with it
+            self._make(inputs := inputs.float())
+        return inputs
 
     def _make(self, value: Tensor) -> None:
         self.module.register_buffer(self.buffer, value, persistent=False)
@@ -122,14 +122,22 @@ class LayerProbe(Probe):
         return {**self.__dict__, "reader": None}
 
 
+def refuse_measured(model: nn.Module) -> None:
+    """Refuses a model whose probes are read by a meter."""
+    if any(probe.reader is not None and probe.reader() is not None for _, _, probe in _probes(model)):
+        raise ValueError("the updates of this model are measured already: call remove() on what measures them")
+
+
 def remove_copied_probes(model: nn.Module) -> None:
-    """Removes probes that came with a deepcopy. Raises if another meter still reads them."""
-    for module in model.modules():
-        for key, hook in list(module._forward_pre_hooks.items()):
-            probe = getattr(hook, "__self__", None)
-            if isinstance(probe, LayerProbe):
-                if probe.reader is not None and probe.reader() is not None:
-                    raise ValueError("the updates of this model are measured already: call remove() on what measures them")
-                del module._forward_pre_hooks[key]
-                module._buffers.pop(probe.buffer, None)
-                module._non_persistent_buffers_set.discard(probe.buffer)
+    """Removes probes that came with a deepcopy, which no meter reads."""
+    for module, key, probe in _probes(model):
+        del module._forward_pre_hooks[key]
+        module._buffers.pop(probe.buffer, None)
+        module._non_persistent_buffers_set.discard(probe.buffer)
+
+
+def _probes(model: nn.Module) -> list[tuple[nn.Module, int, LayerProbe]]:
+    """All probes of a model, each with its module and the key of its hook there."""
+    hooks = ((module, key, hook) for module in model.modules() for key, hook in module._forward_pre_hooks.items())
+    owners = ((module, key, getattr(hook, "__self__", None)) for module, key, hook in hooks)
+    return [(module, key, owner) for module, key, owner in owners if isinstance(owner, LayerProbe)]

@@ -12,7 +12,7 @@ from smupar.execute.stacked import Stack
 from smupar.plan.optimizers import decouples_decay, family_of
 from smupar.plan.plan import Plan
 from smupar.updates.probe import Probe, exact, some_rows
-from smupar.updates.trace import Guide, Trace, averages_after, due, held
+from smupar.updates.trace import Trace, TraceReader, averages_after, clamped, is_measured
 
 
 class StackedUpdates:
@@ -33,7 +33,7 @@ class StackedUpdates:
         self.stack, self.num_steps, self.period = stack, num_steps, period or num_steps
         names, device = [row.name for row in plans[0] if row.role == "hidden"], stack.device
         self.probes = {name: Probe(stack.weights[name]) for name in names}
-        places = [step for step in range(self.period) if due(step)]
+        places = [step for step in range(self.period) if is_measured(step)]
         self.index = {place: index for index, place in enumerate(places)}
         family = family_of(stack.kind)
         self.planned = {name: torch.tensor([plan[name].lr_factor(family) for plan in plans], device=device) for name in names}
@@ -49,7 +49,7 @@ class StackedUpdates:
         if step % self.period == 0:
             self.averages = {}
             self.stack.forget_measured()
-        if due(step % self.period):
+        if is_measured(step % self.period):
             inputs = self.stack.inputs(batch, some_rows)
             with exact():
                 for name, probe in self.probes.items():
@@ -58,7 +58,7 @@ class StackedUpdates:
 
     @torch.no_grad()
     def after(self, step: int, lr_share: Sequence[float]) -> None:
-        if not due(step % self.period):
+        if not is_measured(step % self.period):
             return
         index = self.index[step % self.period]
         share = self.stack.upload(torch.tensor(lr_share, dtype=torch.float32))
@@ -75,14 +75,14 @@ class StackedUpdates:
                 name, (torch.full_like(gain, math.nan, dtype=torch.float64), torch.full_like(gain, math.nan))
             )
             self.averages[name], ratio = averages_after(before, self.wanted[name][:, index], gain)
-            self.stack.measure(name, held(ratio) / self.planned[name])
+            self.stack.measure(name, clamped(ratio) / self.planned[name])
             del probe.inputs
         self.effects.append(torch.stack(effects, dim=1))
 
     def traces(self) -> list[Trace]:
         every = torch.stack(self.effects).cpu().tolist()  # (steps, models, layers)
         shapes = {name: probe.weight.shape for name, probe in self.probes.items()}
-        at = [step for step in range(self.num_steps) if due(step % self.period)][: len(every)]
+        at = [step for step in range(self.num_steps) if is_measured(step % self.period)][: len(every)]
         return [
             Trace(self.num_steps, at, {n: [e[k][i] for e in every] for i, n in enumerate(shapes)}, shapes, self.stack.kind)
             for k in range(len(self.stack))
@@ -93,5 +93,5 @@ def _wanted(trace: Trace | None, names: Sequence[str], steps: Sequence[int], num
     """What updates of a model should do at each measured step; nan if it follows no trace."""
     if trace is None:
         return {name: [math.nan] * len(steps) for name in names}
-    guide = Guide(trace, names, num_steps)
-    return {name: [guide.effect(name, step) for step in steps] for name in names}
+    reader = TraceReader(trace, names, num_steps)
+    return {name: [reader.effect(name, step) for step in steps] for name in names}

@@ -22,7 +22,7 @@ _OLD = 0.8  # share of the average that stays at a measured step
 _EVERY, _FIRST = 5, 20  # the first steps are all measured, then every fifth
 
 
-def due(step: int) -> bool:
+def is_measured(step: int) -> bool:
     """Whether a step is measured; steps are counted from 0."""
     return step < _FIRST or step % _EVERY == 0
 
@@ -101,7 +101,7 @@ class Trace:
         _plot(self, proxy, path)
 
 
-class Guide:
+class TraceReader:
     """A trace as one target reads it: its own layers and its own number of steps."""
 
     def __init__(self, trace: Trace, names: Sequence[str], num_steps: int | None = None) -> None:
@@ -152,7 +152,7 @@ def averages_after(averages: tuple[Tensor, Tensor], wanted: Tensor, gain: Tensor
     """The law by which learning rates follow a trace, for the layers of one model or one layer of many models.
 
     What an update should do, by the trace, and its gain, what it does per unit of learning rate, are both averaged over time.
-    The factor on the base learning rate is the ratio of the averages, ``held`` between 1 / CLAMP and CLAMP. A step whose
+    The factor on the base learning rate is the ratio of the averages, ``clamped`` between 1 / CLAMP and CLAMP. A step whose
     measurement cannot be used (nothing moved, not finite, or the trace has no number there) changes nothing.
 
     Returns the averages of (wanted, gain) after a step, not a number before the first, and their ratio, not a number where this
@@ -167,7 +167,7 @@ def averages_after(averages: tuple[Tensor, Tensor], wanted: Tensor, gain: Tensor
     return (wanted, gain), torch.where(usable, wanted.to(gain.dtype) / gain, math.nan)
 
 
-def held(ratio: Tensor) -> Tensor:
+def clamped(ratio: Tensor) -> Tensor:
     """The factor on the base learning rate."""
     return ratio.clamp(1 / CLAMP, CLAMP)
 

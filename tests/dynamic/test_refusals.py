@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import smupar
-from tests.dynamic.moving import make, moving
+from tests.dynamic.moving import make, moving, ready
 from tests.loops import adamw, loss_of, tokens_of
 from tests.models import TokenNet
+from tests.wiring import wiring
 
 NEVER_MOVES = "masks would never move: no multiple of every=100 lies between 0 and stop=75"
 NO_END = r"every must be at least 1, and stop after start"
@@ -58,8 +59,8 @@ REFUSED = [
     ("IMP", {"density": 0.1, "rounds": 0, "every": 5, "rewind": 0}, "at least one round"),
     ("IMP", {"density": 0.1, "rounds": 2, "every": 5, "rewind": 5}, r"\[0, 5\)"),
     ("IMP", {"density": 0.1, "rounds": 2, "every": 5, "rewind": -1}, "got -1"),
-    ("RigL", {"stop": 75}, NEVER_MOVES),
-    ("SET", {"stop": 75}, NEVER_MOVES),
+    ("RigL", {"every": 100, "stop": 75}, NEVER_MOVES),
+    ("SET", {"every": 100, "stop": 75}, NEVER_MOVES),
     ("RigL", {"stop": 10, "start_from": 1.0}, DENSE),
     ("SET", {"stop": 10, "start_from": 1.0}, DENSE),
     ("GMP", {"stop": 10, "density": 0.5, "start_from": 0.25},
@@ -81,9 +82,39 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("kind", "settings", "message"), REFUSED)
-def test_sparsifiers_that_make_no_sense_are_refused(kind, settings, message):
+def test_sparsifiers_that_make_no_sense_are_refused_and_change_nothing(kind, settings, message):
+    before = []
+
+    def optimizer(model, plan):
+        made = settings.get("optimizer", adamw)(model, plan)
+        before.extend((model, made, wiring(model, made)))
+        return made
+
     with pytest.raises(ValueError, match=message):
-        moving(kind, **settings)
+        moving(kind, **{"every": 5} | settings | {"optimizer": optimizer})
+    model, made, was = before
+    assert wiring(model, made) == was
+
+
+def test_fixed_correction_of_weights_that_were_scaled_is_refused_and_changes_nothing():
+    model, plan, optimizer = ready(1.0)
+    with torch.no_grad():
+        model.up.weight.mul_(3)
+    before = wiring(model, optimizer)
+    with pytest.raises(ValueError, match=r"'up\.weight' has std .*: correction='fixed' scales the init, so make the"):
+        smupar.GMP(model, plan, optimizer, density=0.1, stop=10, correction="fixed")
+    assert wiring(model, optimizer) == before
+
+
+def test_audit_still_rejects_a_model_whose_sparsifier_was_refused():
+    model, plan, optimizer = ready()
+    with torch.no_grad():
+        model.up.weight.mul_(3)
+    for _ in range(2):
+        with pytest.raises(smupar.AuditError, match=r"up\.weight"):
+            smupar.audit(model, plan, optimizer)
+        with pytest.raises(ValueError, match="masks would never move"):
+            smupar.RigL(model, plan, optimizer, every=100, stop=50)
 
 
 @pytest.mark.parametrize(("kind", "settings"), [("RigL", {}), ("SET", {}), ("GMP", {"density": 0.1})])
@@ -91,7 +122,7 @@ def test_model_must_be_parameterized(kind, settings):
     _, plan = make()
     other = TokenNet()
     with pytest.raises(ValueError, match=r"this model is not parameterized: call smupar\.parameterize before masks move"):
-        getattr(smupar, kind)(other, plan, torch.optim.AdamW(other.parameters()), stop=10, **settings)
+        getattr(smupar, kind)(other, plan, torch.optim.AdamW(other.parameters()), every=5, stop=10, **settings)
 
 
 def test_masks_at_init_that_make_no_sense_are_refused():

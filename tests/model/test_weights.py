@@ -9,7 +9,7 @@ from torch import nn
 import smupar
 from smupar.execute.stacked import Hyperparameters, Stack
 from smupar.model.csr import compress_export, compress_state, expand_export, expand_state, row_index
-from smupar.model.weights import CompressedWeight, MaskedWeight, StackedWeight, weight_of, weights
+from smupar.model.weights import CompressedWeight, DenseWeight, StackedWeight, hidden_weights, weight_of
 
 NAME = "1.weight"
 
@@ -62,12 +62,12 @@ def state_of(weight, what):
     if isinstance(weight, StackedWeight):
         return weight.state[what].flatten(1)
     state = weight.optimizers[0].state[weight.parameter][("exp_avg", "exp_avg_sq")[what]]
-    full = state if isinstance(weight, MaskedWeight) and weight.stores_zeros else weight.module.expand(state)
+    full = state if isinstance(weight, DenseWeight) else weight.module.expand(state)
     return full.flatten()[None]
 
 
 def test_each_way_of_keeping_has_its_kind(kept):
-    assert [type(weight) for weight in kept] == [MaskedWeight, CompressedWeight, StackedWeight]
+    assert [type(weight) for weight in kept] == [DenseWeight, CompressedWeight, StackedWeight]
     assert {weight.shape for weight in kept} == {(16, 16)}
     assert {weight.name for weight in kept} == {NAME}
 
@@ -136,7 +136,7 @@ def test_a_weight_without_a_mask_says_so():
 
 def test_weights_follow_a_copy_and_a_replaced_parameter():
     model, plan = parameterized(0)
-    weight = weights(model, plan)[NAME]
+    weight = hidden_weights(model, plan)[NAME]
     clone = copy.deepcopy(model)
     model.load_state_dict({key: value.clone() for key, value in clone.state_dict().items()}, assign=True)
     assert weight.parameter is model.get_parameter(NAME)

@@ -11,7 +11,7 @@ import torch
 
 import smupar
 from smupar.updates.meter import UpdatesWarning
-from smupar.updates.trace import Guide, Trace, same_moment
+from smupar.updates.trace import Trace, TraceReader, same_moment
 from tests.loops import adamw, optimizers_of, weights_of
 from tests.updates.measured import Attending, Net, assert_untouched, make, ready, recorded, started, train
 
@@ -87,12 +87,12 @@ def test_trace_is_read_between_steps_along_the_logarithm():
 
 def test_longer_run_reads_first_steps_by_number_and_the_last_from_the_last():
     trace = Trace(20, [0, 10], {"a.weight": [1.0, 100.0]})
-    guide = Guide(trace, ["a.weight"], 40)
+    reader = TraceReader(trace, ["a.weight"], 40)
     # Step 10 of 40 is step 8 of 20: 1 / 8 = 1 / 10 + 1 / 20 - 1 / 40.
-    assert [guide.effect("a.weight", at) for at in (0, 10, 20, 40)] == pytest.approx([1, 100**0.8, 100, 100])
-    shorter = Guide(trace, ["a.weight"], 10)  # 3 / 20 = 1 / 5 + 1 / 20 - 1 / 10
+    assert [reader.effect("a.weight", at) for at in (0, 10, 20, 40)] == pytest.approx([1, 100**0.8, 100, 100])
+    shorter = TraceReader(trace, ["a.weight"], 10)  # 3 / 20 = 1 / 5 + 1 / 20 - 1 / 10
     assert [shorter.effect("a.weight", at) for at in (0, 5, 10)] == pytest.approx([1, 100 ** (2 / 3), 100])
-    assert Guide(trace, ["a.weight"]).effect("a.weight", 5) == pytest.approx(10)
+    assert TraceReader(trace, ["a.weight"]).effect("a.weight", 5) == pytest.approx(10)
 
 
 @pytest.mark.parametrize("lengths", [(1000, 250), (250, 1000), (300, 300)])
@@ -116,15 +116,15 @@ def test_trace_of_twenty_steps_is_followed_for_forty():
         wanted = trace.effect(name, number / (1 + number / 40))  # 1 / there = 1 / number + 1 / 20 - 1 / 40
         mean = wanted if mean is None else 0.8 * mean + 0.2 * wanted
     assert follower.trace.num_steps == 40
-    assert follower.averages[name][0] == pytest.approx(mean, rel=1e-9)
+    assert follower.state_dict()["averages"][name][0] == pytest.approx(mean, rel=1e-9)
 
 
 def guide_of(num_own, num_theirs, at=0):
     """Effects 1, 10, 100, ... in the layers of the proxy, as each layer of the target reads them."""
     trace = Trace(1, [0], {f"blocks.{number}.up.weight": [10.0**number] for number in range(num_theirs)})
     names = [f"blocks.{number}.up.weight" for number in range(num_own)]
-    guide = Guide(trace, names)
-    return [guide.effect(name, at) for name in names]
+    reader = TraceReader(trace, names)
+    return [reader.effect(name, at) for name in names]
 
 
 @pytest.mark.parametrize(
@@ -148,8 +148,8 @@ def test_every_kind_of_layer_is_read_from_its_own():
     effects = {"blocks.0.up.weight": [1.0], "blocks.0.down.weight": [5.0], "blocks.1.up.weight": [4.0]}
     effects["blocks.1.down.weight"] = [20.0]
     names = [f"blocks.{number}.{kind}.weight" for kind in ("up", "down") for number in range(3)]
-    guide = Guide(Trace(1, [0], effects), names)
-    assert [guide.effect(name, 0) for name in names] == pytest.approx([1, 2, 4, 5, 10, 20])
+    reader = TraceReader(Trace(1, [0], effects), names)
+    assert [reader.effect(name, 0) for name in names] == pytest.approx([1, 2, 4, 5, 10, 20])
 
 
 @pytest.mark.parametrize("depth", [1, 4])
@@ -162,7 +162,7 @@ def test_model_of_another_depth_follows(depth):
     mean = first[0]
     for value in first[1:]:
         mean = 0.8 * mean + 0.2 * value
-    assert follower.averages["blocks.0.weight"][0] == pytest.approx(mean)
+    assert follower.state_dict()["averages"]["blocks.0.weight"][0] == pytest.approx(mean)
 
 
 def test_absurd_trace_warns_once_and_is_held(proxy):

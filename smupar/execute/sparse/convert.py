@@ -20,7 +20,7 @@ from smupar.model.compressed import SparseLinear
 from smupar.model.csr import expand_state, is_compressed
 from smupar.model.parameterize import attach, check_not_compiled, check_parameterized, check_plan, unwrapped
 from smupar.model.relayout import watch_optimizers
-from smupar.model.weights import MaskedWeight, weight_of
+from smupar.model.weights import ModelWeight, weight_of
 from smupar.output.tables import aligned
 from smupar.plan.parameters import parent_path
 from smupar.plan.plan import Plan
@@ -104,14 +104,14 @@ def sparsify_storage(
     return _carry_out(model, plan, _decide(model, masked, backend, Work(tokens, passes, dtype)))
 
 
-def _masked(model: nn.Module, plan: Plan) -> list[MaskedWeight]:
+def _masked(model: nn.Module, plan: Plan) -> list[ModelWeight]:
     names = [name for name, _ in model.named_parameters() if name in plan]
     masked = [weight for name in names if (weight := weight_of(model, name)).is_masked]
     refuse(not masked, "no weight of this model has a mask: pass a density below 1 to parameterize")
     return masked
 
 
-def _decide(model: nn.Module, masked: list[MaskedWeight], backend: str, work: Work) -> list[StoredLayer]:
+def _decide(model: nn.Module, masked: list[ModelWeight], backend: str, work: Work) -> list[StoredLayer]:
     """Decides how each weight will be kept. Refuses if a backend was named that cannot hold one of them."""
     users = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     refusals = {weight.name: _refusal(model, weight, backend, users, work.dtype) for weight in masked}
@@ -161,7 +161,7 @@ def _refuse(model: nn.Module, plan: Plan) -> None:
     check_plan(model, plan)
 
 
-def _refuse_dtype(dtype: torch.dtype | None, masked: list[MaskedWeight]) -> None:
+def _refuse_dtype(dtype: torch.dtype | None, masked: list[ModelWeight]) -> None:
     if dtype is None:
         return
     refuse(
@@ -175,9 +175,7 @@ def _refuse_dtype(dtype: torch.dtype | None, masked: list[MaskedWeight]) -> None
         )
 
 
-def _refusal(
-    model: nn.Module, weight: MaskedWeight, backend: str, users: Counter[int], dtype: torch.dtype | None
-) -> str | None:
+def _refusal(model: nn.Module, weight: ModelWeight, backend: str, users: Counter[int], dtype: torch.dtype | None) -> str | None:
     """Why the layer cannot be kept as asked; for "auto", why it can only stay a matrix."""
     if backend == DENSE:
         return None
@@ -190,7 +188,7 @@ def _refusal(
     return why
 
 
-def _choice(weight: MaskedWeight, backend: str, refusal: str | None, work: Work, known: Measured) -> StoredLayer:
+def _choice(weight: ModelWeight, backend: str, refusal: str | None, work: Work, known: Measured) -> StoredLayer:
     mask, chosen, seconds, note = weight.full_mask(), DENSE if backend == AUTO else backend, dict[str, float](), refusal or ""
     if backend == AUTO and refusal is None:
         chosen, seconds, note = _fastest(_with_matrix(weight.module), mask, work, known)

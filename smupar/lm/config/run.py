@@ -16,6 +16,7 @@ from fractions import Fraction
 from pathlib import PurePath
 from typing import Any, Literal, TypeVar
 
+from smupar.lm.config.mask_methods import MASK_METHODS, MaskMethod
 from smupar.lm.config.validation import (
     check_choices,
     check_model,
@@ -64,8 +65,8 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     """A sentence with the fields that differ between what is stored and what is asked for; empty if none differs."""
     changes = [(name, old.get(name), new.get(name)) for name in {**old, **new}]
-    told = [f"{name} {there} there, {here} here" for name, there, here in changes if there != here]
-    return "; ".join(told[:4]) + (f"; and {len(told) - 4} more" if len(told) > 4 else "")
+    phrases = [f"{name} {there} there, {here} here" for name, there, here in changes if there != here]
+    return "; ".join(phrases[:4]) + (f"; and {len(phrases) - 4} more" if len(phrases) > 4 else "")
 
 
 def default_of(item: Field[Any]) -> Any:
@@ -225,14 +226,19 @@ class RunConfig:
         return 1.0 if self.prunes else self.density
 
     @property
+    def mask_method(self) -> MaskMethod:
+        """How the masks of the run move."""
+        return MASK_METHODS[self.dynamic]
+
+    @property
     def prunes(self) -> bool:
         """Whether the run starts dense and is pruned."""
-        return self.dynamic in ("gmp", "imp")
+        return self.mask_method.prunes
 
     @property
     def round_steps(self) -> int:
         """Steps of a round, after which the learning-rate schedule starts again. Without rounds these are all steps."""
-        return self.steps // (self.rounds + 1) if self.dynamic == "imp" else self.steps
+        return self.steps // (self.rounds + 1) if self.mask_method.in_rounds else self.steps
 
     @property
     def warmup_steps(self) -> int:
@@ -255,7 +261,7 @@ class RunConfig:
     @property
     def few_moves_warning(self) -> str | None:
         """A warning for runs whose masks hardly move, as in short runs; None if they move often enough to learn from."""
-        if self.dynamic not in ("rigl", "set", "gmp") or self.density == 1:
+        if "mask_every" not in self.mask_method.fields or self.density == 1:
             return None
         num = -(-self.last_move // self.mask_every) if self.prunes else self.last_move // self.mask_every
         if num >= _FEW_MOVES:

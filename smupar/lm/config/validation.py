@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
+from smupar.plan.settings import UNSTRUCTURED
 from smupar.plan.settings import refuse as refuse
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def _check_sizes(run: RunConfig) -> None:
     """Checks steps, batches, and the proxy beside the model."""
     check_positive(run, "steps", "batch_size", "seq_len", "base_width", "valid_batches")
     refuse(
-        run.dynamic == "imp" and (run.rounds < 1 or run.steps % (run.rounds + 1)),
+        run.mask_method.in_rounds and (run.rounds < 1 or run.steps % (run.rounds + 1)),
         f"{run.steps} steps are not {run.rounds + 1} equal rounds: choose --steps as a multiple of --rounds plus one",
     )
     refuse(not 0 <= run.warmup_steps <= run.round_steps, f"warmup must lie in [0, steps = {run.round_steps}], got {run.warmup}")
@@ -114,7 +115,7 @@ def _check_optimizer(run: RunConfig) -> None:
 
 def _check_moving_masks(run: RunConfig) -> None:
     refuse(
-        run.dynamic != "none" and run.pattern not in ("random", "bernoulli"),
+        run.dynamic != "none" and run.pattern not in UNSTRUCTURED,
         f"masks that move are unstructured: --dynamic {run.dynamic} needs --pattern random",
     )
     refuse(not 0 < run.drop_fraction < 1, f"drop_fraction must lie in (0, 1), got {run.drop_fraction}")
@@ -128,7 +129,7 @@ def _check_moving_masks(run: RunConfig) -> None:
         f"the masks of a run of {run.steps} steps would stop moving before its first: raise --mask-stop",
     )
     refuse(
-        run.dynamic in ("rigl", "set") and run.density != 1 and run.mask_every > run.last_move,
+        run.mask_method.grows_by and run.density != 1 and run.mask_every > run.last_move,
         f"masks would never move: every {run.mask_every} steps, not after step {run.last_move}: choose a smaller --mask-every",
     )
 

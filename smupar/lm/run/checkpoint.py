@@ -11,7 +11,7 @@ import contextlib
 import json
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from smupar.lm.run.distributed import World
 from smupar.model.csr import COLUMNS, MASK, ROW_STARTS, expand_state, is_compressed
 from smupar.model.relayout import watch_optimizers
-from smupar.model.weights import weight_of
+from smupar.model.weights import ModelWeight, weight_of
 from smupar.output.files import sync_folder, write_atomic
 
 _PREFIX, _UNFINISHED = "step-", ".unfinished-"
@@ -48,7 +48,7 @@ def save(
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
         world.wait()
-        _write(unfinished / "model", weights(model), world)
+        _write(unfinished / "model", saved_tensors(model), world)
         _write(unfinished / "optimizer", optimizer_state(model, optimizers), world)
         if world.is_main:
             write_atomic(unfinished / "state.json", json.dumps({"step": step, **state}))
@@ -75,8 +75,8 @@ def load(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) 
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
-    """Reads weights and masks. A weight that the checkpoint keeps another way than the model (as non-zeros, as a matrix) goes
-    through a matrix; the others are read into the model's own tensors."""
+    """Reads weights and masks, also of weights that the checkpoint keeps in another form than the model: as non-zeros, or as
+    matrices."""
     with _named(path):
         stored = _metadata(path / "model")
         every = [weight_of(model, name) for name, _ in model.named_parameters()]
@@ -85,16 +85,19 @@ def load_weights(path: Path, model: nn.Module) -> None:
             if weight.name in stored and weight not in foreign:
                 weight.make_room(stored[weight.name].size.numel())
         elsewhere = {name for weight in foreign for name in (weight.name, *weight.mask_buffers)}
-        tensors = {name: tensor for name, tensor in weights(model).items() if name not in elsewhere}
-        parts = [f"{weight.name}{part}" for weight in foreign for part in ("", MASK, COLUMNS, ROW_STARTS)]
-        tensors |= {
-            name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in parts if name in stored
-        }
-        _read(path / "model", tensors)
-        for weight in foreign:
-            if is_compressed(tensors, weight.name):
-                expand_state(tensors, weight.name, weight.shape)
-            weight.load(tensors[weight.name], tensors[f"{weight.name}{MASK}"])
+        _read(path / "model", {name: tensor for name, tensor in saved_tensors(model).items() if name not in elsewhere})
+        _read_through_matrices(path / "model", foreign, stored)
+
+
+def _read_through_matrices(folder: Path, foreign: Sequence[ModelWeight], stored: Mapping[str, TensorStorageMetadata]) -> None:
+    """Reads weights in the form that the checkpoint has, and converts them to the form that the model has."""
+    names = [f"{weight.name}{part}" for weight in foreign for part in ("", MASK, COLUMNS, ROW_STARTS)]
+    tensors = {n: torch.empty(stored[n].size, dtype=stored[n].properties.dtype) for n in names if n in stored}
+    _read(folder, tensors)
+    for weight in foreign:
+        if is_compressed(tensors, weight.name):
+            expand_state(tensors, weight.name, weight.shape)
+        weight.load(tensors[weight.name], tensors[f"{weight.name}{MASK}"])
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -152,7 +155,7 @@ def _complete(folder: Path) -> list[Path]:
 # What is in a checkpoint
 
 
-def weights(model: nn.Module) -> dict[str, Tensor]:
+def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters, tied ones once, and persistent buffers, which are the masks. The tensors themselves, not copies."""
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     buffers = dict(model.named_buffers())

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from smupar.dynamic.policies import DropAndGrow, Goal, Pruning, Rounds, Times, pruning_goal
+from smupar.dynamic.policies import DropAndGrow, MaskGoal, Pruning, Rounds, Times, pruning_goal
 from smupar.dynamic.sparsifiers import Sparsifier, StackedSparsifier
 from smupar.execute.stacked import Stack
 from smupar.lm.config.run import RunConfig
@@ -17,23 +17,25 @@ from smupar.updates.trace import Trace
 
 def make_sparsifier(model: GPT, plan: Plan, optimizers: list[torch.optim.Optimizer], config: RunConfig) -> Sparsifier | None:
     goal = _goal(config, plan)
-    return None if goal.policy is None else Sparsifier(model, optimizers, goal, steps=config.steps)
+    return None if goal is None else Sparsifier(model, optimizers, goal, steps=config.steps)
 
 
 def make_stacked_sparsifier(stack: Stack, plans: Sequence[Plan], configs: Sequence[RunConfig]) -> StackedSparsifier | None:
-    goals = [_goal(config, plan) for config, plan in zip(configs, plans, strict=True)]
-    return StackedSparsifier(stack, goals) if any(goal.policy is not None for goal in goals) else None
+    goals = enumerate(_goal(config, plan) for config, plan in zip(configs, plans, strict=True))
+    moving = {model: goal for model, goal in goals if goal is not None}
+    return StackedSparsifier(stack, moving) if moving else None
 
 
-def _goal(config: RunConfig, plan: Plan) -> Goal:
+def _goal(config: RunConfig, plan: Plan) -> MaskGoal | None:
+    """What becomes of the masks of a run; None if they stay."""
     if config.dynamic == "none" or config.density == 1:  # a dense model has nothing that could move
-        return Goal(plan)
+        return None
     times = Times(config.mask_every, config.last_move)
-    if not config.prunes:
-        return Goal(plan, DropAndGrow(times, "gradient" if config.dynamic == "rigl" else "random", config.drop_fraction))
+    if grow := config.mask_method.grows_by:
+        return MaskGoal(plan, DropAndGrow(times, grow, config.drop_fraction))
     density = allocated(config, config.density)
     assert density is not None
-    if config.dynamic == "imp":
+    if config.mask_method.in_rounds:
         return pruning_goal(plan, Rounds(config.round_steps, config.rounds), density, config.correction)
     return pruning_goal(plan, Pruning(times), density, config.correction)
 

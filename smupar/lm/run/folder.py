@@ -101,10 +101,10 @@ class RunFolder:
         self.path = path
         self.config = config  # as the folder has it, since its text may lie elsewhere now
         self._metrics: IO[str] | None = None
-        with contextlib.ExitStack() as held:
-            held.enter_context(locked(path))
+        with contextlib.ExitStack() as locks:
+            locks.enter_context(locked(path))
             self._refuse_another(config, corpus)
-            self._held = held.pop_all()
+            self._locks = locks.pop_all()
 
     def begin(self, config: RunConfig, corpus: Corpus) -> None:
         """Makes the folder this run's."""
@@ -118,8 +118,8 @@ class RunFolder:
         if (self.path / "config.json").exists():
             old = read_config(self.path)
             self.config = _with_texts_of(old, config)
-            told = differences(flat(asdict(old)), flat(asdict(config)))
-            refuse(old.portable != self.config.portable, f"{self.path} holds another run ({told}): choose another --out")
+            changes = differences(flat(asdict(old)), flat(asdict(config)))
+            refuse(old.portable != self.config.portable, f"{self.path} holds another run ({changes}): choose another --out")
             refuse(
                 read_facts(self.path).sha256 != corpus.facts.sha256,
                 f"the text {config.data!r} is not the one that {self.path} was started with: bring that back, or choose "
@@ -137,7 +137,7 @@ class RunFolder:
     def close(self) -> None:
         if self._metrics is not None:
             self._metrics.close()
-        self._held.close()
+        self._locks.close()
 
     def resume_metrics(self, step: int) -> None:
         """Drops lines that were written after the checkpoint from which the run goes on, and a line that was cut off."""

@@ -119,7 +119,7 @@ class Loop:
         alone = self.runs.world.size == 1
         for step in range(self.done, self.cadence.steps):
             self.pending.append(self.runs.step(step))
-            if self.cadence.looks(step + 1) or self.slow or (alone and self.stop.asked):
+            if self.cadence.looks(step + 1) or self.slow or (alone and self.stop.requested):
                 status = self._look(step + 1)
                 if status is not None:
                     return status
@@ -138,32 +138,35 @@ class Loop:
         return True
 
     def _look(self, done: int) -> Status | None:
-        """Does everything that may be due after a step. Returns how the loop ends, if it does. The order matters: ranks first
-        agree on what to do, rows show the validation, and a checkpoint holds both."""
+        """Does everything that may be due after a step. Returns how the loop ends, if it does."""
         losses = self._fetch()
         self.done, seconds = done, time.perf_counter() - self.since
         seconds_of_step = seconds / len(losses)
         stop, late = self._agree(seconds_of_step)
         self.keeper.show(done, losses[-1][0], seconds_of_step)
         self._record(losses, seconds)
-        diverged = all(progress.diverged for progress in self.progress)
-        if self.cadence.validates(done) and not diverged and not stop:
+        if self.cadence.validates(done) and not stop and not self._all_diverged():
             stop = not self._validate()  # asked to stop in the middle of it: done again when the run goes on
+        saves, status = self._decide(stop, late)
         self._log(losses, seconds_of_step)
-        if diverged:
-            return "diverged"
-        improved = any(progress.best_step == done for progress in self.progress)
-        if self.cadence.saves(done) or improved or stop or late:
+        if saves:
             self.keeper.save(self.progress)
             self.saved_at = time.perf_counter()
-        ended = done == self.cadence.steps and self._has_validated()
-        return self.stop.status if stop and not ended else None
+        return status
+
+    def _decide(self, stop: bool, late: bool) -> tuple[bool, Status | None]:
+        """Whether to save, and how the loop ends, if it does."""
+        if self._all_diverged():
+            return False, "diverged"
+        improved = any(progress.best_step == self.done for progress in self.progress)
+        ended = self.done == self.cadence.steps and self._has_validated()
+        return self.cadence.saves(self.done) or improved or stop or late, self.stop.status if stop and not ended else None
 
     def _agree(self, seconds_of_step: float) -> tuple[bool, bool]:
         """Whether to stop, and whether a checkpoint is overdue. If one rank says yes, all do."""
         late = time.perf_counter() - self.saved_at > _SAVE_SECONDS and not self.cadence.save_every
         slow = seconds_of_step > _SLOW_SECONDS and not self.cadence.look_every
-        stop, late, self.slow = self.runs.world.any(self.stop.asked, late, slow)
+        stop, late, self.slow = self.runs.world.any(self.stop.requested, late, slow)
         return stop, late
 
     def _fetch(self) -> list[list[float]]:
@@ -181,13 +184,16 @@ class Loop:
 
     def _validate(self) -> bool:
         """Validates. Returns whether it finished before the loop was asked to stop."""
-        losses = self.runs.validate(until=lambda: self.stop.asked)
+        losses = self.runs.validate(until=lambda: self.stop.requested)
         if losses is None:
             return False
         for progress, loss in zip(self.progress, losses, strict=False):
             if not progress.diverged:
                 progress.validated(loss, self.done)
         return True
+
+    def _all_diverged(self) -> bool:
+        return all(progress.diverged for progress in self.progress)
 
     def _has_validated(self) -> bool:
         return any(progress.valid_step == self.done for progress in self.progress)

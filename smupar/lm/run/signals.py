@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any, Literal
 
-_TERMINATED = 143  # the exit code that a shell gives to a process that SIGTERM ended
+TERMINATED = 143  # the exit code that a shell gives to a process that SIGTERM ended
 
 
 @contextlib.contextmanager
@@ -36,7 +36,7 @@ def handled(handlers: Mapping[int, Any]) -> Iterator[Callable[[], None]]:
 class Stop:
     """Whether a signal has asked to stop. A loop that watches it can save before it ends; a second SIGINT ends it at once."""
 
-    asked = False
+    requested = False
     status: Literal["interrupted", "terminated"] = "terminated"
 
     @classmethod
@@ -47,20 +47,20 @@ class Stop:
             yield stop
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.asked and number == signal.SIGINT:
+        if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.asked = True
+        self.requested = True
         self.status = "interrupted" if number == signal.SIGINT else "terminated"
 
 
 @contextlib.contextmanager
 def ended_by_sigterm() -> Iterator[None]:
     """SIGTERM unwinds the block, so that a job that is preempted ends in order and with the exit code of a shell."""
-    with handled({signal.SIGTERM: lambda *_: sys.exit(_TERMINATED)}):
+    with handled({signal.SIGTERM: lambda *_: sys.exit(TERMINATED)}):
         try:
             yield
         except SystemExit as error:
-            raise SystemExit(_TERMINATED) from error  # while Ray waits, it turns ours into its own, with code 1
+            raise SystemExit(TERMINATED) from error  # while Ray waits, it turns ours into its own, with code 1
 
 
 def end_if_stopped(status: str) -> None:
@@ -68,4 +68,4 @@ def end_if_stopped(status: str) -> None:
     if status == "interrupted":
         raise KeyboardInterrupt
     if status == "terminated":
-        sys.exit(_TERMINATED)
+        sys.exit(TERMINATED)

@@ -101,6 +101,11 @@ class GPTStack:
         self.sparsifier = make_stacked_sparsifier(self.stack, plans, self.configs)
 
     @property
+    def num_steps(self) -> int:
+        """Steps since the stack was filled."""
+        return self.stack.num_steps
+
+    @property
     def sparsities(self) -> list[float]:
         """Share of each run's hidden weights that is zero at the moment."""
         if self.sparsifier is None:
@@ -144,12 +149,12 @@ class GPTStack:
         if self.updates is not None:
             self.updates.before(step, batch)
         if self.sparsifier is not None:
-            self.sparsifier.before(step + 1, batch)
+            self.sparsifier.before(step, batch)
         losses = self.stack.step(batch, shares)
         if self.updates is not None:
             self.updates.after(step, shares)
         if self.sparsifier is not None:
-            self.sparsifier.after(step + 1)
+            self.sparsifier.after(step)
         return losses
 
     def validate(self, *, until: Callable[[], bool] = lambda: False) -> list[float] | None:

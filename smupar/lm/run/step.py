@@ -78,9 +78,8 @@ class Stepper:
         if how.storage == "dense":
             return None
         facts = facts_of(self.config.optimizer)
-        if self.config.prunes or facts.mixes_entries:
-            what = "a run that is pruned starts dense" if self.config.prunes else f"{facts.name} needs whole matrices"
-            raise ValueError(f"{what}: leave out --storage {how.storage}")
+        refuse(self.config.prunes, f"a run that is pruned starts dense: leave out --storage {how.storage}")
+        refuse(facts.mixes_entries, f"{facts.name} needs whole matrices: leave out --storage {how.storage}")
         return sparsify_storage(
             self.model,
             self.plan,
@@ -91,7 +90,7 @@ class Stepper:
         )
 
     def _updates(self, trace: Trace | None) -> Recorder | Follower | None:
-        period = self.config.round_steps if self.config.dynamic == "imp" else None
+        period = self.config.round_steps if self.config.mask_method.in_rounds else None
         on = (self.model, self.plan, self.optimizers)
         if trace is not None:
             return follow_updates(*on, trace=trace, steps=self.config.steps, period=period)

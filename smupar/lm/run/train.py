@@ -113,7 +113,7 @@ class _FolderKeeper:
         self.on_terminal = sys.stderr.isatty()
         hidden = not (world.is_main and self.on_terminal)
         self.bar = tqdm(total=self.steps, initial=first, desc="training", unit="step", disable=hidden)
-        self.spoken = -math.inf
+        self.printed_at = -math.inf
 
     def show(self, done: int, loss: float, seconds: float) -> None:
         speed = self.stepper.config.batch_size * self.stepper.config.seq_len / seconds
@@ -121,11 +121,11 @@ class _FolderKeeper:
         self.bar.set_postfix_str(text, refresh=False)
         self.bar.update(done - self.bar.n)
         now = time.perf_counter()
-        spoken_lately = now - self.spoken <= _LINE_SECONDS and done < self.steps
-        if self.stepper.world.is_main and not self.on_terminal and not spoken_lately:
+        printed_lately = now - self.printed_at <= _LINE_SECONDS and done < self.steps
+        if self.stepper.world.is_main and not self.on_terminal and not printed_lately:
             left = timedelta(seconds=round(seconds * (self.steps - done)))
             print(f"step {done} of {self.steps}: {text}, {left} left", file=sys.stderr, flush=True)
-            self.spoken = now
+            self.printed_at = now
 
     def log(self, index: int, row: Row) -> None:
         if self.folder:

@@ -1,7 +1,5 @@
 """What sparsify_storage refuses, leaving the model as it was."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -24,17 +22,16 @@ from tests.execute.sparse.kept import (
     parameterized,
     train,
 )
+from tests.wiring import wiring
 
 
 def assert_untouched(model, call, match):
-    before, kinds = copy.deepcopy(model.state_dict()), [type(module) for module in model.modules()]
-    parameters = list(model.parameters())
+    before, kinds, keys = wiring(model), [type(module) for module in model.modules()], list(model.state_dict())
     with pytest.raises(ValueError, match=match):
         call()
+    assert wiring(model) == before
     assert kinds == [type(module) for module in model.modules()]
-    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
-    assert before.keys() == model.state_dict().keys()
-    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert keys == list(model.state_dict())
 
 
 def made(build, width, density=0.5):

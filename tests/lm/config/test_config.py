@@ -2,9 +2,11 @@
 
 import math
 from dataclasses import replace
+from typing import get_args, get_type_hints
 
 import pytest
 
+from smupar.lm.config.mask_methods import MASK_METHODS
 from smupar.lm.config.presets import preset
 from smupar.lm.config.run import ModelConfig, RunConfig
 
@@ -109,3 +111,9 @@ def test_610m_preset_is_the_paper_model_in_sizes_that_suit_a_gpu():
     assert config.model.vocab_size % 64 == 0
     assert not config.model.biases
     assert (config.steps, config.batch_size, config.lr, config.dtype) == (paper.steps, paper.batch_size, paper.lr, "bf16")
+
+
+def test_table_of_mask_methods_is_of_this_run():
+    hints = get_type_hints(RunConfig)
+    assert tuple(MASK_METHODS) == get_args(hints["dynamic"])
+    assert {name for method in MASK_METHODS.values() for name in method.fields} < hints.keys()

@@ -117,7 +117,7 @@ def test_stop_saves_at_the_step_where_it_was_asked():
     step = runs.step
 
     def asked_at_37(number):
-        stop.asked, stop.status = number >= 36, "interrupted"
+        stop.requested, stop.status = number >= 36, "interrupted"
         return step(number)
 
     runs.step = asked_at_37
@@ -135,7 +135,7 @@ def test_validation_that_was_stopped_is_done_when_the_run_goes_on():
     runs = Given(2.0)
 
     def validate(*, until):
-        stop.asked = True
+        stop.requested = True
         return None if until() else [1.5]
 
     runs.validate = validate
