@@ -14,7 +14,7 @@ from smupar.model.sharding import whole
 from smupar.model.weights import ModelWeight, hidden_weights
 from smupar.plan.allocations import Allocation, allocate
 from smupar.plan.plan import Plan
-from smupar.plan.settings import choice
+from smupar.plan.settings import choice, refuse
 
 
 def magnitude_masks(model: nn.Module, plan: Plan, *, density: float | Mapping[str, float] | Allocation) -> dict[str, Tensor]:
@@ -52,8 +52,7 @@ def snip_masks(
             sums[name] += grad
     for name, buffer in model.named_buffers():  # running statistics
         buffer.copy_(buffers[name])
-    if num == 0:
-        raise ValueError("SNIP needs at least one batch")
+    refuse(num == 0, "SNIP needs at least one batch")
     return _best_masks(model, plan, density, lambda w: whole(w.parameter.detach() * sums[w.name]).abs(), pool=pool)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from smupar.model.weights import Weight
 from smupar.plan.allocations import Allocation, allocate, round_half_up
 from smupar.plan.plan import Plan, PlanRow
-from smupar.plan.settings import choice
+from smupar.plan.settings import choice, refuse
 from smupar.rules import get_rule
 
 # Share of the drop fraction that is left, over the progress of the schedule.
@@ -49,11 +49,11 @@ class Times:
     start: int = 0
 
     def __post_init__(self) -> None:
-        if self.every < 1 or not 0 <= self.start < self.stop:
-            raise ValueError(
-                f"masks move every {self.every} steps from {self.start} to {self.stop}: every must be at least 1, and stop "
-                "after start"
-            )
+        refuse(
+            self.every < 1 or not 0 <= self.start < self.stop,
+            f"masks move every {self.every} steps from {self.start} to {self.stop}: every must be at least 1, and stop "
+            "after start",
+        )
 
     def due(self, done: int) -> bool:
         return max(1, self.start) <= done <= self.stop and (done - self.start) % self.every == 0
@@ -100,13 +100,14 @@ class DropAndGrow:
     decay: str = "cosine"
 
     def __post_init__(self) -> None:
-        if not 0 < self.drop_fraction < 1:
-            raise ValueError(f"drop_fraction must lie in (0, 1), got {self.drop_fraction}")
+        refuse(not 0 < self.drop_fraction < 1, f"drop_fraction must lie in (0, 1), got {self.drop_fraction}")
         choice("decay", self.decay, DECAYS)
         choice("grow", self.grow, ("gradient", "random"))
         every, start, stop = self.times.every, self.times.start, self.times.stop
-        if start == 0 and every > stop:
-            raise ValueError(f"masks would never move: no multiple of every={every} lies between {start} and stop={stop}")
+        refuse(
+            start == 0 and every > stop,
+            f"masks would never move: no multiple of every={every} lies between {start} and stop={stop}",
+        )
 
     @property
     def needs_gradient(self) -> bool:
@@ -195,12 +196,14 @@ class Rounds(_KeepLargest):
     rewind: int = 0
 
     def __post_init__(self) -> None:
-        if self.rounds < 1 or self.every < 1:
-            raise ValueError(f"IMP needs at least one round of at least one step, got {self.rounds} of {self.every}")
-        if not 0 <= self.rewind < self.every:
-            raise ValueError(
-                f"IMP goes back to a step of its first round, rewind must lie in [0, {self.every}), got {self.rewind}"
-            )
+        refuse(
+            self.rounds < 1 or self.every < 1,
+            f"IMP needs at least one round of at least one step, got {self.rounds} of {self.every}",
+        )
+        refuse(
+            not 0 <= self.rewind < self.every,
+            f"IMP goes back to a step of its first round, rewind must lie in [0, {self.every}), got {self.rewind}",
+        )
         choice("pool", self.pool, POOLS)
 
     @property
@@ -257,11 +260,11 @@ def pruning_goal(
     last = allocate(density, {name: row.shape for name, row in hidden.items()})
     for name, row in hidden.items():
         num_kept(name, row.shape, last[name])
-        if last[name] > row.density:
-            raise ValueError(
-                f"{name!r} has density {float(row.density):g} already and would be pruned to {float(last[name]):g}: "
-                "parameterize with the density to start from, 1 as a rule"
-            )
+        refuse(
+            last[name] > row.density,
+            f"{name!r} has density {float(row.density):g} already and would be pruned to {float(last[name]):g}: "
+            "parameterize with the density to start from, 1 as a rule",
+        )
     return MaskGoal(plan, policy, last, correction)
 
 
@@ -277,6 +280,5 @@ def init_factor(plan: Plan, row: PlanRow, density: Fraction) -> float:
 
 def num_kept(name: str, shape: tuple[int, ...], density: Fraction) -> int:
     num = round_half_up(density * math.prod(shape))
-    if num == 0:
-        raise ValueError(f"density {float(density):g} would drop every weight of {name!r}, of shape {shape}: raise it")
+    refuse(num == 0, f"density {float(density):g} would drop every weight of {name!r}, of shape {shape}: raise it")
     return num

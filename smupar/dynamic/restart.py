@@ -15,6 +15,7 @@ from smupar.model.seam import Step, seam_of
 from smupar.model.weights import ModelWeight, Weight, hidden_weights
 from smupar.plan.optimizers import facts_of, name_of
 from smupar.plan.plan import Plan
+from smupar.plan.settings import refuse
 
 
 class Restart:
@@ -30,10 +31,10 @@ class Restart:
         for optimizer in optimizers:
             facts = facts_of(optimizer)
             groups = [group for group in optimizer.param_groups if any(id(p) in hidden for p in group["params"])]
-            if groups and (not facts.restartable or any(group.get("amsgrad") for group in groups)):
-                raise ValueError(
-                    f"restart_bias_correction is for Adam and AdamW without amsgrad, not {name_of(optimizer)}: leave it out"
-                )
+            refuse(
+                groups and (not facts.restartable or any(group.get("amsgrad") for group in groups)),
+                f"restart_bias_correction is for Adam and AdamW without amsgrad, not {name_of(optimizer)}: leave it out",
+            )
 
     def install(self) -> None:
         for optimizer in self.optimizers:

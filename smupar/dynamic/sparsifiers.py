@@ -28,7 +28,7 @@ from smupar.optim.layer_rates import group_of_weight, layer_rates
 from smupar.plan.layers import has_running_statistics
 from smupar.plan.optimizers import facts_of, family_of
 from smupar.plan.plan import PlanWarning
-from smupar.plan.settings import UNSTRUCTURED
+from smupar.plan.settings import UNSTRUCTURED, refuse
 
 # Calls of step() before it says that it saw none of the optimizer's.
 _MANY_IDLE = 1000
@@ -182,29 +182,31 @@ class Sparsifier(_AnySparsifier):
     def _refuse(self, goal: MaskGoal, steps: int | None) -> None:
         check_parameterized(self.model, "before masks move")
         check_plan(self.model, self.plan)
-        if steps is not None and self.policy.stop > steps:
-            raise ValueError(
-                f"masks would move until step {self.policy.stop}, but the run ends at {steps}: choose an earlier stop"
-            )
+        refuse(
+            steps is not None and self.policy.stop > steps,
+            f"masks would move until step {self.policy.stop}, but the run ends at {steps}: choose an earlier stop",
+        )
         structured = sorted({str(row.pattern) for row in self.plan if row.role == "hidden" and row.pattern not in _MOVABLE})
         if structured:
             raise ValueError(f"masks that move are unstructured, pattern {structured[0]!r} would be lost: use pattern='random'")
         for reason in filter(None, (facts_of(each).no_moves for each in self.optimizers)):
             raise ValueError(reason)
         self._refuse_strangers()
-        if goal.correction is None and not any(w.is_masked or self.plan[n].masked for n, w in self._trained().items()):
-            raise ValueError("no hidden weight is sparse, so no mask can move: pass a density below 1 to parameterize")
+        refuse(
+            goal.correction is None and not any(w.is_masked or self.plan[n].masked for n, w in self._trained().items()),
+            "no hidden weight is sparse, so no mask can move: pass a density below 1 to parameterize",
+        )
         if goal.correction == "fixed":
             self._refuse_scaled(goal.last)
 
     def _refuse_strangers(self) -> None:
         in_groups = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
         for name, weight in self._trained().items():
-            if id(weight.parameter) not in in_groups:
-                raise ValueError(
-                    f"{name!r} is in none of the optimizers: pass the one that trains this model (or several, as a list), "
-                    "made of its param_groups"
-                )
+            refuse(
+                id(weight.parameter) not in in_groups,
+                f"{name!r} is in none of the optimizers: pass the one that trains this model (or several, as a list), "
+                "made of its param_groups",
+            )
 
     def _refuse_scaled(self, last: Mapping[str, Fraction]) -> None:
         """Refuses weights that are not fresh from their init, since weights of a checkpoint have been scaled already."""
@@ -214,11 +216,11 @@ class Sparsifier(_AnySparsifier):
                 continue
             kept = values[weight.full_mask()].double()
             std = float(kept.square().mean().sqrt())
-            if abs(std / planned - 1) > max(0.2, 5 / math.sqrt(2 * len(kept))):
-                raise ValueError(
-                    f"{name!r} has std {std:.4g}, the plan's init {planned:.4g}: correction='fixed' scales the init, so "
-                    "make the sparsifier before a checkpoint is loaded"
-                )
+            refuse(
+                abs(std / planned - 1) > max(0.2, 5 / math.sqrt(2 * len(kept))),
+                f"{name!r} has std {std:.4g}, the plan's init {planned:.4g}: correction='fixed' scales the init, so "
+                "make the sparsifier before a checkpoint is loaded",
+            )
 
     # What is moved
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from smupar.plan.settings import refuse
+
 MASK, COLUMNS, ROW_STARTS = "_mask", "_columns", "_row_starts"
 _VALUES, _EXPORTED_COLUMNS, _EXPORTED_STARTS = ".values", ".col_indices", ".crow_indices"
 
@@ -59,11 +61,11 @@ def compress_state(state: MutableMapping[str, Any], key: str) -> None:
 def expand_state(state: MutableMapping[str, Any], key: str, shape: tuple[int, ...]) -> None:
     """Replaces non-zeros and their index by the matrix and its mask, in place."""
     values, columns, starts = state[key], state.pop(f"{key}{COLUMNS}"), state.pop(f"{key}{ROW_STARTS}")
-    if len(starts) != shape[0] + 1 or len(columns) != len(values):
-        raise ValueError(
-            f"{key!r} is kept as {len(values)} non-zeros in {len(starts) - 1} rows, which does not fit the shape {shape}: the "
-            "state dict is of another model"
-        )
+    refuse(
+        len(starts) != shape[0] + 1 or len(columns) != len(values),
+        f"{key!r} is kept as {len(values)} non-zeros in {len(starts) - 1} rows, which does not fit the shape {shape}: the "
+        "state dict is of another model",
+    )
     state[key] = matrix_of(values, starts, columns, shape[1])
     state[f"{key}{MASK}"] = mask_of_index(starts, columns, shape[1])
 

@@ -17,6 +17,7 @@ from smupar.model.sharding import like, zero_off_mask
 from smupar.plan.layers import kind_of, padding_row
 from smupar.plan.patterns import generator
 from smupar.plan.plan import Plan, PlanRow
+from smupar.plan.settings import refuse
 
 
 @dataclass
@@ -52,11 +53,11 @@ def plan_resets(model: nn.Module, plan: Plan, *, sure: bool) -> Resets:
             left += list(kept)
             continue
         done += list(kept)
-    if left and sure:
-        raise ValueError(
-            f"reset=True, but {', '.join(left[:4])} belong to modules without reset_parameters: "
-            "initialise them yourself after to_empty and pass reset=False"
-        )
+    refuse(
+        left and sure,
+        f"reset=True, but {', '.join(left[:4])} belong to modules without reset_parameters: "
+        "initialise them yourself after to_empty and pass reset=False",
+    )
     if done or left:
         resets.cautions.append(
             f"no parameter of the model was ever written in place, as after to_empty: {len(done)} norms and biases "

@@ -37,6 +37,7 @@ from smupar.plan.optimizers import facts_of
 from smupar.plan.parameters import parent_path
 from smupar.plan.patterns import read_masks
 from smupar.plan.plan import Plan, PlanWarning
+from smupar.plan.settings import refuse
 
 FACTOR = "smupar_factor"
 _MARK = "_smupar_attached"
@@ -154,15 +155,13 @@ def is_parameterized(model: nn.Module) -> bool:
 
 def check_parameterized(model: nn.Module, remedy: str = "first (smupar.attach on a loaded one)") -> None:
     """Refuses a model without a plan in it; ``remedy`` says when it should be parameterized."""
-    if not is_parameterized(model):
-        raise ValueError(f"this model is not parameterized: call smupar.parameterize {remedy}")
+    refuse(not is_parameterized(model), f"this model is not parameterized: call smupar.parameterize {remedy}")
 
 
 def check_not_compiled(model: nn.Module, remedy: str) -> None:
     """Refuses a model with a compiled module, which would go on with the hooks and weights that it was compiled with."""
     for path, module in model.named_modules():
-        if module._compiled_call_impl is not None:
-            raise ValueError(f"{path or 'the model'!r} is compiled already {remedy}")
+        refuse(module._compiled_call_impl is not None, f"{path or 'the model'!r} is compiled already {remedy}")
 
 
 def let_masks_move(model: nn.Module) -> None:
@@ -216,18 +215,18 @@ def add_missing_factors(models: Sequence[nn.Module], plans: Sequence[Plan]) -> N
 
 
 def _refuse(model: nn.Module) -> None:
-    if unwrapped(model) is not model:
-        raise ValueError(
-            f"the model is wrapped in a {type(model).__name__} already: parameterize first, then compile or wrap it "
-            "(a compiled model ignores new hooks)"
-        )
+    refuse(
+        unwrapped(model) is not model,
+        f"the model is wrapped in a {type(model).__name__} already: parameterize first, then compile or wrap it "
+        "(a compiled model ignores new hooks)",
+    )
     check_not_compiled(model, "and would ignore new hooks: parameterize before it")
     for path, module in model.named_modules():
-        if hasattr(module, _MARK) or hasattr(module, FACTOR):
-            raise ValueError(
-                f"{'this model' if not path else repr(path)} is parameterized already. Build a fresh model to parameterize it "
-                "again; to restore hooks after a copy use smupar.attach(model, plan)."
-            )
+        refuse(
+            hasattr(module, _MARK) or hasattr(module, FACTOR),
+            f"{'this model' if not path else repr(path)} is parameterized already. Build a fresh model to parameterize it "
+            "again; to restore hooks after a copy use smupar.attach(model, plan).",
+        )
     integer = [name for name, parameter in model.named_parameters() if not parameter.is_floating_point()]
     if integer:
         raise ValueError(f"{integer[0]!r} is not a floating-point tensor (quantised?): parameterize the model before that")
@@ -242,11 +241,11 @@ def _refuse(model: nn.Module) -> None:
 def _refuse_used_names(model: nn.Module, plan: Plan) -> None:
     for row in plan:
         path, _, leaf = row.name.rpartition(".")
-        if row.masked and hasattr(model.get_submodule(path), f"{leaf}{MASK}"):
-            raise ValueError(
-                f"the model already has something called {row.name + MASK!r}, where the mask would go: rename it, "
-                "or build a fresh model if this one is parameterized already"
-            )
+        refuse(
+            row.masked and hasattr(model.get_submodule(path), f"{leaf}{MASK}"),
+            f"the model already has something called {row.name + MASK!r}, where the mask would go: rename it, "
+            "or build a fresh model if this one is parameterized already",
+        )
 
 
 def _by_parameter(masks: Mapping[str, Tensor], plan: Plan) -> dict[str, Tensor]:

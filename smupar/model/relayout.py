@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from smupar.model.seam import Step, on_every_step
 from smupar.model.weights import weight_of
+from smupar.plan.settings import refuse
 
 _REPLACED = "_smupar_replaced"
 _MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -29,11 +30,11 @@ def watch_optimizers(model: nn.Module, replaced: Iterable[nn.Parameter]) -> None
 
 
 def _refuse_replaced(step: Step) -> None:
-    if any(hasattr(parameter, _REPLACED) for group in step.optimizer.param_groups for parameter in group["params"]):
-        raise ValueError(
-            "this optimizer holds weights that sparsify_storage has replaced, and would train nothing: make param_groups and "
-            "the optimizer again, after it"
-        )
+    refuse(
+        any(hasattr(parameter, _REPLACED) for group in step.optimizer.param_groups for parameter in group["params"]),
+        "this optimizer holds weights that sparsify_storage has replaced, and would train nothing: make param_groups and "
+        "the optimizer again, after it",
+    )
 
 
 def _fit_state(step: Step) -> None:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from smupar.model.sharding import local
+from smupar.plan.settings import refuse
 
 _PREPARE = ("refuse_replaced", "fit_state", "check_ratios", "set_rates")
 # With a closure, it runs after each call of the closure, since those forward passes belong to this step.
@@ -58,8 +59,7 @@ class Seam:
 
     def add(self, owner: Hashable, **phases: Phase) -> None:
         for name, phase in phases.items():
-            if name not in (*BEFORE, *AFTER):
-                raise ValueError(f"a step has no phase {name!r}: choose one of {', '.join((*BEFORE, *AFTER))}")
+            refuse(name not in (*BEFORE, *AFTER), f"a step has no phase {name!r}: choose one of {', '.join((*BEFORE, *AFTER))}")
             self.phases.setdefault(name, {})[owner] = phase
 
     def remove(self, owner: Hashable) -> None:

@@ -30,6 +30,7 @@ from smupar.model.sharding import is_sharded, like, local, num_ranks, sharded_li
 from smupar.plan.layers import IMAGES, kind_of
 from smupar.plan.parameters import parent_path
 from smupar.plan.plan import Plan
+from smupar.plan.settings import refuse
 
 ONLY = (0,)  # the models of a weight that belongs to a single one
 
@@ -299,10 +300,10 @@ class CompressedWeight(ModelWeight):
         """Does nothing, since only weights on the mask are stored."""
 
     def _write_mask(self, new: Tensor) -> MaskChange:
-        if num_ranks() > 1 and int(new.sum()) != len(self.parameter):
-            raise ValueError(
-                f"{self.name!r} keeps only its non-zeros, whose number cannot change on several ranks: keep it dense"
-            )
+        refuse(
+            num_ranks() > 1 and int(new.sum()) != len(self.parameter),
+            f"{self.name!r} keeps only its non-zeros, whose number cannot change on several ranks: keep it dense",
+        )
         return self.module.set_mask(new)
 
     @property

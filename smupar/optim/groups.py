@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from smupar.model.parameterize import attach, check_parameterized, unwrapped
 from smupar.plan.optimizers import OptimizerFacts, decouples_decay, facts_of, family_of, has_adamw_beside
 from smupar.plan.plan import Plan, PlanRow, PlanWarning
-from smupar.plan.settings import choice, match_globs
+from smupar.plan.settings import choice, match_globs, refuse
 from smupar.rules import DECAYED
 
 NoDecay = Iterable[str] | Callable[[str, nn.Parameter], bool]
@@ -81,11 +81,11 @@ def param_groups(
 
 
 def _refuse_all_but_hidden(facts: OptimizerFacts, only: str | None) -> None:
-    if facts.hidden_only and only != "hidden":
-        raise ValueError(
-            f"{facts.name} is for hidden matrices: use param_groups(..., optimizer={facts.name.lower()!r}, only='hidden') for "
-            "it and param_groups(..., optimizer='adamw', only='rest') for the rest of the model"
-        )
+    refuse(
+        facts.hidden_only and only != "hidden",
+        f"{facts.name} is for hidden matrices: use param_groups(..., optimizer={facts.name.lower()!r}, only='hidden') for "
+        "it and param_groups(..., optimizer='adamw', only='rest') for the rest of the model",
+    )
 
 
 def _refuse_shape(facts: OptimizerFacts, name: str, parameter: nn.Parameter) -> None:

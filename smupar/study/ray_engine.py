@@ -26,6 +26,7 @@ from smupar.lm.model.cost import estimate
 from smupar.lm.run.folder import Summary
 from smupar.lm.run.signals import handled
 from smupar.output.optional import first_line, optional
+from smupar.plan.settings import refuse
 from smupar.study.engines import StudyProgress, groups, run_group
 from smupar.study.store import Study
 
@@ -235,8 +236,10 @@ def _train_part(
     folder: str, cwd: str, device: str, keeps_weights: bool, configs: list[RunConfig], reports: Any, number: int
 ) -> list[tuple[str, bool]]:
     """Trains what is missing of a part, in a worker. Returns the ids of its finished runs, and whether they diverged."""
-    if not (Path(folder) / "study.json").exists():
-        raise ValueError(f"{folder} is not on node {socket.gethostname()}: choose an --out that all nodes share")
+    refuse(
+        not (Path(folder) / "study.json").exists(),
+        f"{folder} is not on node {socket.gethostname()}: choose an --out that all nodes share",
+    )
     if device == "cpu":
         torch.set_num_threads(1)
     study = Study(folder, keeps_weights=keeps_weights)
@@ -251,8 +254,8 @@ def _train_part(
 def _wait_until_seen(study: Study, configs: Sequence[RunConfig]) -> None:
     deadline = time.monotonic() + _SEEN_WITHIN
     while missing := study.missing(configs):
-        if time.monotonic() > deadline:
-            raise ValueError(
-                f"workers finished {len(missing)} runs that are not in {study.folder}: choose an --out that all nodes share"
-            )
+        refuse(
+            time.monotonic() > deadline,
+            f"workers finished {len(missing)} runs that are not in {study.folder}: choose an --out that all nodes share",
+        )
         time.sleep(1)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from smupar.output.files import write_atomic
+from smupar.plan.settings import refuse
 from smupar.study.curves import draw_png, draw_svg, legend
 from smupar.study.definition import Findings, StudyDefinition, cell, varied_columns
 from smupar.study.store import Result, Study, row_of
@@ -29,8 +30,7 @@ def write_report(study: Study, definition: StudyDefinition | None = None) -> str
     line that says where it is. Pass the ``definition`` if all of the study has been run. Without it, study.json says what the
     study is, and the report says if runs are missing."""
     described = study.describe()
-    if not study.results():
-        raise ValueError(f"{study.folder} has no finished run yet: start its command again")
+    refuse(not study.results(), f"{study.folder} has no finished run yet: start its command again")
     study.write_table()
     unfinished = ""
     if definition is None:

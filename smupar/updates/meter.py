@@ -21,6 +21,7 @@ from smupar.optim.layer_rates import group_of_weight, layer_rates
 from smupar.plan.optimizers import decouples_decay, name_of
 from smupar.plan.parameters import parent_path
 from smupar.plan.plan import Plan
+from smupar.plan.settings import refuse
 from smupar.updates.probe import LayerProbe, exact, refuse_measured, remove_copied_probes
 from smupar.updates.trace import Trace, TraceReader, averages_after, clamped, is_measured
 
@@ -39,14 +40,12 @@ class _Meter:
         check_parameterized(self.model, "first, and build the optimizer from param_groups")
         check_not_compiled(self.model, "and would ignore new hooks: compile afterwards")
         refuse_measured(self.model)
-        if not self.optimizers:
-            raise ValueError("no optimizer was given")
+        refuse(not self.optimizers, "no optimizer was given")
         optimizer_of = {id(p): each for each in self.optimizers for group in each.param_groups for p in group["params"]}
         hidden = hidden_weights(self.model, plan)
         trained = {name: weight for name, weight in hidden.items() if id(weight.parameter) in optimizer_of}
         self.names = [name for name, weight in trained.items() if weight.can_multiply(plan[name].in_dims)]
-        if not self.names:
-            raise ValueError("no hidden weight can be measured: the plan has none in linear layers or convolutions")
+        refuse(not self.names, "no hidden weight can be measured: the plan has none in linear layers or convolutions")
         self.cautions: list[str] = []
         if unmeasured := [name for name in hidden if name not in self.names]:
             self.cautions.append(

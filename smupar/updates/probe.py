@@ -15,6 +15,7 @@ from smupar.model.sharding import local
 from smupar.model.weights import ModelWeight, Weight, weight_of
 from smupar.plan.layers import IMAGES, kind_of
 from smupar.plan.plan import Plan
+from smupar.plan.settings import refuse
 
 NUM_TOKENS = 128
 _INPUT = "smupar_input"
@@ -124,8 +125,10 @@ class LayerProbe(Probe):
 
 def refuse_measured(model: nn.Module) -> None:
     """Refuses a model whose probes are read by a meter."""
-    if any(probe.reader is not None and probe.reader() is not None for _, _, probe in _probes(model)):
-        raise ValueError("the updates of this model are measured already: call remove() on what measures them")
+    refuse(
+        any(probe.reader is not None and probe.reader() is not None for _, _, probe in _probes(model)),
+        "the updates of this model are measured already: call remove() on what measures them",
+    )
 
 
 def remove_copied_probes(model: nn.Module) -> None:

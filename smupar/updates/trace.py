@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from smupar.output.pictures import new_figure
-from smupar.plan.settings import layer_glob
+from smupar.plan.settings import layer_glob, refuse
 
 FORMAT = "smupar-trace/1"
 CLAMP = 1e4
@@ -106,23 +106,24 @@ class TraceReader:
 
     def __init__(self, trace: Trace, names: Sequence[str], num_steps: int | None = None) -> None:
         """``num_steps`` of the target; default as many as the trace has."""
-        if not trace.at or not trace.effects:
-            raise ValueError("the trace has no measured step: record it over a whole run of the proxy")
+        refuse(not trace.at or not trace.effects, "the trace has no measured step: record it over a whole run of the proxy")
         self.cautions: list[str] = []
         if trace.diverged:
             self.cautions.append("the run that this trace was recorded on diverged: record one at a smaller learning rate")
         self.trace, self.num_steps = trace, num_steps or trace.num_steps
         targets, traced = _by_kind(names), _by_kind(trace.effects)
         for kind, layers in targets.items():
-            if kind not in traced:
-                raise ValueError(
-                    f"the trace is of another architecture: it has no layer like {layers[0]!r} (it has "
-                    f"{', '.join(list(trace.effects)[:3])}, ...)"
-                )
+            refuse(
+                kind not in traced,
+                f"the trace is of another architecture: it has no layer like {layers[0]!r} (it has "
+                f"{', '.join(list(trace.effects)[:3])}, ...)",
+            )
         for kind, layers in targets.items():
             most = max(len(traced[other]) for other in targets if len(targets[other]) == len(layers))
-            if len(traced[kind]) < most:
-                raise ValueError(f"the trace misses layers: it has {len(traced[kind])} like {kind!r} and {most} of other kinds")
+            refuse(
+                len(traced[kind]) < most,
+                f"the trace misses layers: it has {len(traced[kind])} like {kind!r} and {most} of other kinds",
+            )
         self.sources = {
             name: _sources(number, len(layers), traced[kind])
             for kind, layers in targets.items()

@@ -19,6 +19,7 @@ from smupar.lm.config.run import Execution, RunConfig
 from smupar.lm.model.gpt import GPT, on_meta, parameterized
 from smupar.model.parameterize import no_broadcast
 from smupar.plan.plan import Plan
+from smupar.plan.settings import refuse
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,10 @@ class World:
 
     def share_of(self, batch_size: int) -> tuple[int, int]:
         """The rows of a batch that belong to this rank, as (from, to)."""
-        if batch_size % self.size:
-            raise ValueError(
-                f"batch_size {batch_size} does not divide among {self.size} ranks: choose a multiple of {self.size}"
-            )
+        refuse(
+            batch_size % self.size,
+            f"batch_size {batch_size} does not divide among {self.size} ranks: choose a multiple of {self.size}",
+        )
         each = batch_size // self.size
         return self.rank * each, (self.rank + 1) * each
 
