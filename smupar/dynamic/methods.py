@@ -37,8 +37,11 @@ class _DropsAndGrows(Sparsifier):
     ) -> None:
         """
         stop            last step at which masks may move; 3/4 of the run is a good choice
-        drop_fraction   share of a layer's active weights that is dropped, at first; ``decay`` takes it to 0: "cosine", "linear"
-                        or "constant"
+        drop_fraction   share of a layer's active weights that is dropped at first
+        every, start    masks move after steps ``start``, ``start + every`` and so on
+        decay           "cosine" and "linear" take drop_fraction to 0 until ``stop``; "constant" leaves it
+        steps           length of the run; a ``stop`` after it is refused
+        restart_bias_correction  Adam's bias correction starts again for weights that are grown
         """
         goal = MaskGoal(plan, DropAndGrow(Times(every, stop, start), self.grow, drop_fraction, decay))
         super().__init__(model, optimizer, goal, restart_bias_correction=restart_bias_correction, steps=steps)

@@ -58,8 +58,8 @@ def parameterize(model: nn.Module, *, base: nn.Module, reset: bool | None = None
     their values.
 
     A model fresh from ``to_empty`` has no values to keep. With ``reset=True`` norms get their module's own init, and biases
-    become 0; with ``reset=False`` they never do. By default they do, with a warning, if no parameter of the model was ever
-    written in place. That is the case after ``to_empty``, and after deepcopy.
+    become 0. ``reset=False`` leaves them alone. ``reset=None``, the default, resets them, with a warning, if no parameter
+    of the model was ever written in place. That is the case after ``to_empty``, and after deepcopy.
 
     On bad input the model is left untouched.
     """
@@ -109,8 +109,8 @@ def attach(model: nn.Module, plan: Plan, optimizer: Any = None, *, masks: MaskSe
 
 
 def _warn_of_other_zeros(model: nn.Module, drawn: Mapping[str, Tensor]) -> None:
-    """Warns if a drawn mask is not the mask that the weights were trained with. Weights off the drawn mask would stay for
-    ever."""
+    """Warns if a drawn mask is not the mask that the weights were trained with. Non-zeros off the drawn mask would stay
+    non-zero and never train."""
     parameters = dict(model.named_parameters())
     for name, mask in drawn.items():
         weight = parameters[name].detach()
@@ -118,7 +118,9 @@ def _warn_of_other_zeros(model: nn.Module, drawn: Mapping[str, Tensor]) -> None:
             continue
         kept = (weight != 0).cpu()
         num_zeros = mask.numel() - int(kept.sum())
-        if bool((kept & ~mask).any()) and 2 * num_zeros > mask.numel() - int(mask.sum()):  # else it has not been loaded yet
+        if bool((kept & ~mask).any()) and 2 * num_zeros > mask.numel() - int(
+            mask.sum()
+        ):  # fewer zeros: fresh weights, into which a checkpoint will be loaded
             warnings.warn(
                 f"{name!r} has other zeros than the mask that the plan draws: if these are trained weights, their masks "
                 "moved, or were given. Load the state dict with its masks, after attach, or pass masks=",
@@ -141,7 +143,7 @@ def check_plan(model: nn.Module, plan: Plan) -> None:
 def unwrapped(model: nn.Module) -> nn.Module:
     """The user's own module under torch.compile, DDP or DataParallel, whose prefixes would change every name."""
     while True:
-        if isinstance(getattr(model, "_orig_mod", None), nn.Module):  # asked so, torch._dynamo need not be imported
+        if isinstance(getattr(model, "_orig_mod", None), nn.Module):  # checked by attribute, to avoid importing torch._dynamo
             model = model._orig_mod  # type: ignore[assignment]
         elif isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             model = model.module
@@ -220,7 +222,7 @@ def _refuse(model: nn.Module) -> None:
         f"the model is wrapped in a {type(model).__name__} already: parameterize first, then compile or wrap it "
         "(a compiled model ignores new hooks)",
     )
-    check_not_compiled(model, "and would ignore new hooks: parameterize before it")
+    check_not_compiled(model, "and would ignore new hooks: parameterize before you compile")
     for path, module in model.named_modules():
         refuse(
             hasattr(module, _MARK) or hasattr(module, FACTOR),
@@ -293,7 +295,7 @@ def _scale_output(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> T
 
 
 def _attach(model: nn.Module, plan: Plan, masks: Mapping[str, Tensor]) -> None:
-    """Everything of ``attach``, with the masks that are not in the model yet."""
+    """The work of ``attach``. ``masks`` are the masks that the model still misses."""
     _let_compilers_see_hooks()
     on_every_step("mask", mask_updates, lambda optimizer: facts_of(optimizer).mixes_entries)
     rows = [(row, weight_of(model, row.name)) for row in plan]
@@ -305,7 +307,7 @@ def _attach(model: nn.Module, plan: Plan, masks: Mapping[str, Tensor]) -> None:
     no_broadcast(model, (name for weight in masked.values() for name in weight.mask_buffers))
     no_broadcast(model, (f"{path}.{FACTOR}" for row, _ in rows for path, _ in row.forward))
     if not all(weight.stores_zeros for weight in masked.values()):
-        watch_optimizers(model, ())  # copies, and models from a file, were not there when their weights were sparsified
+        watch_optimizers(model, ())  # copied and unpickled models were never registered
     if not hasattr(model, _MARK):
         model.register_load_state_dict_pre_hook(_before_load)
         model.register_load_state_dict_post_hook(_after_load)
@@ -320,7 +322,8 @@ def _let_compilers_see_hooks() -> None:
 
     if torch._dynamo.config.skip_nnmodule_hook_guards:
         torch._dynamo.config.skip_nnmodule_hook_guards = False
-        # Code of before would still not ask. Threads that make models side by side must not reset the compiler together.
+        # Code that was compiled earlier still has no such guards. Threads that make models side by side must not reset the
+        # compiler together.
         if may_have_compiled and threading.current_thread() is threading.main_thread():
             torch._dynamo.reset()
 
@@ -361,8 +364,7 @@ def _before_load(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
 
 
 def _every_name(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """The names, and for modules in several places all their names. A state dict holds their parameters and masks under each
-    name."""
+    """All names of these parameters, including those of modules in several places: a state dict holds them under each name."""
     modules: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         modules.setdefault(id(module), []).append(path)

@@ -1,7 +1,7 @@
 """Optimizer groups from a plan, for any torch optimizer.
 
 The factor is inside each group's ``lr``, so any training loop uses it without knowing. Groups carry ``name``,
-``lr_factor`` and ``family`` for the audit, the guard and the reader.
+``lr_factor``, ``family`` and ``decay`` for the audit, the guard and the reader.
 """
 
 from __future__ import annotations
@@ -112,15 +112,15 @@ def _trained(model: nn.Module, plan: Plan, users: list[dict[str, Any]]) -> dict[
     untied = [name for name in unplanned if name in uses]
     if untied:
         raise ValueError(
-            f"{untied[0]!r} was one tensor with another when the plan was made, and is not now (load_state_dict(assign=True) "
-            "does that): tie the two again"
+            f"{untied[0]!r} was tied to another parameter when the plan was made and no longer is "
+            "(load_state_dict(assign=True) does that): tie the two again"
         )
     if unplanned:
         raise ValueError(f"the plan does not know {', '.join(unplanned[:4])}: give them a group of their own with extra=[...]")
     return parameters
 
 
-# Above this, LR times decay makes a weight forget what it learned within 20 steps.
+# If LR times decay is larger, a weight forgets what it learned within 20 steps.
 _FORGETS = 0.05
 
 
@@ -148,8 +148,8 @@ def _warn_of_decay_in_gradient(optimizer: object) -> None:
     if facts.eps and not decouples_decay(optimizer):
         warnings.warn(
             f"{facts.name.lower()} adds weight decay to the gradient, which shrinks with width, so the decay that was tuned on "
-            "the base is too large here. Use AdamW, which keeps the two apart, and name that here too if yours has "
-            "decoupled_weight_decay",
+            "the base is too large here. Use AdamW, which keeps the two apart. If your optimizer sets "
+            "decoupled_weight_decay=True, pass optimizer='adamw' here",
             PlanWarning,
             stacklevel=3,
         )

@@ -49,7 +49,7 @@ class Curve:
 
     @property
     def diverged(self) -> bool:
-        """Whether no value has a loss."""
+        """Whether every value diverged."""
         return math.isinf(self.best_loss)
 
     def excess(self, value: float) -> float:
@@ -69,8 +69,8 @@ def farthest_move(curves: Sequence[Curve]) -> float:
 
 
 def move_in_words(curves: Sequence[Curve]) -> str:
-    """The farthest move, as text. It says what the ends of the grid leave open: two optima on the same end may be any factor
-    apart."""
+    """The farthest move, as text. If optima lie on the edge of the grid, the text says that the factor is unknown or a lower
+    bound."""
     factor = farthest_move(curves)
     if math.isinf(factor) or not any(curve.on_edge for curve in curves):
         return times(factor)

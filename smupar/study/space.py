@@ -21,7 +21,7 @@ def unique(configs: Iterable[RunConfig]) -> list[RunConfig]:
 
 
 def grouped(items: Iterable[_Item], key: Callable[[_Item], str]) -> list[list[_Item]]:
-    """The items in groups of equal keys, in the order in which they come first."""
+    """The items grouped by key. Groups are in the order of their first items."""
     groups: dict[str, list[_Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)

@@ -4,6 +4,8 @@ study.json       what the study is, and the command that made it
 data.json        checksums of the texts and traces that its runs read
 runs/<id>/       config.json, metrics.jsonl, and, last, summary.json
 table.csv        one row for each run; also as table.json, and as table.parquet on request
+report.html      the page, with picture.png beside it; best.json of a search
+proxy-*.trace.json  traces that runs follow
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ from smupar.study.space import unique
 from smupar.updates.trace import Trace
 
 FORMAT = "smupar-study/1"
-# A study may ask for more later: entries of the lists of a transfer study (values, rules, sparsities, widths), values of a
-# sweep's axes, and seeds. The runs that are there stay, since they go by their ids.
+# A study may grow: the lists of a transfer study (values, rules, sparsities, widths), the axes of a sweep and the number of
+# seeds may grow. Finished runs stay, since they are found by their ids.
 _LISTS = {item.name for item in fields(TransferConfig) if isinstance(default_of(item), tuple)}
 
 
@@ -70,7 +72,7 @@ class Study:
         with locked(study.folder), study._undone_if_nothing_ran(is_new):
             if not file.exists():
                 refuse_other_files(study.folder, "study")
-            stored = json.loads(json.dumps(definition))  # with lists for tuples, as it is read again
+            stored = json.loads(json.dumps(definition))  # a round trip, so that tuples become lists, as on disk
             described = {"format": FORMAT, "version": __version__, "definition": stored, "command": command}
             if not file.exists() or _has_grown(study, described):
                 write_atomic(file, json.dumps(described, indent=1))
@@ -79,8 +81,8 @@ class Study:
 
     @contextlib.contextmanager
     def _undone_if_nothing_ran(self, is_new: bool) -> Iterator[None]:
-        """Undoes the folder if a command fails before its first run. The command has a mistake, and must not block the folder
-        for the corrected one."""
+        """Removes or restores the folder if a command fails before its first run. The command has a mistake, and the folder
+        must be free for the corrected one."""
         file, runs = self.folder / "study.json", set(self.runs.glob("*"))
         before = file.read_text() if file.exists() else None
         try:
@@ -93,7 +95,7 @@ class Study:
             raise
 
     def remember(self, what: str, name: str, sha256: str) -> None:
-        """Raises if a text or a trace is not the one that runs of the study read under that name."""
+        """Records the checksum of a text or a trace. Raises if another checksum is recorded under this name."""
         checksums = self._checksums()
         refuse(
             checksums.setdefault(f"{what} {name}", sha256) != sha256,

@@ -511,7 +511,9 @@ def test_weights_that_were_tied_and_are_not_any_more_are_to_be_tied_again():
     model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
     if model["head"].weight is model["embedding"].weight:  # as some versions of torch keep it
         model["head"].weight = nn.Parameter(model["head"].weight.detach().clone())
-    with pytest.raises(ValueError, match=r"'head\.weight' was one tensor with another when the plan was made"):
+    with pytest.raises(
+        ValueError, match=r"'head\.weight' was tied to another parameter when the plan was made and no longer is"
+    ):
         smupar.param_groups(model, plan, lr=0.01)
 
 

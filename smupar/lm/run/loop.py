@@ -48,7 +48,7 @@ class Progress:
 
     step: int = 0  # steps done; of a run that diverged, those whose loss was a number
     seconds: float = 0.0
-    # Losses of the last 5 % of the steps. If the run diverged, the last one is no number, and nothing is added after it.
+    # Losses of the last 5 % of the steps. If the run diverged, the last one is NaN or infinite, and nothing is added after it.
     losses: list[float] = field(default_factory=list)
     valid_loss: float | None = None
     valid_step: int | None = None

@@ -42,9 +42,9 @@ class Stepper:
     def __init__(
         self, config: RunConfig, how: Execution, world: World, corpus: data.Corpus, trace: Trace | None = None
     ) -> None:
-        """``trace``: the one that the run follows, where it is not to be read from the file that the configuration names.
+        """``trace`` is the trace to follow; by default it is read from the file that ``config.follow`` names.
 
-        The order matters. Weights are laid out as they will be kept before the optimizers take them. The audit sees the
+        The order matters. First weights take the form in which they are stored; then optimizers are built. The audit sees the
         groups as planned, before measured updates and pruning give each hidden weight a group of its own. Both add hooks and
         buffers, so DDP wraps the model after them; then it is compiled, and the whole step captured.
         """

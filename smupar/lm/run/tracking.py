@@ -1,6 +1,6 @@
 """Sends the metrics of a run to TensorBoard and Weights & Biases too, the same rows to both.
 
-A row is what metrics.jsonl gets. Another tool is another context manager that yields a function for rows, and a flag of
+A row is what metrics.jsonl gets. To add a tool, write a context manager that yields a function for rows, and add a flag to
 ``Execution``.
 """
 
@@ -60,7 +60,7 @@ def _tensorboard(path: Path, first: int) -> Iterator[_Sink]:
 def _weights_and_biases(path: Path, config: RunConfig) -> Iterator[_Sink]:
     """Project, entity and mode are set as everywhere, by WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE."""
     try:
-        # By name: where wandb is missing, a folder of that name in the working directory would be imported instead.
+        # Import names, not the module: without wandb, a folder of that name in the working directory would be imported.
         from wandb import Settings, init
         from wandb.errors import Error
     except ImportError as error:
@@ -73,7 +73,7 @@ def _weights_and_biases(path: Path, config: RunConfig) -> Iterator[_Sink]:
             resume="allow",
             name=path.name,
             config=asdict(config),
-            settings=Settings(console="off"),  # what is printed stays where it is
+            settings=Settings(console="off"),  # do not capture what is printed
         )
     except Error as error:
         raise ValueError(
