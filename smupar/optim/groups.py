@@ -125,21 +125,21 @@ _FORGETS = 0.05
 
 
 def _warn_of_forgetting(groups: list[dict[str, Any]], optimizer: object) -> None:
-    for group in groups:
-        shrinks = float(group["lr"]) * group["weight_decay"]
-        if shrinks > _FORGETS and decouples_decay(optimizer):
-            warnings.warn(
-                f"weight decay shrinks {group['name']!r} by {shrinks:.2g} of its size at each step (learning rate "
-                f"{float(group['lr']):.3g}, which includes the factor {group['lr_factor']:.3g}, times decay "
-                f"{group['weight_decay']:.3g}): it forgets within {math.ceil(1 / shrinks)} steps. "
-                + (
-                    "Pass decay='independent', which takes the factor out of the decay, or a lower weight_decay"
-                    if group["decay"] == "coupled" and group["lr_factor"] > 1
-                    else "Lower lr or weight_decay"
-                ),
-                PlanWarning,
-                stacklevel=3,
-            )
+    """Names the group that forgets fastest, and the factor that makes it do so."""
+    shrinks = [float(group["lr"]) * group["weight_decay"] for group in groups]
+    if not groups or max(shrinks) <= _FORGETS or not decouples_decay(optimizer):
+        return
+    most = max(shrinks)
+    group = groups[shrinks.index(most)]
+    is_coupled = group["decay"] == "coupled" and group["lr_factor"] > 1
+    remedy = "decay='independent', which takes the factor out of the decay, or a lower" if is_coupled else "a lower lr or"
+    warnings.warn(
+        f"weight decay shrinks {group['name']!r} by {most:.2g} of its size at each step: learning rate {float(group['lr']):.3g}, "
+        f"which includes the factor {group['lr_factor']:.3g}, times decay {group['weight_decay']:.3g}. It forgets within "
+        f"{math.ceil(1 / most)} steps. Pass {remedy} weight_decay",
+        PlanWarning,
+        stacklevel=3,
+    )
 
 
 def _warn_of_decay_in_gradient(optimizer: object) -> None:

@@ -186,9 +186,9 @@ def test_coupled_decay_is_the_same_everywhere():
         (
             "coupled",
             0.2,
-            r"shrinks 'hidden, LR x 4.*' by 0\.08 .*the factor 4, times.*within 13 steps.*Pass decay='independent'",
+            r"shrinks 'hidden, LR x 4.*' by 0\.08 .*the factor 4, times.*within 13 steps\. Pass decay='independent'",
         ),
-        ("independent", 0.8, r"by 0\.08 of its size.*within 13 steps\. Lower lr or weight_decay"),
+        ("independent", 0.8, r"by 0\.08 of its size.*within 13 steps\. Pass a lower lr or weight_decay"),
     ],
 )
 def test_decay_that_forgets_within_20_steps_is_named(decay, lr, words):
