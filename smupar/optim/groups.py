@@ -134,9 +134,9 @@ def _warn_of_forgetting(groups: list[dict[str, Any]], optimizer: object) -> None
     is_coupled = group["decay"] == "coupled" and group["lr_factor"] > 1
     remedy = "decay='independent', which takes the factor out of the decay, or a lower" if is_coupled else "a lower lr or"
     warnings.warn(
-        f"weight decay shrinks {group['name']!r} by {most:.2g} of its size at each step: learning rate {float(group['lr']):.3g}, "
-        f"which includes the factor {group['lr_factor']:.3g}, times decay {group['weight_decay']:.3g}. It forgets within "
-        f"{math.ceil(1 / most)} steps. Pass {remedy} weight_decay",
+        f"weight decay shrinks {group['name']!r} by {most:.2g} of its size at each step: learning rate "
+        f"{float(group['lr']):.3g}, which includes the factor {group['lr_factor']:.3g}, times decay "
+        f"{group['weight_decay']:.3g}. It forgets within {math.ceil(1 / most)} steps. Pass {remedy} weight_decay",
         PlanWarning,
         stacklevel=3,
     )
