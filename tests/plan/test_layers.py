@@ -161,7 +161,7 @@ def test_coord_check_measures_registered_layers_like_a_linear(kind):
             lambda width, layer=layer: Net(width, layer), loss_fn, batches(3), base_width=32, widths=[32, 64],
             densities=[1 / 4], steps=3, seeds=1, progress=False,
         )  # fmt: skip
-        assert "not measured by themselves" not in report.explain()
+        assert "not measured on their own" not in report.explain()
         sizes[layer] = {(r.place.removesuffix(".linear"), r.quantity) for r in report.readings if r.kind == "layer"}
     assert sizes[kind] == sizes[Reference]
     assert {("up", "dY"), ("down", "grad X"), ("head", "Y")} <= sizes[kind]
@@ -234,7 +234,7 @@ def test_without_a_product_layers_have_roles_and_masks_but_are_not_measured():
         seeds=1,
         progress=False,
     )
-    assert "not measured by themselves" in report.explain()
+    assert "not measured on their own" in report.explain()
     with pytest.raises(ValueError, match="MyLinear is not a plain linear layer"):
         smupar.sparsify_storage(model, plan, backend="csr")
 
