@@ -72,10 +72,10 @@ def layers() -> str:
 
 def cases(lines: tuple[Case, ...]) -> str:
     """A table by which roles are decided."""
-    rows = [["", "a parameter that ...", "is", "why"]]
+    rows = [["", "a parameter that ...", "role", "why"]]
     for number, case in enumerate(lines, 1):
-        role = f"asked for ({case.guess}?)" if case.role == ASK else case.role
-        rows.append([str(number), case.when, role, case.reason.format(owner="module", groups="several", size="a size")])
+        role = f"you are asked (guess: {case.guess})" if case.role == ASK else case.role
+        rows.append([str(number), case.when, role, case.reason.format(owner="module", groups="several", size="some")])
     return markdown(*rows)
 
 

@@ -1,12 +1,12 @@
-"""Table 1 of the paper as data. The package takes the factors of init, learning rates and forward passes from here.
+"""Table 1 of the paper as data. All factors of init, learning rates and forward passes come from here.
 
-A *rule* is a column of Table 1 (SP, muP, SmuPar and the two ablations of App. C), a *role* is the kind of tensor a row
-speaks of. Each entry is a product of powers of the tensor's own multipliers:
+A *rule* is a column of Table 1 (SP, muP, SmuPar and the two ablations of App. C). A *role* is the kind of tensor that a row is
+about. Each entry is a product of powers of the tensor's own multipliers:
 
-    m_in, m_out   width of its fan-in and fan-out, divided by the base model's (the paper's m_d where both are equal)
+    m_in, m_out   width of the tensor's fan-in and fan-out, divided by the base model's (the paper's m_d if both are equal)
     m_rho         density divided by the base density
 
-so an entry such as ``over(m_in=1, m_rho=1)`` reads 1 / (m_in m_rho).
+So an entry such as ``over(m_in=1, m_rho=1)`` reads 1 / (m_in m_rho).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ ROLES = ("embedding", "hidden", "unembedding", "vector", "fixed")
 
 @dataclass(frozen=True)
 class Power:
-    """m_in^a m_out^b m_rho^c, with whole exponents, so that it is exact on fractions."""
+    """m_in^a m_out^b m_rho^c. The exponents are whole numbers, so the value is exact for fractions."""
 
     m_in: int = 0
     m_out: int = 0
     m_rho: int = 0
 
     def of(self, m_in: Any, m_out: Any, m_rho: Any) -> Any:
-        """The value for one tensor's multipliers, in the type they come in (exact on fractions)."""
+        """The value for one tensor's multipliers, in the type of the multipliers."""
         return m_in**self.m_in * m_out**self.m_out * m_rho**self.m_rho
 
     @property
@@ -69,12 +69,12 @@ class Rule:
     has_alphas: bool
     # attention logits are q.k * d_head ** attention_exponent
     attention_exponent: float
-    # role -> factor on Adam's epsilon when it is asked to follow the width of the gradients
+    # role -> factor on Adam's epsilon, if epsilon is to scale with the gradients
     eps: dict[str, Power] = field(default_factory=dict)
 
     def decay(self, family: str, role: str) -> Power:
-        """The factor on lambda, the weight decay: learning rate times decay stays what was tuned, for every role. The paper has
-        no such row. With one decay for all, hidden weights would shrink too slowly in wide models, too fast in sparse ones."""
+        """The factor on lambda, the weight decay. It keeps learning rate times decay at the tuned value for every role. Without
+        it, hidden weights would decay too slowly in wide models and too fast in sparse ones. The paper has no such row."""
         return self.lr[family][role].inverse
 
     def attention_scale(self, head_dim: int) -> float:
@@ -82,7 +82,7 @@ class Rule:
 
 
 _FLAT = dict.fromkeys(ROLES, ONE)
-# Muon makes its own update size (torch scales it by the shape of the matrix); it takes hidden matrices only.
+# Muon sets the size of its updates itself (torch scales them by the shape of the matrix). It takes hidden matrices only.
 _MUON = {"hidden": ONE}
 
 SP = Rule(
@@ -126,7 +126,7 @@ MUP = Rule(
 
 
 def _corrected(power: Power) -> Power:
-    """SmuPar's addition to muP: hidden weights also divide by m_rho."""
+    """SmuPar's addition to muP: factors of hidden weights are also divided by m_rho."""
     return replace(power, m_rho=-1)
 
 
@@ -143,7 +143,7 @@ SMUPAR_LR_ONLY = replace(MUP, name="smupar-lr-only", title="muP + SmuPar LR only
 
 RULES = {rule.name: rule for rule in (SP, MUP, SMUPAR, SMUPAR_INIT_ONLY, SMUPAR_LR_ONLY)}
 
-# Roles whose tensors weight decay shrinks, by what a run can choose. All is the rule; the others are there to compare.
+# The choices of a run for which roles get weight decay. "all" is our rule; the others are for comparison.
 DECAYED = {"all": ROLES, "matrices": ("embedding", "hidden", "unembedding"), "hidden": ("hidden",)}
 
 
@@ -154,7 +154,7 @@ def get_rule(name: str) -> Rule:
 
 
 def table() -> list[list[str]]:
-    """Table 1 in words, header first: what, one column for each rule, source."""
+    """Table 1 as text, header first: the quantity, a column for each rule, and the source."""
 
     def init(role: str) -> Callable[[Rule], str]:
         return lambda rule: rule.init_var[role].times("s^2")

@@ -1,1 +1,1 @@
-"""Side-by-side measurements: whole models (``models``) and sparse layers (``sparse``)."""
+"""Side-by-side measurements of complete models (``models``) and of sparse layers (``sparse``)."""

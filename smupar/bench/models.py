@@ -1,4 +1,5 @@
-"""Benchmarks of whole models. Both sides are measured in one run and reported as ratios. Benchmarks measure; tests check."""
+"""Benchmarks of complete models. All variants are measured in one run and reported as ratios. Benchmarks assert nothing; tests
+do."""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ _BASE_WIDTH = 256
 
 
 def bench_parameterize(*, repeats: int = 3, model: ModelConfig = _610M, planned: ModelConfig = _70B) -> str:
-    """parameterize on a 610M-parameter GPT against ``normal_`` of the same tensors, and a plan for a 70B-parameter one."""
-    about_plan = _bench_plan(planned)  # first, so that its memory shows in the peak
+    """Times parameterize on a 610M-parameter GPT against ``normal_`` of the same tensors, and a plan for a 70B GPT."""
+    about_plan = _bench_plan(planned)  # first, so that its memory shows in the process's peak
     densities = (1.0, 0.5, 0.0625)
     plain, ours = math.inf, dict.fromkeys(densities, math.inf)
     extra_bytes = {}
@@ -86,8 +87,8 @@ def _peak_mib() -> float:
 
 
 def bench_train(*, repeats: int = 3, run: RunConfig | None = None, micro_batch: int = 16, num_steps: int = 4) -> str:
-    """Steps of the 610M model, masked by smupar against the same model without it, in turns; with plain causal attention
-    and with ALiBi."""
+    """Times steps of the 610M model with smupar's masks against the same model without smupar, in turn. Both are measured with
+    plain causal attention and with ALiBi."""
     device, run, how = _large_run(run, micro_batch)
     peak = peak_flops(device, run.dtype)
     tokens = run.batch_size * run.seq_len
@@ -110,7 +111,7 @@ def bench_train(*, repeats: int = 3, run: RunConfig | None = None, micro_batch: 
 
 
 def _large_run(run: RunConfig | None, micro_batch: int) -> tuple[torch.device, RunConfig, Execution]:
-    """The 610M model, or another one, at sparsity 0.75 in two micro-batches, and where it runs."""
+    """The device, the run at sparsity 0.75 (by default the 610M model), and its execution in two micro-batches."""
     device = pick_device("auto")
     refuse(
         run is None and device.type != "cuda",
@@ -125,7 +126,8 @@ def _smupar_step(config: RunConfig, how: Execution, device: torch.device) -> Cal
 
 
 def _plain_step(config: RunConfig, how: Execution, device: torch.device) -> Call:
-    """What a user would write without smupar: the same GPT, AdamW, autocast and compile, no masks, groups or factors."""
+    """The step that a user would write without smupar: the same GPT, AdamW, autocast and compile, but no masks, groups or
+    factors."""
     model = on_meta(config.model).to_empty(device=device)
     model.tie()
     for parameter in model.parameters():
@@ -156,8 +158,8 @@ def _plain_step(config: RunConfig, how: Execution, device: torch.device) -> Call
 def _compare(
     sides: Mapping[str, Call], repeats: int, num_steps: int, device: torch.device, *, warm_up: int
 ) -> tuple[dict[str, float], int]:
-    """Median seconds of a step for each side, after steps that compile and warm up. Also the number of bytes by which the peak
-    of the GPU's memory grew during the measurement."""
+    """Median seconds of a step for each side, after steps that compile and warm up. Also returns by how many bytes the GPU's
+    peak memory grew during the measurement."""
     for step in sides.values():
         seconds_of(step, warm_up, device)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
@@ -183,7 +185,8 @@ def _num_parameters(config: ModelConfig) -> int:
 
 
 def bench_updates(*, repeats: int = 3, run: RunConfig | None = None, micro_batch: int = 16, num_steps: int = 10) -> str:
-    """Steps of the 610M model that follow a trace, every fifth one measured, against the same steps without, in turns."""
+    """Times steps of the 610M model that follow a trace against the same steps without a trace, in turn. Every fifth step
+    measures its update."""
     device, run, how = _large_run(run, micro_batch)
     hidden = [row for row in plan_on_meta(run) if row.role == "hidden"]
     trace = Trace(run.steps, [0], {row.name: [1.0] for row in hidden}, {row.name: row.shape for row in hidden}, run.optimizer)
@@ -191,7 +194,7 @@ def bench_updates(*, repeats: int = 3, run: RunConfig | None = None, micro_batch
         trace.save(f"{folder}/trace.json")
         sides = {"plain": _smupar_step(run, how, device)}
         sides["following"] = _smupar_step(replace(run, follow=f"{folder}/trace.json"), how, device)
-    seconds, grown = _compare(sides, repeats, num_steps, device, warm_up=21)  # the first steps are all measured
+    seconds, grown = _compare(sides, repeats, num_steps, device, warm_up=21)  # each of the first steps measures its update
     plain, following = seconds["plain"], seconds["following"]
     return (
         f"{_device_name(device)}, torch {torch.__version__}, {run.dtype}, {_num_parameters(run.model):,} parameters, "
@@ -209,8 +212,8 @@ _CASES = ((256, 512), (256, 8192), (512, 8192), (1024, 8192), (2048, 8192))
 
 def bench_sweep(*, repeats: int = 3, cases: Sequence[tuple[int, int]] = _CASES, num_steps: int = 20) -> str:
     """Milliseconds per step and model of a 2-layer GPT with a vocabulary of 8192, for several (width, tokens per step). It
-    compares the compiled loop that people write, one model at a time with a captured step (as in ``train --graph``, and as in
-    the serial engine), and many models stacked."""
+    compares four ways: the compiled loop that people write, a captured step for one model at a time (as in ``train --graph``),
+    the serial engine, and many models stacked."""
     device = pick_device("auto")
     how = Execution(device=str(device))
     peak = peak_flops(device, "bf16")
@@ -251,7 +254,8 @@ def bench_sweep(*, repeats: int = 3, cases: Sequence[tuple[int, int]] = _CASES, 
 
 
 def bench_data(*, repeats: int = 3, num_tokens: int = 200_000_000, batch_size: int = 504, seq_len: int = 2048) -> str:
-    """Batches of the paper's size from shards of 16-bit tokens on disk, pages warm: fastest of ``repeats`` rounds of ten."""
+    """Times batches of the paper's size from shards of 16-bit tokens on disk, with a warm page cache. Reports the fastest of
+    ``repeats`` rounds of ten batches."""
     with tempfile.TemporaryDirectory() as folder:
         made = np.random.default_rng(0).integers(50257, size=num_tokens, dtype=np.uint16)
         write_tokens(folder, made, TokenizerInfo("random", 50257, None, ""), shard_tokens=num_tokens // 4)

@@ -28,7 +28,7 @@ from smupar.plan.optimizers import FAMILIES, OPTIMIZERS, OptimizerFacts, facts_o
 from smupar.plan.plan import Plan, PlanRow, PlanWarning
 from smupar.plan.reminders import shows_scale
 
-# A sample std of n weights scatters by 1 / sqrt(2 n); six of those are never reached by chance.
+# The sample std of n weights has a relative standard error of 1 / sqrt(2 n). Chance never reaches six standard errors.
 _SIGMAS = 6.0
 
 
@@ -38,9 +38,9 @@ class Finding:
 
     text: str
     cause: str
-    name: str = ""  # of the parameter, layer or groups
-    ratio: float = math.nan  # what was measured over what was planned; nan where that means nothing
-    parameters: tuple[str, ...] = ()  # those that have this ratio, if the name is not a parameter's
+    name: str = ""  # name of the parameter, layer or groups
+    ratio: float = math.nan  # measured value divided by planned value; NaN if there is no such ratio
+    parameters: tuple[str, ...] = ()  # the parameters with this ratio, if ``name`` is not a parameter
 
     def __str__(self) -> str:
         return self.text
@@ -53,7 +53,8 @@ class AuditError(ValueError):
         self.findings = findings
         shown = "\n".join(f"  - {line}" for line in findings[:20])
         more = f"\n  ... and {len(findings) - 20} more" if len(findings) > 20 else ""
-        super().__init__(f"{len(findings)} differences from the plan:\n{shown}{more}")
+        differ = "difference" if len(findings) == 1 else "differences"
+        super().__init__(f"{len(findings)} {differ} from the plan:\n{shown}{more}")
 
 
 def audit(
@@ -61,9 +62,9 @@ def audit(
 ) -> list[str]:
     """Compares model and optimizer with the plan. Raises AuditError with every difference; returns what you still have to set.
 
-    Call it before the first step. Once training has begun, the std of weights is not checked. The audit sees this from the
-    optimizer's state and from the guard, unless ``trained`` says whether it has begun. With ``lr`` the base learning rate
-    itself is checked too; without it only ratios between parameters are. ``optimizer`` may be a list.
+    Call it before the first step. Once training has begun, the std of weights is not checked. The audit sees from the
+    optimizer's state and the guard whether training has begun, unless ``trained`` says so. With ``lr``, the base learning rate
+    is checked too; without it, only ratios between parameters are. ``optimizer`` may be a list.
 
     The audit leaves ``guard`` on the optimizers, to watch schedulers that are made later.
     """
@@ -86,7 +87,7 @@ def unsettled(model: nn.Module, plan: Plan) -> dict[str, str]:
 def differences(
     model: nn.Module, plan: Plan, optimizer: Any = None, *, lr: float | None = None, trained: bool | None = None
 ) -> list[Finding]:
-    """What ``audit`` would raise, as a list."""
+    """The differences that ``audit`` would raise, as a list."""
     model, all_optimizers = unwrapped(model), optimizers(optimizer)
     parameters = dict(model.named_parameters())
     if trained is None:
@@ -108,7 +109,7 @@ def _other_parameters(
     for row in plan:
         if row.name not in parameters:
             yield Finding(
-                f"{row.name!r} is not in the model: the plan is of another one, make a new plan", "another model", row.name
+                f"{row.name!r} is not in the model: the plan is for another model, make a new plan", "another model", row.name
             )
     groups = [group for each in all_optimizers for group in each.param_groups if "lr_factor" not in group]
     given_a_group = {id(parameter) for group in groups for parameter in group["params"]}
@@ -136,7 +137,7 @@ def _weights(model: nn.Module, kept: ModelWeight, row: PlanRow, *, check_std: bo
     if row.masked and not kept.is_masked:
         yield Finding(f"{row.name!r} has no mask: call smupar.attach(model, plan)", "mask missing", row.name)
         return
-    if kept.is_masked:  # by the plan, or added for masks that move
+    if kept.is_masked:  # masked by the plan, or by a sparsifier
         yield from _mask(model, kept, weight, row)
     if not bool(torch.isfinite(weight).all()):
         yield Finding(
@@ -182,7 +183,7 @@ def _mask(model: nn.Module, kept: ModelWeight, weight: Tensor, row: PlanRow) -> 
         used = whole(getattr(model.get_submodule(path), row.name.split(".")[-2]).detach())
         if used.shape == mask.shape and used.masked_fill(mask, 0).count_nonzero():
             yield Finding(
-                f"{row.name!r} is masked, but what its parametrization makes of it is not: remove that, or keep it dense",
+                f"{row.name!r} is masked, but the weight that its parametrization computes is not: remove it, or keep it dense",
                 "off-mask weights",
                 row.name,
             )
@@ -200,7 +201,8 @@ def _std(kept: Tensor, row: PlanRow, planned: float) -> Iterator[Finding]:
             1 - num_zero / size,
         )
         return
-    # In parts: the whole in double precision takes twice the memory, and in single precision a sum of so many drifts.
+    # Squares are summed in parts: a full copy in double precision would take twice the memory, and a long sum in single
+    # precision would be inaccurate.
     squares = torch.stack([part.double().square().sum() for part in kept.split(2**22)])
     measured = math.sqrt(squares.sum().item() / size)
     if abs(measured - planned) > planned * (_SIGMAS / math.sqrt(2 * size) + torch.finfo(kept.dtype).eps):
@@ -223,7 +225,7 @@ def _forward_factor(module: nn.Module, path: str, factor: float, row: PlanRow, d
         yield Finding(f"{layer} does not apply its forward factor {factor:.6g}: {remedy}", cause, path)
         return
     applied, tolerance = float(getattr(module, FACTOR)), 1e-6
-    if math.isclose(applied, factor, rel_tol=tolerance):  # else it was rounded by .bfloat16(), or changed
+    if math.isclose(applied, factor, rel_tol=tolerance):  # otherwise .bfloat16() rounded the buffer, or it was changed
         measured = _measured_factor(module)
         applied, tolerance = factor if measured is None else measured, max(1e-3, torch.finfo(dtype).eps)
     if not math.isclose(applied, factor, rel_tol=tolerance):
@@ -242,10 +244,10 @@ def _measured_factor(module: nn.Module) -> float | None:
     weight = getattr(module, kind.weights, None)
     if not isinstance(weight, Tensor) or is_sharded(weight) or (kind.is_lookup and not is_plain_lookup(module)):
         return None
-    training, module.training = module.training, False  # noise that a hook adds in training is no factor
+    training, module.training = module.training, False  # a hook may add noise in training, which is not a factor
     try:
         return _probe_lookup(module, weight) if kind.is_lookup else _probe_input(module, weight)
-    except Exception:  # a hook of the user's that wants a real input: then the buffer must do
+    except Exception:  # a hook of the user's may need a real input: then the buffer's value has to be trusted
         return None
     finally:
         module.training = training
@@ -259,12 +261,12 @@ def _probe_lookup(module: nn.Module, weight: Tensor) -> float | None:
 
 
 def _probe_input(module: nn.Module, weight: Tensor) -> float:
-    """What the hooks before the forward pass make of an input of 1."""
+    """The value to which the hooks before the forward pass change an input of 1."""
     seen: list[Tensor] = []
 
     def stop(_: nn.Module, args: tuple[Tensor, ...]) -> None:
         seen.append(args[0])
-        raise StopIteration  # the layer itself cannot go on with a probe
+        raise StopIteration  # the layer cannot compute an output from the probe
 
     with module.register_forward_pre_hook(stop), suppress(StopIteration):
         module(torch.ones(1, dtype=weight.dtype, device=weight.device))
@@ -278,9 +280,9 @@ def _probe_input(module: nn.Module, weight: Tensor) -> float:
 class _Held:
     optimizer: torch.optim.Optimizer
     family: str
-    facts: OptimizerFacts  # about optimizers of the family: the user may have named that for an optimizer of their own
-    planned: list[tuple[PlanRow, dict[str, Any]]]  # with the groups of the parameters
-    is_masked: bool  # some of its parameters
+    facts: OptimizerFacts  # facts about the family's optimizers: users may name the family of an optimizer of their own
+    planned: list[tuple[PlanRow, dict[str, Any]]]  # the parameters' rows in the plan, with their groups
+    is_masked: bool  # whether any of its parameters is masked
     lr: float | None
 
 
@@ -317,7 +319,7 @@ def _family(optimizer: torch.optim.Optimizer) -> str:
         labels = {str(group["family"]) for group in optimizer.param_groups if "family" in group}
         if len(labels) != 1 or not labels <= set(FAMILIES.values()) or facts_of(optimizer).no_rule:
             raise
-        return labels.pop()  # an optimizer of the user's own, whose family they named in param_groups
+        return labels.pop()  # the user's own optimizer, whose family they named in param_groups
 
 
 def _ownership(parameters: dict[str, nn.Parameter], owners: Counter[str]) -> Iterator[Finding]:
@@ -331,7 +333,7 @@ def _ownership(parameters: dict[str, nn.Parameter], owners: Counter[str]) -> Ite
             )
         if owners[name] > 1:
             yield Finding(
-                f"{name!r} is in {owners[name]} groups and would be stepped as often: "
+                f"{name!r} is in {owners[name]} groups, so each step would update it that often: "
                 "with two optimizers use param_groups(..., only='hidden') for one and only='rest' for the other",
                 "optimizer",
                 name,
@@ -339,7 +341,7 @@ def _ownership(parameters: dict[str, nn.Parameter], owners: Counter[str]) -> Ite
 
 
 def _learning_rates(held: _Held) -> Iterator[Finding]:
-    """What the first check that finds something says: the findings of later ones would follow from it."""
+    """The findings of the first check that finds something. Findings of later checks would only be its consequences."""
     yield from next(filter(None, (list(check(held)) for check in (_other_family, _not_hidden, _ratios, _rates))), [])
 
 
@@ -375,8 +377,8 @@ def _ratios(held: _Held) -> Iterator[Finding]:
 
 def _rates(held: _Held) -> Iterator[Finding]:
     ours = [(row, group) for row, group in held.planned if "lr_factor" in group]
-    # Beside groups of ours, others are the user's own choice. A scheduler keeps the rate it started from as initial_lr, also
-    # while a warm-up holds lr at 0; OneCycleLR as max_lr.
+    # If some groups are ours, the rates of other groups are the user's choice. A scheduler stores the rate it started from as
+    # initial_lr, even while a warm-up holds lr at 0; OneCycleLR stores it as max_lr.
     started = [
         (row.name, row.lr_factor(held.family), float(group.get("max_lr", group.get("initial_lr", group["lr"]))))
         for row, group in ours or held.planned
@@ -399,7 +401,7 @@ def _rates(held: _Held) -> Iterator[Finding]:
 
 
 def _unused_decay(held: _Held) -> Iterator[Finding]:
-    """Finds weight decay that was given to the optimizer itself. It does nothing, since groups have their own."""
+    """Finds weight decay that was passed to the optimizer itself, where it has no effect, since every group has its own."""
     given = held.optimizer.defaults.get("weight_decay")
     default = inspect.signature(type(held.optimizer)).parameters.get("weight_decay")
     ours = [group for group in held.optimizer.param_groups if "lr_factor" in group]
@@ -408,7 +410,7 @@ def _unused_decay(held: _Held) -> Iterator[Finding]:
     used = [decay for group in ours for decay in (group["weight_decay"], group["weight_decay"] * group["lr_factor"])]
     if not any(math.isclose(given, decay, rel_tol=1e-6) for decay in used):
         yield Finding(
-            f"weight_decay={given:g} was given to {name_of(held.optimizer)}, where it does nothing, since every group has its "
+            f"weight_decay={given:g} was given to {name_of(held.optimizer)}, where it has no effect, since every group has its "
             "own: pass it to param_groups(..., weight_decay=...)",
             "optimizer",
         )
@@ -417,12 +419,12 @@ def _unused_decay(held: _Held) -> Iterator[Finding]:
 def _other_options(held: _Held) -> Iterator[Finding]:
     if held.is_masked and any(group.get("eps") == 0 for group in held.optimizer.param_groups):
         yield Finding(
-            "an epsilon of 0 divides 0 by 0 where weights are off the mask, and they become no numbers: leave it at 1e-8",
+            "with an epsilon of 0, the update of a weight off the mask is 0 / 0, which is NaN: leave epsilon at 1e-8",
             "optimizer",
         )
     if held.facts.hidden_only and any(group.get("adjust_lr_fn") == "match_rms_adamw" for group in held.optimizer.param_groups):
         yield Finding(
-            f"{held.facts.name} with adjust_lr_fn='match_rms_adamw' sizes its update in another way than the rule: use the "
+            f"{held.facts.name} with adjust_lr_fn='match_rms_adamw' scales its updates differently from the rule: use the "
             "default",
             "LR",
         )

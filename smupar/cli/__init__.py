@@ -1,2 +1,2 @@
-"""The command line: parsing argv into a call (``main``), the commands, their flags, and turning what was typed into a
-configuration."""
+"""The command line. ``main`` parses argv into a call, ``commands`` holds the commands, ``flags`` makes their flags, and
+``resolve`` turns the typed flags into a configuration."""

@@ -1,5 +1,5 @@
-"""The commands, as plain functions. Those of ``smupar data`` and ``smupar eval`` have files of their own. Each command imports
-what it needs when it runs, so that ``smupar --help`` is fast."""
+"""The commands, as plain functions. The commands of ``smupar data`` and ``smupar eval`` are in data.py and evaluation.py. Each
+command imports what it needs when it runs, so that ``smupar --help`` is fast."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def generate(config: Annotated[Typed, GenerateConfig]) -> None:
 
 
 def export(config: Annotated[Typed, ExportConfig]) -> None:
-    """Write a model as a folder to share: safetensors with all factors folded in, and for a run also a model card.
+    """Write a model to a folder to share, as safetensors with all factors folded in. For a run, also write a model card.
 
-    The folder that save_pretrained wrote for a Hugging Face model becomes one that a plain from_pretrained reads.
+    From a folder that save_pretrained wrote for a Hugging Face model, make a folder that a plain from_pretrained reads.
     """
     from smupar.lm.use import export as runs
 
@@ -69,7 +69,7 @@ def export(config: Annotated[Typed, ExportConfig]) -> None:
 
 
 def report(folder: tyro.conf.Positional[str], parquet: bool = False) -> None:
-    """Write the page, picture and table of a study again, from the runs that are finished.
+    """Write the page, picture and table of a study again, from its finished runs.
 
     Args:
         folder: Folder of the study.
@@ -107,10 +107,10 @@ def bench(
     """Measure time and memory of two or more variants, side by side in one run.
 
     Args:
-        what: parameterize: parameterize against a plain normal_ of the same tensors. train: the 610M model on a GPU with
-            masks against the same model without smupar, for causal attention and for ALiBi. updates: the same model with and
-            without a trace that it follows, on a GPU. sweep: many small models, one by one and stacked. data: how fast shards
-            are read. sparse: layers that keep only their non-zeros against dense layers.
+        what: parameterize: parameterize, compared with a plain normal_ of the same tensors. train: the 610M model on a GPU with
+            masks, compared with the same model without smupar, for causal attention and for ALiBi. updates: the 610M model on
+            a GPU, with and without following a trace. sweep: many small models, one by one and stacked. data: how fast
+            batches are read from shards. sparse: layers that keep only their non-zeros, compared with dense layers.
         repeats: Number of runs of each variant.
         out: For sparse: a folder for the numbers as JSON and the picture.
         device: For sparse: cpu or cuda. Default: a GPU if there is one.
@@ -149,7 +149,7 @@ def train(
 ) -> None:
     """Train a sparse GPT. Without flags it trains on the source of Python's standard library, for a minute on two cores.
 
-    If a run is interrupted or killed, the same command goes on from the last checkpoint. On several devices: torchrun
+    If a run is interrupted or killed, the same command resumes from the last checkpoint. On several devices, run torchrun
     --nproc-per-node 8 -m smupar train ...
 
     Args:
@@ -186,7 +186,7 @@ def sweep(
 
     Args:
         axes: FIELD=VALUE,VALUE,... for any fields of a run: lr=2^-10..2^-4 rule=sp,smupar sparsity=0,0.75
-        out: Folder of the study. If you start it again, only what is missing is run.
+        out: Folder of the study. If you run the command again, it runs only what is missing.
     """
     from smupar.study.space import parse_axes
     from smupar.study.sweep import define_sweep
@@ -203,7 +203,7 @@ def transfer(
     """Sweep one hyperparameter on the dense proxy and on wide sparse targets, and say how far the optimum of each rule moved.
 
     Args:
-        out: Folder for picture.png, report.html and table.csv. If you start it again, only what is missing is run.
+        out: Folder for picture.png, report.html and table.csv. If you run the command again, it runs only what is missing.
         hps: best.json of `smupar tune`, for the hyperparameters that are not swept.
     """
     from smupar.study.transfer import define_transfer
@@ -214,11 +214,11 @@ def transfer(
 def _run_and_report(
     out: str, definition: StudyDefinition, how: Typed, after: Callable[[Study], None] = lambda study: None
 ) -> None:
-    """Runs what is missing of a study, then ``after``, then writes the report; all while the folder is locked."""
+    """Runs the missing runs of a study, calls ``after`` and writes the report. The folder stays locked meanwhile."""
     from smupar.study.engines import run_study
     from smupar.study.report import write_report
 
-    command = shlex.join(["smupar", *sys.argv[1:]])  # for the page
+    command = shlex.join(["smupar", *sys.argv[1:]])  # the report's page shows the command
     with run_study(out, definition, command, EngineConfig(**how)) as (study, _):
         after(study)
         print(write_report(study, definition))
@@ -239,17 +239,18 @@ def reproduce(
     settings: bool = False,
     dry_run: bool = False,
 ) -> None:
-    """Reproduce figures and tables of the paper: picture, rows, and whether its claim holds here (exit code 1 if not).
+    """Reproduce figures and tables of the paper: draw the picture, write the rows, and decide whether the paper's claim holds
+    here (exit code 1 if not).
 
     Args:
-        figures: fig06, tab01, ...; or all, which has tab02 only with --data-dir.
+        figures: fig06, tab01, ...; or all (tab02 is included only with --data-dir).
         scale: cpu: minutes on two cores; small: minutes on one GPU; paper: as printed.
-        data: Folder made by `smupar data prepare`; at scale cpu default Python's own source.
-        data_dir: tab02: folder with local copies of the tasks as JSONL; default the harness's own, online.
-        weight_decay: Of all runs; 0 for the figures without decay.
-        clip: Largest norm of the gradient; 0: none, as in the figures without decay.
-        out: Folder of the runs, which figures share, and of the results. Started again, only what is missing is run.
-        publish: Folder for a page of results, its rows and its picture, as in docs/results.
+        data: Folder made by `smupar data prepare`. Default at scale cpu: the source of Python's standard library.
+        data_dir: For tab02: folder with local copies of the tasks as JSONL. Default: the harness downloads its own.
+        weight_decay: Weight decay of all runs. Published pages marked "without weight decay" used 0.
+        clip: Largest allowed gradient norm in all runs. 0 turns clipping off.
+        out: Folder for results, and for runs, which figures share. If you run the command again, it runs only what is missing.
+        publish: Also write a page of results, its rows and its picture to this folder, as in docs/results.
         list: List the figures and tables.
         settings: Print Table 4, and the settings of the smaller scales.
         dry_run: Print runs, parameters, tokens, FLOPs, hours and memory, and run nothing.
@@ -283,7 +284,7 @@ def reproduce(
 def tune(config: Annotated[Typed, TuneConfig], how: Engine, out: str = "runs/tune") -> None:
     """Search lr, init_std, alpha_input and alpha_output on the dense proxy of base width, as in the paper's Table 3.
 
-    Writes best.json for --hps of train and transfer. If you start it again, only what is missing is run.
+    Writes best.json for --hps of train and transfer. If you run the command again, it runs only what is missing.
 
     Args:
         out: Folder of the study.
@@ -296,11 +297,11 @@ def tune(config: Annotated[Typed, TuneConfig], how: Engine, out: str = "runs/tun
 
 def _ending(summary: Summary, config: RunConfig) -> str:
     if summary.status in ("interrupted", "terminated"):
-        return f"{summary.status} and saved at step {summary.steps} of {config.steps}: the same command goes on"
+        return f"{summary.status} and saved at step {summary.steps} of {config.steps}: run the same command to resume"
     if summary.status == "diverged":
         return (
-            f"diverged: the loss is no number at step {summary.steps}, base LR {config.lr:g}: lower --lr, "
-            f"or set --clip; {summary.folder} says so"
+            f"diverged: the loss became NaN or infinite at step {summary.steps}, base LR {config.lr:g}: lower --lr, "
+            f"or set --clip; the run is recorded in {summary.folder}"
         )
     return (
         f"train loss {summary.train_loss:.3f}, validation loss {summary.valid_loss:.3f} nats per token at "

@@ -1,4 +1,4 @@
-"""``smupar data``: text on disk, as tokens."""
+"""``smupar data`` turns text into tokens on disk, and checks them."""
 
 from __future__ import annotations
 
@@ -44,4 +44,4 @@ DataStep = tyro.conf.OmitSubcommandPrefixes[
 
 def data(step: DataStep) -> None:
     """Turn text into tokens on disk, and check them: `smupar data prepare` and `smupar data verify`."""
-    # For the help alone: main.parse finds both steps before it looks at this.
+    # This function exists for its help text only: main.parse recognises both steps before it would call this.

@@ -1,4 +1,4 @@
-"""Lists what is installed, for ``smupar --version``. It reads the packages' own records, so nothing has to be imported."""
+"""Lists what is installed, for ``smupar --version``. It reads package metadata, so no package has to be imported."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from importlib.metadata import PackageNotFoundError, requires, version
 
 from smupar import __version__
 
-_NOT_FOR_USERS = ("all", "dev")  # extras that are made of others
+_NOT_FOR_USERS = ("all", "dev")  # extras that only combine other extras
 
 
 def describe() -> str:
-    """Version, Python, torch, machine, and which extras are there."""
+    """The versions of smupar, Python and torch, the platform, and which extras are installed."""
     extras = {extra: all(map(_version, packages)) for extra, packages in _extras().items()}
     missing = [extra for extra, is_there in extras.items() if not is_there]
     lines = [
@@ -26,7 +26,7 @@ def describe() -> str:
 
 
 def _extras() -> dict[str, list[str]]:
-    """Packages of every extra, as pyproject.toml names them; empty if smupar lies here without being installed."""
+    """Packages of every extra, as pyproject.toml names them; empty if smupar runs from source without being installed."""
     extras: dict[str, list[str]] = {}
     try:
         lines = requires("smupar") or []

@@ -40,7 +40,7 @@ def score(
     requests: str = "requests.jsonl",
     out: str = "scores.jsonl",
 ) -> None:
-    """Compute the loglikelihoods that a file asks for. Needs no harness. If interrupted, the same command goes on.
+    """Compute the loglikelihoods that a file asks for, without the harness. If interrupted, run the same command to resume.
 
     Args:
         folder: Folder of a run, a checkpoint, an export, or a model that transformers reads.
@@ -64,7 +64,7 @@ def table(
         requests: File made by `smupar eval requests`.
         scores: Files made by `smupar eval score`, one for each model.
         out: Folder for results.json, table.md and table.csv.
-        data_dir: Folder with the local copies of the tasks, if it has moved since.
+        data_dir: Folder with the local copies of the tasks, if it has moved since the requests were written.
     """
     from smupar.integrations.lm_eval import tabulate
 

@@ -1,12 +1,12 @@
-"""Turns configurations into command-line flags. The result of parsing is what was typed: the values of those flags, by the
-names of their fields, and nothing else. ``resolve`` turns this into a configuration.
+"""Turns configurations into command-line flags. Parsing returns only the flags that the user typed, as a dictionary from field
+names to values, without defaults. ``resolve`` turns the dictionary into a configuration.
 
-A command is a plain function. It marks a parameter that takes the flags of a configuration as ``Annotated[Typed, RunConfig]``;
-the flags of nested configurations stand beside it. Take ``smupar plan --width 64`` and ``def plan(..., config: Run)``:
-1. ``parser_of(plan)`` has the signature of ``plan``, but its annotation of ``config`` is a dictionary type made by ``_flags``:
-   a key, and so a flag, for each field of RunConfig, with the field's docstring as help.
-2. tyro parses argv into that dictionary, without the keys whose flags are not typed: ``{"model": {"width": 64}}``.
-3. ``_flat`` takes nested configurations out: the call that is to be made is ``plan(config={"width": 64})``.
+A command is a plain function. A parameter annotated ``Annotated[Typed, RunConfig]`` receives RunConfig's flags; nested fields
+become flags of the same level. The example is ``smupar plan --width 64`` with ``def plan(..., config: Run)``:
+1. ``parser_of(plan)`` has the signature of ``plan``, but ``config`` is annotated with a dictionary type that ``_flags`` makes.
+   It has a key, and so a flag, for each field of RunConfig, with the field's docstring as help.
+2. tyro parses argv into that dictionary. Flags that were not typed have no key: ``{"model": {"width": 64}}``.
+3. ``flat`` flattens nested configurations: the call becomes ``plan(config={"width": 64})``.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ import tyro
 
 from smupar.lm.config.run import default_of, flat
 
-Typed: TypeAlias = dict[str, Any]  # the fields that were typed, by name
+Typed: TypeAlias = dict[str, Any]  # maps the fields that the user typed to their values
 Call: TypeAlias = partial[None]  # a command with its arguments
 
 
 def parser_of(command: Callable[..., None], shown: Mapping[type, Any]) -> Callable[..., Call]:
-    """``command`` in the form that tyro parses. The result is a call that has not been made yet, so that tyro does not handle
-    its errors. The help shows the fields of ``shown`` as defaults, which has an instance for each kind of configuration."""
+    """Wraps ``command`` for tyro. Parsing returns the call without making it, so that errors inside the command do not pass
+    through tyro. ``shown`` maps a configuration class to the instance whose values the help shows as defaults."""
     hints = get_type_hints(command, include_extras=True)
     kinds = {
         name: kind
@@ -43,7 +43,7 @@ def parser_of(command: Callable[..., None], shown: Mapping[type, Any]) -> Callab
     def parsed(*args: Any, **options: Any) -> Call:
         return partial(command, *args, **{name: flat(value) if name in kinds else value for name, value in options.items()})
 
-    # A factory, because tyro reads the parameters of the chosen command only.
+    # tyro reads only the chosen command's annotations, so dictionary types are made on demand.
     flags = {
         name: Annotated[Any, tyro.conf.arg(constructor_factory=partial(_flags, kind, shown.get(kind)))]
         for name, kind in kinds.items()
@@ -53,14 +53,14 @@ def parser_of(command: Callable[..., None], shown: Mapping[type, Any]) -> Callab
 
 
 def _disguise(function: Any, command: Callable[..., None], hints: dict[str, Any]) -> None:
-    """Makes ``function`` look like ``command`` to tyro, with other annotations. tyro takes names, order and defaults of
-    parameters from the signature, types from the annotations, and help from the docstring."""
+    """Makes ``function`` look like ``command`` to tyro, except for its annotations. tyro takes the names, order and defaults of
+    parameters from the signature, their types from the annotations, and their help from the docstring."""
     function.__doc__, function.__annotations__ = command.__doc__, hints
     function.__signature__ = inspect.signature(command)
 
 
 def _flags(kind: type[Any], shown: Any = None, described: str | None = None) -> Any:
-    """A dictionary type with a key for each field of ``kind``; tyro leaves out the keys whose flags are not typed."""
+    """A dictionary type with a key for each field of ``kind``. tyro leaves out keys whose flags were not typed."""
     hints, docs, keys = get_type_hints(kind), _docs_of_fields(kind.__module__), {}
     for item in fields(kind):
         hint, doc = hints[item.name], docs.get((kind.__name__, item.name))
@@ -83,7 +83,7 @@ def _words(value: Any) -> str:
 
 @lru_cache
 def _docs_of_fields(module: str) -> dict[tuple[str, str], str]:
-    """The string that follows a field in the source, by the names of its class and itself."""
+    """Maps (class name, field name) to the string literal below the field in the source."""
     classes = (node for node in ast.parse(inspect.getsource(sys.modules[module])).body if isinstance(node, ast.ClassDef))
     docs = {}
     for node in classes:

@@ -1,9 +1,9 @@
-"""The command line. argv is parsed into a call of a command, and then the call is made. Help shows the defaults that apply to
-the other flags that were typed.
+"""The command line: parses argv into the call of a command, then makes the call. Some defaults depend on other flags, so
+``--help`` shows the defaults for the flags that were typed with it.
 
-Exit codes, as in docs/command-line.md: 0 done, 1 a check or a claim that does not hold, 2 bad input or a full disk (one line
-says what and the remedy), 3 a run that diverged, 130 interrupted, 141 the reader of the output ended first, 143 ended by
-SIGTERM. A training run saves before it ends by a signal.
+Exit codes, as in docs/command-line.md: 0 success; 1 a check or claim does not hold; 2 bad input, or out of memory or disk (one
+line names the problem and the remedy); 3 a run diverged; 130 interrupted; 141 the reader of the output closed the pipe; 143
+ended by SIGTERM. A training run saves a checkpoint before a signal ends it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _STEPS: dict[tuple[str, ...], Callable[..., None]] = {
     ("eval", "score"): evaluation.score,
     ("eval", "table"): evaluation.table,
 }
-# The configurations whose defaults depend on what is typed, by command.
+# Commands whose defaults depend on other flags, with their configuration.
 _STARTS: dict[str, type[Any]] = {
     "plan": RunConfig,
     "train": RunConfig,
@@ -55,7 +55,7 @@ _STARTS: dict[str, type[Any]] = {
     "tune": TuneConfig,
 }
 _HELP = ("-h", "--help")
-_OF_THE_MACHINE = ("SafetensorError", "OutOfMemoryError", "MemoryError")  # out of memory or disk, told by libraries
+_OF_THE_MACHINE = ("SafetensorError", "OutOfMemoryError", "MemoryError")  # libraries raise these when memory or disk runs out
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -65,12 +65,12 @@ def main(argv: list[str] | None = None) -> None:
 
         print(describe())
         return
-    # Threads that wait must not spin for long: beside another job on the same cores a step took up to 30 times as long.
+    # Idle threads must not spin for long: with another job on the same cores, a step took up to 30 times as long.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # read when torch is loaded
     warnings.showwarning = lambda message, *_, **__: print(f"smupar: note: {message}", file=sys.stderr)
     try:
         _run([*argv, "--help"] if argv in ([], ["data"], ["eval"]) else argv)
-    except BrokenPipeError:  # `smupar ... | head` has read enough
+    except BrokenPipeError:  # the reader closed the pipe, as in `smupar ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except (ValueError, OSError, ModuleNotFoundError) as error:
@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _sentence_of(error: Exception) -> str:
-    if isinstance(error, OSError) and error.filename and error.strerror:  # the system's, not one of ours
+    if isinstance(error, OSError) and error.filename and error.strerror:  # raised by the operating system, not by smupar
         return f"{error.filename}: {error.strerror}. Name another path, or make this one usable"
     return str(error)
 
@@ -100,7 +100,7 @@ def _run(argv: list[str]) -> None:
 
 
 def _request(argv: list[str]) -> Request:
-    """What was typed besides --help; empty if there is a mistake in it."""
+    """The request that was typed besides --help; an empty request if it has a mistake."""
     if len(argv) > 1:
         with suppress(SystemExit):
             call = parse(argv, {}, prints=False)
@@ -110,7 +110,7 @@ def _request(argv: list[str]) -> Request:
 
 
 def parse(argv: list[str], shown: Mapping[type, Any], *, prints: bool = True) -> Call:
-    """The call that argv asks for. Help and mistakes end the program; help names the fields of ``shown`` as defaults."""
+    """The call that argv asks for. Help and mistakes end the program. Help shows the values in ``shown`` as defaults."""
     if step := _STEPS.get(tuple(argv[:2])):
         prog = f"smupar {argv[0]} {argv[1]}"
         return tyro.cli(parser_of(step, shown), prog=prog, args=argv[2:], console_outputs=prints)
@@ -118,7 +118,7 @@ def parse(argv: list[str], shown: Mapping[type, Any], *, prints: bool = True) ->
         {name: parser_of(command, shown) for name, command in COMMANDS.items()},
         prog="smupar",
         description="Tune a small dense model, train wide sparse ones with the same hyperparameters. "
-        "--version says what is installed; --tyro-print-completion bash (or zsh) prints what completes these commands.",
+        "--version says what is installed; --tyro-print-completion bash (or zsh) prints a completion script.",
         args=argv,
         console_outputs=prints,
     )

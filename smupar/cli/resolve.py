@@ -1,6 +1,6 @@
-"""Turns what was typed into a configuration, by pure functions that are called once, after parsing.
+"""Turns typed flags into a configuration. Its functions are pure, and are called once, after parsing.
 
-Tuned hyperparameters (``--hps``) override a preset, and flags override both. Flags that would do nothing are refused.
+Tuned hyperparameters (``--hps``) override the preset, and flags override both. A flag that would have no effect is refused.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ from smupar.study.config import SHORT, TransferConfig, TuneConfig
 
 Kind = TypeVar("Kind", RunConfig, TransferConfig, TuneConfig)
 
-# Fields that `transfer` sets itself.
+# Fields that `transfer` sets itself, with the flags to use instead.
 _SET_BY_TRANSFER = {
-    "width": "name the targets' with --widths, the proxy's with --base-width",
-    "sparsity": "name the targets' with --sparsities",
-    "rule": "name those to compare with --rules",
+    "width": "name the targets' widths with --widths, the proxy's with --base-width",
+    "sparsity": "name the targets' sparsities with --sparsities",
+    "rule": "name the rules to compare with --rules",
     "correction": "compare --rules smupar (as in the paper) and moment",
     "follow": "a trace of the proxy is recorded and followed by --rules measured",
     "record": "a trace of the proxy is recorded and followed by --rules measured",
 }
-# Fields that do something only together with some values of another field.
+# Fields that have an effect only if another field has one of these values.
 _NEEDS = {
     **{
         name: ("dynamic", tuple(dynamic for dynamic, method in MASK_METHODS.items() if name in method.fields))
         for name in ("mask_every", "mask_stop", "drop_fraction", "rounds", "correction")
     },
     "momentum": ("optimizer", names_with("momentum")),
-    "betas": ("optimizer", names_with("betas") + names_with("hidden_only")),  # there an AdamW trains the rest
+    "betas": ("optimizer", names_with("betas") + names_with("hidden_only")),  # then AdamW trains the rest
     "context": ("positions", ("learned",)),
 }
 
 
 @dataclass(frozen=True)
 class Request:
-    """What was typed, and what the files that it names hold."""
+    """The typed flags, and the contents of the files that they name."""
 
-    fields: Mapping[str, Any] = field(default_factory=dict)  # the fields of a configuration whose flags were typed
+    fields: Mapping[str, Any] = field(default_factory=dict)  # fields of the configuration whose flags were typed
     preset: str = "demo"
-    vocab_size: int = 0  # of the text's tokenizer
-    hps: Mapping[str, float] | None = None  # tuned hyperparameters, with the base width that they are for
+    vocab_size: int = 0  # vocabulary size of the text's tokenizer
+    hps: Mapping[str, float] | None = None  # tuned hyperparameters, and the base width at which they were tuned
     hps_file: str | None = None
 
 
 def start(kind: type[Kind], request: Request) -> Kind:
-    """The configuration before flags change it: what a user sees as defaults."""
+    """The configuration before flags change it. Help shows its values as defaults."""
     origin, values = _origin(kind, request)
     return changed(origin, values)
 
@@ -64,7 +64,7 @@ def resolve(kind: type[Kind], request: Request) -> Kind:
 
 
 def resolve_training(request: Request, *, dry_run: bool = False, machine: Mapping[str, Any] | None = None) -> RunConfig:
-    """The run to train, or the run whose cost on a ``machine`` is computed."""
+    """The run to train. With ``dry_run``, ``machine`` may name the machine for which its cost is computed."""
     before = start(RunConfig, request)
     _refuse_what_does_nothing(request.fields, before)
     for name in machine or {}:
@@ -73,8 +73,8 @@ def resolve_training(request: Request, *, dry_run: bool = False, machine: Mappin
 
 
 def _origin(kind: type[Kind], request: Request) -> tuple[Kind, dict[str, Any]]:
-    """The preset for this rule and width, as this kind of configuration, and the values that replace its own before flags
-    do."""
+    """The preset for this rule and width, as a configuration of this kind, and the values that replace the preset's before
+    flags are applied."""
     typed, values = request.fields, dict[str, Any]()
     run = preset(request.preset, typed.get("rule", "smupar"), typed.get("width"))
     if request.vocab_size > run.model.vocab_size:
@@ -83,8 +83,7 @@ def _origin(kind: type[Kind], request: Request) -> tuple[Kind, dict[str, Any]]:
         width = request.hps["base_width"]
         base_width = typed.get("base_width", width)
         refuse(
-            base_width != width,
-            f"what {request.hps_file} holds is for --base-width {width}, not {base_width}: leave the flag out",
+            base_width != width, f"{request.hps_file} was tuned at --base-width {width}, not {base_width}: leave the flag out"
         )
         values |= request.hps
     if issubclass(kind, RunConfig):
@@ -96,7 +95,7 @@ def _origin(kind: type[Kind], request: Request) -> tuple[Kind, dict[str, Any]]:
 
 
 def _refuse_what_transfer_sets(typed: Mapping[str, Any]) -> None:
-    swept = {typed.get("axis", "lr"): "it is what is swept, name its values with --values"}
+    swept = {typed.get("axis", "lr"): "it is the swept field, name its values with --values"}
     for name, remedy in (_SET_BY_TRANSFER | swept).items():
         refuse(name in typed, f"transfer has no use for {_flag(name)}: {remedy}")
 

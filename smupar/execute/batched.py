@@ -1,6 +1,6 @@
-"""The parts of a step of many models, as functions of tensors with a leading dimension of models: the loss and its gradient, by
-``torch.func``, and the updates. torch's own optimizers take no vector of learning rates, so the updates are written out; they
-are those of torch.optim, number for number."""
+"""The parts of a step of many models, as functions of tensors with a leading dimension of models. ``torch.func`` computes the
+losses and gradients. torch's own optimizers take no vector of learning rates, so the updates are written out here; they give
+the same numbers as torch.optim."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class _Loss(nn.Module):
 
 
 class BatchedLoss:
-    """The losses of ``num_models`` models like ``model``. A single one is not batched at all, which is faster."""
+    """The losses of ``num_models`` models like ``model``. A single model is not batched at all, which is faster."""
 
     def __init__(
         self, model: nn.Module, loss_fn: LossFn, num_models: int, dtype: torch.dtype | None, *, own_batches: bool
     ) -> None:
         self.template = _Loss(copy.deepcopy(model).to("meta"), loss_fn)
-        # Further names of tied parameters: the copy on the meta device has lost the tie.
+        # The copy on the meta device loses ties, so the other names of tied parameters are stored here.
         first = {id(parameter): name for name, parameter in model.named_parameters()}
         every = model.named_parameters(remove_duplicate=False)
         self.aliases = {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
@@ -65,7 +65,7 @@ class BatchedLoss:
         names: Iterable[str],
         take: Callable[[Tensor], Tensor],
     ) -> Tensors:
-        """What ``take`` makes of the inputs of each weight's layer."""
+        """``take`` applied to the inputs of each weight's layer, by name of the weight."""
         seen: Tensors = {}
 
         def hook(name: str) -> Callable[[nn.Module, Any], None]:
@@ -105,7 +105,7 @@ class BatchedLoss:
         return _pytree.tree_map(lambda t: t[None], result)
 
 
-# What an optimizer takes from a weight; its state is changed in place
+# The amount that an optimizer subtracts from a weight; these functions change the optimizer's state in place
 
 
 def _adam(state: State, grad: Tensor, lr: Tensor, eps: Tensor, number: Tensor, betas: Betas, momentum: float) -> Tensor:
@@ -117,7 +117,7 @@ def _adam(state: State, grad: Tensor, lr: Tensor, eps: Tensor, number: Tensor, b
 
 
 def _sgd(state: State, grad: Tensor, lr: Tensor, eps: Tensor, number: Tensor, betas: Betas, momentum: float) -> Tensor:
-    for mean in state:  # none without momentum
+    for mean in state:  # the state is empty without momentum
         grad = mean.mul_(momentum).add_(grad)
     return lr * grad
 
@@ -135,7 +135,7 @@ def _muon(state: State, grad: Tensor, lr: Tensor, eps: Tensor, number: Tensor, b
     return math.sqrt(max(1.0, grad.shape[-2] / grad.shape[-1])) * lr * _orthogonalised(grad.lerp(mean, momentum))
 
 
-# By the name of the optimizer: (state, gradient, LR, epsilon, step, betas, momentum) -> what is taken from the weight
+# By the name of the optimizer: (state, gradient, LR, epsilon, step, betas, momentum) -> amount to subtract from the weight
 CHANGES: dict[str, Callable[[State, Tensor, Tensor, Tensor, Tensor, Betas, float], Tensor]] = {
     "AdamW": _adam,
     "Adam": _adam,

@@ -1,4 +1,4 @@
-"""Steps that do not wait for the host. For small models most of a step's time goes into telling the GPU what to do next."""
+"""Steps that do not wait for the host. For small models, launching work on the GPU takes most of a step's time."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Calls before the capture: compilation, lazily made optimizer state and library handles must be through by then, and the search
-# for the fastest 2:4 product (execute/sparse/semi).
+# Number of calls before the capture. By then compilation, lazily created optimizer state and library handles, and the search
+# for the fastest 2:4 product (execute/sparse/semi) must be finished.
 WARM_UP = 3
-# Of a compiled function, in one process.
+# The limit that compile_static sets on the compiled versions of a function in one process.
 _VERSIONS = 1024
 
 
 class Upload:
     """Copies host tensors to a device. The host does not wait for work that the device still has to do.
 
-    A plain copy from pageable memory waits. So there are a few pinned buffers of each shape, which are used in turns. They live
-    as long as this object, since making and freeing pinned memory would disturb a capture.
+    A plain copy from pageable memory would wait. So each shape has a few pinned buffers, which are used in turn. They live as
+    long as this object, since allocating or freeing pinned memory would disturb a capture.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,7 +31,7 @@ class Upload:
         if self.device.type != "cuda":
             return value.to(self.device)
         turns = self.buffers.setdefault((value.shape, value.dtype), deque())
-        if len(turns) < 8:  # steps that the host may be ahead of the GPU
+        if len(turns) < 8:  # the host may be this many steps ahead of the GPU
             pinned, copied = torch.empty(value.shape, dtype=value.dtype, pin_memory=True), torch.cuda.Event()
         else:
             pinned, copied = turns.popleft()
@@ -59,8 +59,8 @@ def compile_static(fn: Callable[..., Tensor], **options: Any) -> Callable[..., T
 class Graphed:
     """Calls ``fn(*inputs)``. The first few calls run as usual; then a call is captured once, and replayed from then on.
 
-    ``fn`` must do the same work each time, on tensors that stay where they are, and never ask the GPU for a number. What it
-    returns is overwritten by the next call.
+    ``fn`` must do the same work each time, on tensors that stay in place, and must never read a number back from the GPU. The
+    next call overwrites the result.
     """
 
     def __init__(self, fn: Callable[..., Tensor]) -> None:
@@ -68,11 +68,12 @@ class Graphed:
         self.graph = torch.cuda.CUDAGraph()
         self.inputs: tuple[Tensor, ...] = ()
         self.output: Tensor | None = None
-        self.stream = torch.cuda.Stream()  # one stream for all calls: gradients remember where they were made
+        self.stream = torch.cuda.Stream()  # one stream for all calls, because gradients are tied to the stream that made them
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         self.num_calls += 1
-        # The same tensors from the first call on: for other strides a compiled function would be compiled again, amid capture.
+        # Inputs are copied into the same tensors from the first call on. With other strides, a compiled function would be
+        # compiled again, in the middle of the capture.
         if not self.inputs:
             self.inputs = tuple(torch.empty_like(value, memory_format=torch.contiguous_format) for value in inputs)
         for mine, value in zip(self.inputs, inputs, strict=True):

@@ -26,7 +26,7 @@ from smupar.plan.optimizers import facts_for_role, family_of, names_with
 from smupar.plan.plan import Plan
 from smupar.plan.settings import refuse
 
-# Models whose activations are held at once where a gradient is computed outside of the compiled step.
+# Number of models whose activations are held at once when gradients are computed outside the compiled step.
 _CHUNK = 4
 SUPPORTED = names_with("stackable")
 
@@ -36,7 +36,7 @@ class Hyperparameters:
     """One model's optimizer: the arguments of ``param_groups`` and of the optimizer, with torch's defaults."""
 
     lr: float
-    rest_lr: float | None = None  # the rate of an AdamW on all that is not hidden; default none, for muon lr
+    rest_lr: float | None = None  # LR of an AdamW for all but hidden weights. None: no such AdamW; with muon its LR is lr
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     eps_scaling: str = "constant"
@@ -49,29 +49,29 @@ class Hyperparameters:
 
 @dataclass(frozen=True)
 class StackTensors:
-    """All that a step reads and writes, with a leading dimension of models; dictionaries are by parameter name."""
+    """The tensors that a step reads and writes, with a leading dimension of models. Dictionary keys are parameter names."""
 
     params: dict[str, Tensor]
     buffers: dict[str, Tensor]
     masks: dict[str, Tensor]
-    state: dict[str, list[Tensor]]  # of the optimizer
-    constants: dict[str, tuple[Tensor, ...]]  # learning rate, decay and epsilon of the plan
-    rates: dict[str, Tensor]  # further factors on the learning rates of hidden weights, made of the next two
+    state: dict[str, list[Tensor]]  # state of the optimizer
+    constants: dict[str, tuple[Tensor, ...]]  # learning rate, decay and epsilon, from the plan
+    rates: dict[str, Tensor]  # further factors on the learning rates of hidden weights, computed from the next two
     corrections: dict[str, Tensor]
-    measured: dict[str, Tensor]  # not a number where nothing was measured
-    independent: Tensor  # whether decay does not follow the learning rate
+    measured: dict[str, Tensor]  # NaN for models without a measurement
+    independent: Tensor  # whether weight decay is independent of the learning rate
     alive: Tensor
-    number: Tensor  # of the step
-    clip: Tensor | None  # the largest norm of the gradient, if there is one for any of the models
+    number: Tensor  # number of the step
+    clip: Tensor | None  # largest allowed gradient norm; None if no model clips
 
 
 class Stack:
     """``step(batch, lr_share)`` trains all models by one step and returns their losses.
 
-    models      of one class and equal shapes, parameterized; the stack works on copies of their tensors, see ``write_back``
+    models      parameterized models of one class and equal shapes; the stack works on copies of their tensors (``write_back``)
     loss_fn     (model, batch) -> scalar, as for one model
-    optimizer   one of ``SUPPORTED``, the same for all
-    compile     torch.compile, and on a GPU a CUDA graph
+    optimizer   one of ``SUPPORTED``, the same for all models
+    compile     use torch.compile, and on a GPU a CUDA graph
     own_batches whether a batch has a leading dimension of models
     """
 
@@ -89,10 +89,10 @@ class Stack:
     ) -> None:
         first = hyperparameters[0]
         self.kind, self.betas, self.momentum = optimizer.lower(), first.betas, first.momentum
-        # Of the optimizer that each parameter gets.
+        # Facts about the optimizer of each parameter.
         self.facts = {row.name: facts_for_role(row.role, self.kind, first.rest_lr) for row in plans[0]}
         self.hidden = {row.name for row in plans[0] if row.role == "hidden"}
-        # A compiled or captured step knows where its tensors are: another set of models is copied into them.
+        # A compiled or captured step is bound to these tensors, so ``refill`` copies other models into them.
         self.tensors = self._gathered(models, plans, hyperparameters)
         t = self.tensors
         self.weights = {name: StackedWeight(name, param, t.masks.get(name), t.state[name]) for name, param in t.params.items()}
@@ -113,8 +113,8 @@ class Stack:
         self.models, self.num_steps = list(models), 0
 
     def step(self, batch: Sequence[Tensor], lr_share: float | Sequence[float] = 1.0) -> Tensor:
-        """Trains by one step and returns the losses of all models before the update. A model whose loss is nan is not changed
-        from then on."""
+        """Trains by one step and returns the losses of all models before the update. A model whose loss became NaN is
+        not changed any more."""
         self.num_steps += 1
         share = self.upload(torch.as_tensor(lr_share, dtype=torch.float32).expand(len(self)))
         return self._call(share, *batch).clone()
@@ -122,12 +122,12 @@ class Stack:
     @torch.no_grad()
     def evaluate(self, batch: Sequence[Tensor]) -> Tensor:
         """The losses of all models, without training them."""
-        # Seldom, so not worth compiling; a few at a time, because a captured step keeps most of the memory to itself.
+        # Evaluation is rare, so it is not compiled. A captured step holds most of the memory, so few models run at a time.
         return self._loss.values(self.tensors.params, self.tensors.buffers, tuple(batch), _CHUNK)
 
     @torch.no_grad()
     def keep_gradients(self, batch: Sequence[Tensor]) -> None:
-        """Gives hidden weights their gradients without masks."""
+        """Computes the unmasked gradients of hidden weights and stores them for the sparsifier."""
         grads, _ = self._loss.gradients(self.tensors.params, self.tensors.buffers, tuple(batch), _CHUNK)
         for name in self.hidden:
             self.weights[name].gradient = grads[name]
@@ -138,12 +138,12 @@ class Stack:
 
     @torch.no_grad()
     def inputs(self, batch: Sequence[Tensor], take: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """What ``take`` makes of the inputs of each hidden weight's layer."""
+        """``take`` applied to the inputs of each hidden weight's layer, by name of the weight."""
         return self._loss.inputs(self.tensors.params, self.tensors.buffers, tuple(batch), self.hidden, take)
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Copies the trained weights into the models, and masks that moved."""
+        """Copies trained weights, and masks that have moved, back into the models."""
         for index, model in enumerate(self.models):
             for name, parameter in model.named_parameters():
                 parameter.copy_(self.tensors.params[name][index])
@@ -175,14 +175,14 @@ class Stack:
             param.copy_(torch.where(_wide(t.alive, param), new, param))
         return losses
 
-    # Learning rates that change, as ``LayerRates`` has them for one model
+    # Learning rates that change, as ``LayerRates`` does for one model
 
     def correct(self, name: str, model: int, factor: float) -> None:
         self.tensors.corrections[name][model] = factor
         self._set_rate(name)
 
     def measure(self, name: str, factors: Tensor) -> None:
-        """Replaces the corrections of a weight by what was measured; nothing changes where a factor is not a number."""
+        """Replaces the corrections of a weight by measured factors. A factor of NaN changes nothing."""
         measured = self.tensors.measured[name]
         measured.copy_(torch.where(factors.isnan(), measured, factors))
         self._set_rate(name)
@@ -197,7 +197,7 @@ class Stack:
         t.rates[name].copy_(measured_or_corrected(t.measured[name], t.corrections[name]))
 
     def decay_change(self, name: str) -> Tensor:
-        """What further factors on the learning rate leave of a weight decay that is independent of it."""
+        """The factor on the decay term that undoes further factors on the learning rate, if decay is independent of it."""
         rates = self.tensors.rates[name]
         return torch.where(self.tensors.independent, 1 / rates, torch.ones_like(rates))
 
@@ -271,7 +271,7 @@ def train_stacked(
     return torch.stack(losses)
 
 
-# Making one of many
+# Checking the models and stacking their numbers
 
 
 def _refuse(
@@ -284,7 +284,7 @@ def _refuse(
     )
     refuse(
         not models or not len(models) == len(plans) == len(hyperparameters),
-        f"{len(models)} models, {len(plans)} plans, {len(hyperparameters)} hyperparameters: one of each needed",
+        f"{len(models)} models, {len(plans)} plans, {len(hyperparameters)} hyperparameters: pass one of each for every model",
     )
     for what in filter(None, map(_unstackable, models)):
         raise ValueError(f"{what}: train these models one after the other")
@@ -303,7 +303,7 @@ def _refuse(
 
 
 def _unstackable(model: nn.Module) -> str | None:
-    """What a model has that a stacked step cannot do, since it is a function of weights and batch alone."""
+    """The property of a model that prevents stacking, if any. A stacked step is a function of weights and batch only."""
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             return f"{name!r} is frozen, and a stack trains every weight"
@@ -311,7 +311,7 @@ def _unstackable(model: nn.Module) -> str | None:
         if has_running_statistics(module) and module.training and module.track_running_stats:
             return f"{path!r} keeps running statistics, which a stack would lose"
         if draws_random_numbers(module):
-            return f"{path!r} draws random numbers in the forward pass, which a stack cannot"
+            return f"{path!r} draws random numbers in the forward pass, which a stack cannot do"
     return None
 
 
@@ -322,7 +322,7 @@ def _stacked(tensors: list[dict[str, Any]]) -> dict[str, Tensor]:
 def _constants(
     models: Sequence[nn.Module], plans: Sequence[Plan], hyperparameters: Sequence[Hyperparameters], optimizer: str
 ) -> dict[str, tuple[Tensor, ...]]:
-    """Learning rate, decay and epsilon of every model, as ``param_groups`` gives them, by parameter name."""
+    """Learning rate, decay and epsilon of every model, from ``param_groups``, by parameter name."""
     rows: dict[str, list[tuple[float, float, float]]] = {}
     for model, plan, h in zip(models, plans, hyperparameters, strict=True):
         names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -347,5 +347,5 @@ def _constants(
 
 
 def _wide(values: Tensor, like: Tensor) -> Tensor:
-    """A number for each model, to be multiplied with a stacked tensor."""
+    """One number for each model, shaped so that it can multiply a stacked tensor."""
     return values.view(-1, *[1] * (like.ndim - 1))

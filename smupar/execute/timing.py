@@ -1,7 +1,7 @@
-"""Measures how long calls take, for benchmarks and for code that chooses the faster of several ways.
+"""Measures how long calls take, for benchmarks and for code that chooses the fastest of several backends.
 
-All times are seconds of one call. ``in_turns`` compares several calls, ``best_of`` measures one, and ``training_step`` makes a
-call of a layer or a model.
+All times are seconds of one call. ``in_turns`` compares several calls, and ``best_of`` measures one. ``training_step`` makes a
+function to be measured, which runs a training step of a layer or a model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _CPU = torch.device("cpu")
 
 
 def seconds_of(call: Call, num: int = 1, device: torch.device = _CPU) -> float:
-    """The mean time of ``num`` calls in a row by the host's clock, until the device has finished."""
+    """The mean time of ``num`` consecutive calls by the host's clock, until the device has finished."""
     _wait(device)
     start = time.perf_counter()
     for _ in range(num):
@@ -28,7 +28,7 @@ def seconds_of(call: Call, num: int = 1, device: torch.device = _CPU) -> float:
 
 
 def gpu_seconds_of(call: Call, num: int = 1) -> float:
-    """The mean of ``num`` calls in a row, by the GPU's own clock."""
+    """The mean time of ``num`` consecutive calls, by the GPU's own clock."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     for _ in range(num):
@@ -59,8 +59,8 @@ def in_turns(
 
 
 def training_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, grad: Tensor, passes: int = 1) -> Call:
-    """A function that makes a training step: forward, backward to input and weights, and the optimizer's step. It runs under
-    autocast if activations have another dtype than the weights."""
+    """A function that runs a training step: forward, backward to input and weights, and the optimizer's step. It uses autocast
+    if the dtypes of activations and weights differ."""
     x = x.detach().requires_grad_()
     mixed = next(model.parameters()).dtype != x.dtype
 

@@ -20,28 +20,28 @@ _TITLES = {"arc_easy": "ARC-easy", "lambada_openai": "LAMBADA", "race": "RACE", 
 @dataclass(frozen=True)
 class Number:
     value: float
-    stderr: float | None  # None where there is none: for a single document
+    stderr: float | None  # None for a single document, which has no standard error
 
 
-TaskResults = dict[str, Number]  # by metric: acc, and acc_norm or perplexity
+TaskResults = dict[str, Number]  # metric -> number; metrics are acc, and acc_norm or perplexity
 
 
 @dataclass(frozen=True)
 class Results:
-    """Every number of an evaluation; prints as the table."""
+    """All numbers of an evaluation. ``str`` gives the table."""
 
     lm_eval: str  # the harness's version
     limit: int | None
-    data_dir: str | None  # None: the harness's own datasets
-    documents: dict[str, int]  # how many, by task
-    random: dict[str, float]  # accuracy of guessing, by task
-    models: tuple[tuple[dict[str, Any], dict[str, TaskResults]], ...]  # the header of a model's scores, its numbers by task
+    data_dir: str | None  # None if the harness's own datasets are used
+    documents: dict[str, int]  # number of documents by task
+    random: dict[str, float]  # accuracy of random guessing, by task
+    models: tuple[tuple[dict[str, Any], dict[str, TaskResults]], ...]  # for each model: header of its scores, numbers by task
 
     def __str__(self) -> str:
         return aligned(self._cells("{}"))
 
     def _cells(self, model: str) -> list[list[str]]:
-        """The table with its titles; ``model`` says how a folder is written."""
+        """The table's cells, titles first. ``model`` is the format string for a model's folder."""
         rows = [["model", *(_TITLES[task] for task in self.documents), "average"], ["random", *map(_percent, self._chance())]]
         return rows + [[model.format(header["folder"]), *map(_percent, self._row(numbers))] for header, numbers in self.models]
 
@@ -53,7 +53,7 @@ class Results:
         return f"{table}\n\nAccuracy in percent ± standard error, zero-shot, lm-eval {self.lm_eval}. Documents: {counts}.\n"
 
     def csv(self) -> str:
-        """The table as CSV, with shares and not percent."""
+        """The table as CSV, with accuracies as shares of 1, not in percent."""
         names = [*self.documents, "average"]
         rows: list[tuple[list[str], list[Number]]] = [(["random", ""], self._chance())]
         rows += [([header["folder"], header["config_id"] or ""], self._row(numbers)) for header, numbers in self.models]
@@ -91,7 +91,7 @@ class Results:
 
 
 def with_average(row: list[Number]) -> list[Number]:
-    """Adds the average. All tasks have the same weight, and their errors are taken to be independent."""
+    """Adds the average. All tasks have the same weight, and their errors are assumed to be independent."""
     errors = [number.stderr for number in row if number.stderr is not None]
     stderr = math.hypot(*errors) / len(row) if len(errors) == len(row) else None
     return [*row, Number(sum(number.value for number in row) / len(row), stderr)]

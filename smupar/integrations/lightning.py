@@ -4,7 +4,7 @@
     lightning.Trainer(callbacks=[callback]).fit(Net(width=256))
 
 ``configure_optimizers`` may stay as it is if it returns an optimizer over ``self.parameters()`` and no scheduler: the callback
-makes the groups. A scheduler must see the groups, so with one write ``torch.optim.AdamW(self.smupar.param_groups(lr=...))``.
+makes the groups. A scheduler must see the groups: with one, write ``torch.optim.AdamW(self.smupar.param_groups(lr=...))``.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class SmuparCallback(Callback):
     step.
 
     base        the module at base width, or a function that builds it (on the meta device)
-    plan        plan of a module that is parameterized already, in place of ``base`` and settings
+    plan        plan of a module that is already parameterized, in place of ``base`` and settings
     sparsifier  (module, plan, optimizers) -> RigL, SET, GMP or IMP, such as functools.partial(smupar.RigL, every=100, stop=750)
     updates     (module, plan, optimizers) -> what smupar.record_updates or follow_updates returns
     prepare     function (module, plan) that sets what only you can set, such as the attention scale
     settings    settings of ``smupar.parameterize``
 
     The module finds this callback as ``self.smupar``, with ``plan`` and ``param_groups``. Lightning's checkpoints hold the
-    masks, and with the state of optimizers also that of sparsifiers and traces.
+    masks. With the state of optimizers, they also hold the state of sparsifiers and traces.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class SmuparCallback(Callback):
         hidden weights get groups of their own: then call it in ``configure_optimizers``, before you make a scheduler."""
         assert self._module is not None, "called by the module's configure_optimizers, after setup"
         self._watched = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-        if self.updates is not None:  # of an earlier fit
+        if self.updates is not None:  # left from an earlier fit
             self.updates.remove()
         parts = {name: make and make(self._module, self.plan, self._watched) for name, make in self._make.items()}
         self.sparsifier, self.updates = parts["sparsifier"], parts["measured updates"]
@@ -114,13 +114,13 @@ class SmuparCallback(Callback):
         if self._module is not pl_module:
             pl_module.register_load_state_dict_pre_hook(self._make_room)
         self._module = pl_module
-        setattr(pl_module, "smupar", self)  # noqa: B010  # no attribute that the class knows
+        setattr(pl_module, "smupar", self)  # noqa: B010  # the class does not declare this attribute
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for optimizer in trainer.optimizers:
             if not any("lr_factor" in group for group in optimizer.param_groups):
                 self._regroup(pl_module, optimizer, scheduled=bool(trainer.lr_scheduler_configs))
-        if self._watched != trainer.optimizers:  # as is so unless configure_optimizers called watch
+        if self._watched != trainer.optimizers:  # true unless configure_optimizers called watch
             self.watch(trainer.optimizers)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -135,7 +135,7 @@ class SmuparCallback(Callback):
 
     def _regroup(self, module: nn.Module, optimizer: torch.optim.Optimizer, *, scheduled: bool) -> None:
         trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
-        # Without groups it is what Lightning has in place of an optimizer if configure_optimizers returns None.
+        # If configure_optimizers returns None, Lightning puts an optimizer without groups in its place.
         refuse(not optimizer.param_groups, "the module has no optimizer to train with: return one from configure_optimizers")
         (group, *others) = optimizer.param_groups
         if others or scheduled or {id(parameter) for parameter in group["params"]} != trained:

@@ -1,7 +1,7 @@
-"""Evaluation with EleutherAI's harness (lm-eval). It says what is asked, our code scores, and its own metrics turn scores into
-numbers.
+"""Evaluation with EleutherAI's harness (lm-eval). The harness writes the requests, our code scores them, and the harness's own
+metrics turn scores into numbers.
 
-Three steps, so that the one in the middle (``smupar.lm.use.score``) can run where the harness is not installed:
+There are three steps, so that the second (``smupar.lm.use.score``) can run where the harness is not installed:
 
     write_requests -> requests.jsonl -> score_file -> scores.jsonl -> tabulate -> results.json, table.md, table.csv
 """
@@ -27,7 +27,7 @@ from smupar.output.optional import first_line, optional
 
 
 def evaluate(config: EvalConfig) -> Results:
-    """Does all three steps in one process. Their files stay in ``config.out``, so that the same command can go on."""
+    """Runs all three steps in one process. Their files stay in ``config.out``, so that the same command can resume."""
     out = Path(config.out)
     requests = out / "requests.jsonl"
     for folder in config.folders:
@@ -48,7 +48,7 @@ def evaluate(config: EvalConfig) -> Results:
 
 
 def write_requests(config: TasksConfig, out: str | Path) -> str:
-    """Writes all that is asked to a file; returns a line that says what is in it."""
+    """Writes all requests to a file; returns a line that says what is in it."""
     requests, digest = _requests(load_tasks(config), config)
     score.write_requests(
         Path(out),
@@ -70,7 +70,7 @@ def tabulate(requests: str | Path, scores: Sequence[str | Path], out: str | Path
     header, asked = score.read_requests(requests)
     config = TasksConfig(tuple(header["tasks"]), data_dir or header["data_dir"], header["limit"])
     models = []
-    for file in scores:  # before anything that takes time
+    for file in scores:  # read before the slow steps, so that errors come early
         identity, answers = score.read_scores(file)
         missing = [request for request in asked if request.key not in answers]
         if missing:
@@ -98,7 +98,7 @@ def tabulate(requests: str | Path, scores: Sequence[str | Path], out: str | Path
 
 
 def _by_chance(task: Any, requests: list[score.ScoreRequest]) -> float:
-    """Accuracy of drawing a choice at random; no word is guessed among all words."""
+    """Accuracy of guessing a choice at random; 0 for tasks without choices, where any word is possible."""
     if task.OUTPUT_TYPE != "multiple_choice":
         return 0.0
     num_choices = Counter(request.doc for request in requests)
@@ -118,7 +118,7 @@ def load_tasks(config: TasksConfig) -> dict[str, Any]:
     tasks = _module("lm_eval.tasks")
     try:
         loaded = tasks.get_task_dict(list(config.tasks), tasks.TaskManager())
-    except Exception as error:  # no network, a dataset that moved: each its own type
+    except Exception as error:  # a missing network or a moved dataset may raise any type
         raise ValueError(
             f"the harness cannot load its tasks ({first_line(error)}): pass --data-dir with local copies"
         ) from error
@@ -126,7 +126,7 @@ def load_tasks(config: TasksConfig) -> dict[str, Any]:
 
 
 def _requests(tasks: dict[str, Any], config: TasksConfig) -> tuple[list[score.ScoreRequest], str]:
-    """What the tasks ask, and a hash of it and of the documents, which hold the right answers."""
+    """The requests of the tasks, and a hash of the requests and of the documents, which hold the right answers."""
     requests, digest = [], hashlib.sha256()
     for name, task in tasks.items():
         with _quiet():
@@ -139,7 +139,7 @@ def _requests(tasks: dict[str, Any], config: TasksConfig) -> tuple[list[score.Sc
 
 
 def _metrics(tasks: dict[str, Any], scores: dict[str, score.Score], limit: int | None) -> dict[str, TaskResults]:
-    """The numbers of each task, by the harness's own evaluation of a model that looks its answers up."""
+    """The numbers of each task. The harness evaluates a model that returns stored scores."""
     harness, base = _module("lm_eval.evaluator"), _module("lm_eval.api.model").LM
 
     class Stored(base):  # type: ignore[misc, valid-type]
@@ -154,7 +154,8 @@ def _metrics(tasks: dict[str, Any], scores: dict[str, score.Score], limit: int |
             raise NotImplementedError
 
     with _quiet():
-        # Resamples are for standard errors that have no formula, perplexity's. The harness's own number takes minutes.
+        # The standard error of perplexity has no formula and needs resampling. The harness's default number of resamples takes
+        # minutes.
         given = harness.evaluate(lm=Stored(), task_dict=tasks, limit=limit, bootstrap_iters=1000, log_samples=False)
     metrics: dict[str, TaskResults] = defaultdict(dict)
     for name, numbers in given["results"].items():
@@ -183,7 +184,7 @@ def _quiet() -> Iterator[None]:
 
 # Local copies
 
-# From a query to what the harness itself would ask; RACE's ends with its question.
+# Functions from a query to the harness's own prompt. RACE's prompt ends with its question.
 _PROMPTS: dict[str, Callable[[dict[str, Any]], str]] = {
     "arc_easy": lambda doc: doc["query"].removesuffix("\n") + "\nAnswer:",
     "piqa": lambda doc: doc["query"].removesuffix("\n") + "\nAnswer:",
@@ -193,7 +194,7 @@ _PROMPTS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def read_documents(task: str, folder: str) -> list[dict[str, Any]]:
-    """TASK.jsonl of a folder, checked line by line."""
+    """The documents in TASK.jsonl of a folder, checked line by line."""
     path, has_choices = Path(folder) / f"{task}.jsonl", task != "lambada_openai"
     form = (
         '{"query": "Question: ...", "choices": ["...", "..."], "gold": 0}'

@@ -1,6 +1,6 @@
 """Keeps the state of sparsifiers and measured updates in the optimizer's state dict.
 
-Every trainer saves and loads that state dict at the right time, so no other code has to know.
+Every trainer saves and loads that state dict at the right time, so trainers need no changes.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _KEY = "smupar"
 
 
 def carry_state(optimizer: torch.optim.Optimizer, parts: Mapping[str, Any]) -> None:
-    """From now on the optimizer's state dict also holds the state of ``parts``, which have state dicts of their own."""
+    """Makes the optimizer's state dict also hold the state dicts of ``parts``."""
     given = {name: part for name, part in parts.items() if part is not None}
 
     def add(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        # Beside what another call of carry_state has put there.
+        # Another call of carry_state may have added other parts.
         state[_KEY] = state.get(_KEY, {}) | {name: part.state_dict() for name, part in given.items()}
 
     def take(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -31,7 +31,7 @@ def carry_state(optimizer: torch.optim.Optimizer, parts: Mapping[str, Any]) -> N
                 part.load_state_dict(stored[name])
             else:
                 warnings.warn(
-                    f"the optimizer's checkpoint holds no state of the {name}, which starts from its beginning: was the "
+                    f"the optimizer's checkpoint holds no state of the {name}, which starts again from its beginning: was the "
                     "checkpoint made without one?",
                     PlanWarning,
                     stacklevel=4,

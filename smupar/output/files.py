@@ -12,7 +12,7 @@ from pathlib import Path
 
 def write_atomic(path: Path, text: str) -> None:
     """Writes a file so that it has either the old or the new content, even if the power fails."""
-    # The process id keeps ranks apart that write the same file at the same time.
+    # Several ranks may write the same file at the same time: the process id gives each its own temporary file.
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("w", encoding="utf-8", newline="") as file:
@@ -52,14 +52,15 @@ def refuse_existing(path: Path) -> None:
 
 
 def refuse_other_files(folder: Path, what: str, is_ours: Callable[[str], bool] = lambda name: False) -> None:
-    """Raises if a folder holds files whose names are not ours. The caller has looked for ``what`` in it and found none."""
+    """Raises if a folder holds files whose names are not ours. The caller has checked that the folder has no ``what``."""
     if not all(is_ours(path.name) for path in folder.iterdir()):
         raise ValueError(f"{folder} holds other files and no {what}: choose another --out")
 
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Makes the folder if it does not exist, and locks it. The lock ends when the process ends, in any way."""
+    """Makes the folder if it does not exist, and locks it. The lock ends with the block, or with the process, even if the
+    process is killed."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: choose another --out")
     try:

@@ -7,11 +7,11 @@ from typing import Any
 
 
 class MissingPackageError(ModuleNotFoundError, ValueError):
-    """A package that is not installed: what was asked for needs it."""
+    """A package that the command needs is not installed."""
 
 
 def optional(module: str, purpose: str, extra: str = "data") -> Any:
-    """A module that an extra of smupar brings, or one line that says how to get it."""
+    """Imports a module that one of smupar's extras installs. If it is missing, the error says which extra to install."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
@@ -22,5 +22,5 @@ def optional(module: str, purpose: str, extra: str = "data") -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of another library's error, short enough for an error of one line."""
+    """The first line of another library's error, to quote in an error message of one line."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

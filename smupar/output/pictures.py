@@ -1,4 +1,4 @@
-"""Pictures are made by matplotlib, which is imported when the first one is drawn."""
+"""Makes pictures with matplotlib, which is imported when the first picture is drawn."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from smupar.output.optional import optional
 
 
 def new_figure(**settings: Any) -> Any:
-    """An empty matplotlib figure; without matplotlib, an error that says how to get it."""
+    """An empty matplotlib figure. If matplotlib is missing, the error says how to install it."""
     return optional("matplotlib.figure", "the picture", "plot").Figure(**settings)

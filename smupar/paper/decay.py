@@ -1,7 +1,7 @@
-"""Beyond the paper: how much weight decay, of which parameters, and does the amount transfer over density, width and length?
+"""Beyond the paper: how much weight decay is best, for which parameters, and does it transfer over density, width and length?
 
-All runs have the settings of the paper's code that it does not print (AdamW .9/.95, clipping at 1) and the learning rate 2^-6,
-with its neighbours at some densities. Losses are those of validation.
+All runs use settings that the paper's code has but the paper does not print (AdamW .9/.95, clipping at 1). The learning rate is
+2^-6, and at some densities also half and twice that. Losses are validation losses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from smupar.study.curves import Line, Panel, Point
 from smupar.study.space import with_fields
 
 DECAYS = (0.0, 0.03, 0.1, 0.2, 0.4)
-_NEAR = 0.005  # what a decay may cost, beside the best one, to be called as good
+_NEAR = 0.005  # a decay counts as good as the best one if it costs no more than this share of the loss
 _LR = 2.0**-6
 _SETTINGS = {"lr": _LR, "schedule": "linear-to-zero", "valid_batches": 20}
 
@@ -41,7 +41,7 @@ _SIZES = {
 
 
 def decay_run(scale: Scale, density: float, width: int | None = None, **fields: object) -> RunConfig:
-    """A run of the study; of the width and length of most of them where nothing else is said."""
+    """A run of the study, by default with the study's main width and length."""
     size = _SIZES[scale.name]
     rule = "mup" if density == 1 else "smupar"
     start = scale.run("sweep", rule=rule, width=width or size.width, sparsity=1 - density)
@@ -70,7 +70,7 @@ def runs(scale: Scale) -> list[RunConfig]:
 
 
 class _Setting(NamedTuple):
-    """All that the runs vary but the amount of decay and the seed."""
+    """Everything that varies between runs, except the amount of decay and the seed."""
 
     width: int
     steps: int
@@ -84,11 +84,11 @@ class _Setting(NamedTuple):
         return "1" if self.sparsity == 0 else f"1/{1 / (1 - self.sparsity):g}"
 
 
-Losses = dict[float, float]  # by the amount of decay, means over seeds
+Losses = dict[float, float]  # amount of decay -> mean loss over seeds
 
 
 def _losses(rows: Rows) -> dict[_Setting, Losses]:
-    """By setting; that of the most runs first, over density, then other sizes."""
+    """Losses by setting, sorted by width, steps and sparsity."""
     each: dict[_Setting, dict[float, list[float]]] = {}
     for row in rows:
         run, loss = row.config, row.summary.valid_loss
@@ -98,7 +98,7 @@ def _losses(rows: Rows) -> dict[_Setting, Losses]:
 
 
 def _scans(losses: dict[_Setting, Losses]) -> tuple[dict[_Setting, Losses], dict[_Setting, Losses]]:
-    """Settings in which the amount was varied: over density at the main size, and at other sizes."""
+    """The settings in which the amount of decay was varied: those of the main size, by density, and those of other sizes."""
     scans = {setting: own for setting, own in losses.items() if len(own) > 1}
     sizes = [(setting.width, setting.steps) for setting in losses]
     main = max(set(sizes), key=sizes.count)
@@ -111,7 +111,7 @@ def _best(losses: Losses) -> float:
 
 
 def _cost(losses: Losses, decay: float) -> float:
-    """How far the loss at a decay lies above the lowest, as a share."""
+    """How far the loss at a decay is above the lowest loss, as a share of the lowest."""
     return losses[decay] / min(losses.values()) - 1
 
 
@@ -119,7 +119,7 @@ def _cost(losses: Losses, decay: float) -> float:
 
 
 def draw(rows: Rows) -> list[Panel]:
-    """A panel for each size, the main one first, with a curve for each density."""
+    """A panel for each size, the main size first, with a curve for each density."""
     inside, outside = _scans(_losses(rows))
     sizes = dict.fromkeys((setting.width, setting.steps) for setting in (*inside, *outside))
     densities = [setting.density for setting in inside]
@@ -176,7 +176,7 @@ def claim(rows: Rows) -> Claim:
 
 
 def _rates(losses: dict[_Setting, Losses], inside: dict[_Setting, Losses]) -> Claim:
-    """Whether the learning rate stays the best among its neighbours, with the usual decay."""
+    """Whether half or twice the learning rate is no better, with the usual decay."""
     costs = {}
     for setting, own in inside.items():
         around = [
@@ -191,7 +191,7 @@ def _rates(losses: dict[_Setting, Losses], inside: dict[_Setting, Losses]) -> Cl
 
 
 def _against(losses: dict[_Setting, Losses], inside: dict[_Setting, Losses], **other: str) -> Claim:
-    """Another way of decay, at the usual amount, against independent decay of all parameters."""
+    """Compares another kind of decay with independent decay of all parameters, both at the usual amount."""
     pairs = {setting: losses.get(setting._replace(**other)) for setting in inside}  # type: ignore[arg-type]
     behind = {setting: own[WEIGHT_DECAY] / inside[setting][WEIGHT_DECAY] - 1 for setting, own in pairs.items() if own}
     name = {"coupled": "coupled decay", "matrices": "decay of matrices alone", "hidden": "decay of hidden weights alone"}

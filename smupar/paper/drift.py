@@ -1,6 +1,6 @@
-"""Beyond the paper: what one update does to the layers of a sparse model, over a whole run, as a multiple of the dense model's.
+"""Beyond the paper: how far one update moves the layers of a sparse model, over a complete run, relative to the dense model.
 
-SmuPar makes the ratio 1 at the first steps. Runs are those of the decay study, recorded.
+SmuPar makes this ratio 1 at the first steps. The runs are runs of the decay study that record a trace.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _DENSITIES = {"cpu": (1.0, 1 / 8), "small": (1.0, 1 / 8, 1 / 32), "paper": (1.0,
 _WAYS: dict[str, dict[str, object]] = {"no decay": {"weight_decay": 0.0}, "independent": {}, "coupled": {"decay": "coupled"}}
 _NUM_STEPS_SHOWN = 8
 
-Ratios = dict[str, dict[int, float]]  # by way and density, and step, counted from 1
+Ratios = dict[str, dict[int, float]]  # "kind of decay, density" -> step, counted from 1 -> ratio
 
 
 def runs(scale: Scale) -> list[RunConfig]:
-    """Each density with each way of decay. The dense model is wider than the base, so coupled decay is another for it too."""
+    """Each density with each kind of decay. Coupled decay differs for the dense model too, since it is wider than the base."""
     return [
         with_fields(decay_run(scale, density, record=True), {"weight_decay": WEIGHT_DECAY, **way})
         for way in _WAYS.values()
@@ -52,7 +52,8 @@ def _way(run: RunConfig) -> str:
 
 
 def _ratios(trace: Trace, dense: Trace) -> dict[int, float]:
-    """At steps that double: the geometric mean over layers, and over measured steps within a tenth of that step."""
+    """The ratio at step 1, and at the last step divided by powers of two. It is the geometric mean over layers, and over
+    measured steps within 10 % of that step."""
     logs = {
         step + 1: fmean(math.log(trace.effects[name][index] / dense.effects[name][index]) for name in trace.effects)
         for index, step in enumerate(trace.at)
@@ -81,7 +82,7 @@ def _panels(ratios: Ratios) -> list[Panel]:
 
 
 def claim(ratios: Ratios) -> Claim:
-    """At the lowest density."""
+    """Claims about the lowest density."""
     last = {way: next(own for name, own in reversed(ratios.items()) if name.startswith(f"{way},")) for way in _WAYS}
     step = max(last["no decay"])
     first, ends = last["no decay"][1], {way: own[step] for way, own in last.items()}

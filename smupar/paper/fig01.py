@@ -1,4 +1,4 @@
-"""Figure 1: SP against SmuPar, out of Figure 6's runs."""
+"""Figure 1: SP against SmuPar, from the runs of Figure 6."""
 
 from __future__ import annotations
 

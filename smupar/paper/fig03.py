@@ -1,8 +1,8 @@
-"""Figure 3: training over sparsity with the hyperparameters of the dense model, validation loss.
+"""Figure 3: validation loss over sparsity, with the hyperparameters of the dense model.
 
-No hyperparameters of SP transfer, so it gets three chances: the paper's learning rate, the best one of its own dense model, and
-that one with as much decay at each step as the others have. Further runs ask what the result rests on: the kind of decay, the
-depth, and the rule itself, beside measured updates.
+Hyperparameters of SP do not transfer, so SP gets three chances: the paper's learning rate; the best learning rate of its own
+dense model; and the latter with the same product of learning rate and decay as the other rules. Further runs vary the kind of
+decay and the depth, and compare the rule with measured updates.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from smupar.study.space import unique
 from smupar.study.store import Result, Study
 
 _CORRELATION = 0.8
-_SPREADS = 2  # how many times the spread of seeds a lead must have
+_SPREADS = 2  # a lead must exceed the spread of seeds this many times
 _PAPER_GAPS = {"SP": 11.9, "muP": 1.9}  # in %, at 16 weights per neuron
 _PAPER_WEIGHTS_PER_NEURON = 16
 _PRINTED_SP_LR = 2e-4
@@ -40,7 +40,7 @@ def _sp_rates(scale: Scale) -> list[RunConfig]:
 
 
 def _more(scale: Scale) -> list[RunConfig]:
-    """More seeds, coupled decay and twice the depth at the two lowest densities; and a narrow, deep model."""
+    """More seeds, coupled decay and twice the depth at the two lowest densities. Also a narrow, deep model."""
     size = scale.size("pretraining")
     sparse = [scale.run("pretraining", rule=rule, sparsity=s) for s in size.sparsities[-2:] for rule in ("mup", "smupar")]
     seeds = [replace(run, seed=seed) for seed in range(1, size.seeds) for run in sparse]
@@ -59,7 +59,7 @@ def _proxy(scale: Scale) -> RunConfig:
 
 
 def then(scale: Scale, study: Study) -> list[RunConfig]:
-    """SP at the best learning rate of its dense model, and what follows the proxy."""
+    """SP at the best learning rate of its dense model, and the runs that follow the proxy."""
     if scale.name != "small":
         return []
     swept = study.results(_sp_rates(scale))
@@ -71,7 +71,7 @@ def then(scale: Scale, study: Study) -> list[RunConfig]:
     equal = [replace(run, weight_decay=ours.weight_decay * ours.lr / lr) for run in tuned]
     trace = study.trace_to_follow(_proxy(scale))
     following = [replace(ours, sparsity=sparsity, follow=str(trace)) for sparsity in sparsities[-2:]]
-    # SP's learning rate is low for the sake of its hidden weights; this gives the others, above all the embedding, muP's.
+    # SP's learning rate is low because of its hidden weights. This run gives the other weights muP's higher rate.
     fast_embedding = replace(tuned[-2], rest_lr=lr * ours.model.width / ours.base_width)
     return unique([*tuned, *equal, *following, fast_embedding])
 
@@ -85,7 +85,7 @@ def _loss(row: Result) -> float:
 
 
 def _line_of(run: RunConfig, usual_decay: float, sp_rates: set[float]) -> str | None:
-    """The line that a run belongs to; None for the proxy, and for rates of SP's sweep that are not the best."""
+    """The line of the picture that a run belongs to; None for the proxy, and for runs of SP's sweep that are not the best."""
     if run.record:
         return None
     if run.rule == "sp":
@@ -101,13 +101,13 @@ def _line_of(run: RunConfig, usual_decay: float, sp_rates: set[float]) -> str | 
 
 
 def _groups(rows: Rows) -> dict[tuple[int, int], dict[str, dict[float, list[float]]]]:
-    """Losses of all seeds by shape (width and depth; that of the most runs first), line and sparsity."""
+    """Losses of all seeds by shape, line and sparsity. A shape is (width, depth); the shape with the most runs comes first."""
     usual_decay = next(row.config.weight_decay for row in rows if row.config.rule == "smupar")
     sp_rates = {row.config.lr for row in rows if row.config.rule == "sp" and row.config.sparsity}
     groups: dict[tuple[int, int], dict[str, dict[float, list[float]]]] = {}
     for row in rows:
         run, name = row.config, _line_of(row.config, usual_decay, sp_rates)
-        # muP and SmuPar are one at density 1.
+        # muP and SmuPar are the same at density 1.
         names = ("muP", "SmuPar") if run.rule == as_rule("smupar", 0.0) and run.sparsity == 0 and name else (name,)
         for line in names:
             if line is not None:
@@ -121,7 +121,7 @@ def _means(lines: dict[str, dict[float, list[float]]]) -> dict[str, dict[float, 
 
 
 def _spread(lines: dict[str, dict[float, list[float]]]) -> float | None:
-    """Standard deviation of a loss over seeds as a share of the loss, pooled; None without a second seed."""
+    """The pooled standard deviation of the loss over seeds, as a share of the loss; None if there is only one seed."""
     seeded = [seeds for own in lines.values() for seeds in own.values() if len(seeds) > 1]
     return sqrt(fmean(variance(seeds) / fmean(seeds) ** 2 for seeds in seeded)) if seeded else None
 
@@ -130,14 +130,14 @@ def _spread(lines: dict[str, dict[float, list[float]]]) -> float | None:
 
 
 def draw(rows: Rows) -> list[Panel]:
-    """Loss over weights per neuron for each shape, and how far others are behind SmuPar in the first."""
+    """Loss over weights per neuron for each shape, and for the first shape also how far the others are above SmuPar."""
     groups = _groups(rows)
     panels = [_loss_panel(width, depth, _means(lines)) for (width, depth), lines in groups.items() if "SmuPar" in lines]
     (width, _), lines = next(iter(groups.items()))
     return [panels[0], _gap_panel(width, _means(lines)), *panels[1:]]
 
 
-# Variants of a rule are lighter than the rule.
+# Lines of a rule's variants have a lighter colour than the rule.
 _VARIANTS = {"SP, 2e-4": "#e9a3ac", "SP, tuned, LR x decay as the others": "#f0c3a0", "SmuPar, coupled decay": "#9fd3ac"}
 
 

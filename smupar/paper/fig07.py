@@ -1,4 +1,5 @@
-"""Figure 7: loss over the init std at each sparsity, read early on purpose, at a constant learning rate."""
+"""Figure 7: loss over the init std at each sparsity, at a constant learning rate. The loss is read early in training on
+purpose."""
 
 from __future__ import annotations
 

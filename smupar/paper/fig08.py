@@ -1,4 +1,4 @@
-"""Figure 8: Figure 6's runs, each rule at its own best learning rate for each sparsity."""
+"""Figure 8: the runs of Figure 6, with each rule at its best learning rate for each sparsity."""
 
 from __future__ import annotations
 

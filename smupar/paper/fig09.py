@@ -10,7 +10,7 @@ from smupar.paper.figure import STABLE, Claim, Figure, Rows, all_of, curves, mov
 from smupar.paper.settings import Scale, iso_width
 from smupar.study.optima import farthest_move
 
-_HOLDS = 0.005  # losses of two seeds differ by about as much
+_HOLDS = 0.005  # losses of two seeds differ by about this share
 
 
 def runs(scale: Scale) -> list[RunConfig]:

@@ -1,4 +1,4 @@
-"""Figure 10: Iso-Parameter scaling of deeper models with the hyperparameters of the dense one."""
+"""Figure 10: Iso-Parameter scaling of deeper models with the hyperparameters of the dense model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from smupar.paper.settings import Scale, iso_width
 from smupar.study.comparison import as_rule
 from smupar.study.curves import Panel
 
-# SP has another learning rate for the wider half of the models: 6e-4 up to 1088 of 768 .. 2176, then 2e-4.
+# SP has two learning rates: 6e-4 for widths 768 to 1088, and 2e-4 for wider models, up to 2176.
 _WIDER, _SP_LR_WIDER = 1088 / 768, 2e-4
 
 
@@ -20,8 +20,8 @@ def runs(scale: Scale) -> list[RunConfig]:
     width = partial(iso_width, sp.model.width, head_dim=sp.model.head_dim)
 
     def has_lower_lr(run: RunConfig) -> bool:
-        """Whether Table 4 gives this run of SP a lower learning rate. One that differs from the narrowest model's already
-        follows the width."""
+        """Whether Table 4 gives this run of SP a lower learning rate. If the run's rate differs from the narrowest model's, it
+        already follows the width."""
         return run.rule == "sp" and run.lr == sp.lr and run.model.width > _WIDER * sp.model.width
 
     runs = runs_of(scale, "iso-pretraining", width=width)

@@ -1,5 +1,5 @@
-"""Figure 12: masks that move. The paper's three rules, and two columns of ours: SmuPar with the density of the moment (under
-gradual pruning) and measured updates."""
+"""Figure 12: masks that move. It has the paper's three rules and two columns of ours: SmuPar with the current density (under
+gradual pruning), and measured updates."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from smupar.study.space import unique
 from smupar.study.store import Study
 
 METHODS = {"gmp": "GMP", "rigl": "RigL"}
-# The paper's steps between moves, and the number of moves of runs that are too short for it.
+# The paper's number of steps between moves, and the number of moves in runs that are too short for that.
 _EVERY, _MOVES_PER_RUN = 100, 20
 _FALLS = 4.0
 _SPARSE = 0.93

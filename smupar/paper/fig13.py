@@ -1,4 +1,4 @@
-"""Figure 13: the ablations of SmuPar, loss over the init std: init alone, learning rate alone."""
+"""Figure 13: loss over the init std for the ablations of SmuPar, which correct only the init or only the learning rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figure 14: the ablations of SmuPar, loss over the learning rate: init alone, learning rate alone."""
+"""Figure 14: loss over the learning rate for the ablations of SmuPar, which correct only the init or only the learning rate."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ def ablated(rows: Rows, axis: str = "lr") -> Claim:
 
 
 def _worse(ablation: list[Curve], smupar: list[Curve], name: str) -> Claim:
-    """Whether the optimum of the ablation moves farther, or the dense-tuned value costs it more at the highest sparsity."""
+    """Whether the ablation's optimum moves farther than SmuPar's, or its loss at the dense optimum is higher at the highest
+    sparsity."""
     move, ours = farthest_move(ablation), farthest_move(smupar)
     last = len(smupar) - 1
     cost, our_cost = (at_dense_optimum(curves, last) for curves in (ablation, smupar))

@@ -1,15 +1,16 @@
-"""Defines a figure, and what the files of figures share: reading curves from results, drawing them, and claims with their
-numbers.
+"""Defines ``Figure``, and functions that the files of figures share: reading curves from results, drawing them, and making
+claims with numbers.
 
 Each figure or table is one file that ends with ``FIGURE = Figure(...)``; reproduce.py runs it, publish.py writes its page. A
-figure must say its title, what the paper shows, and a claim that can fail. All else is optional, and happens in this order:
+figure must have a title, a sentence on what the paper shows, and a claim that can fail. The rest is optional, and is called in
+this order:
 
 prepare         raises before anything is trained if something is missing
-runs, then      what is trained; ``then`` proposes runs that depend on the results of the first
-swept           more seeds are run round the best value of every curve
-measure         turns the runs, or nothing at all, into what the claim is about; without it the claim is about the runs' rows
-draw, text      the picture of the rows; a table that needs no run
-claim           yes or no, with numbers
+runs, then      proposes the runs to train; ``then`` proposes runs that depend on the results of the first
+swept           runs more seeds around the best value of every curve
+measure         computes the argument of ``claim``, from the runs or without any; by default ``claim`` gets the runs' rows
+draw, text      draws the picture of the rows; makes a table that needs no run
+claim           answers yes or no, with numbers
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ from smupar.study.store import Result, Study
 Rows = Sequence[Result]
 RULES = ("sp", "mup", "smupar")
 STABLE = 2.0  # an optimum that moves by no more than this factor is called stable
-_MORE = 1.1  # how much farther an optimum must move than another to be said to move more
+_MORE = 1.1  # an optimum moves more than another if its move is larger by this factor
 _AXES = {"lr": "learning rate", "init_std": "init std"}
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What the paper says about a figure, as a yes or no about these runs, with the numbers that decide it."""
+    """Whether the paper's statement about a figure holds for these runs, with the numbers that decide it."""
 
     holds: bool
     text: str
-    parts: tuple[Claim, ...] = ()  # where it is made of several claims
+    parts: tuple[Claim, ...] = ()  # the parts, if this claim combines several
 
 
 def all_of(*claims: Claim) -> Claim:
@@ -56,29 +57,29 @@ class Place:
     """Where and how a figure is made."""
 
     scale: Scale
-    folder: Path  # for what the figure writes
-    runs: Path  # holds the folders of runs, by their ids
+    folder: Path  # folder for the figure's files
+    runs: Path  # folder that holds a folder for each run, named by its id
     device: str = "auto"
     data_dir: str | None = None  # local copies of the tasks of Table 2
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure or table of the paper, or one beside it."""
+    """A figure or table of the paper, or a further one of ours."""
 
     title: str
-    shows: str  # by the paper, in a sentence
-    claim: Callable[[Any], Claim]  # about what ``measure`` returns; without it, about the rows
-    finding: int | None = None  # of the paper's four
-    prepare: Callable[[str | None], None] | None = None  # given --data-dir
+    shows: str  # a sentence on what the paper shows
+    claim: Callable[[Any], Claim]  # takes the result of ``measure``, or the rows if there is no ``measure``
+    finding: int | None = None  # number of the paper's finding, 1 to 4
+    prepare: Callable[[str | None], None] | None = None  # takes --data-dir
     runs: Callable[[Scale], list[RunConfig]] | None = None
     then: Callable[[Scale, Study], list[RunConfig]] | None = None
-    swept: tuple[str, str] | None = None  # the experiment whose number of seeds counts, and the field that is swept
+    swept: tuple[str, str] | None = None  # the experiment that sets the number of seeds, and the swept field
     keeps_weights: bool = False
     measure: Callable[[Place, Rows], Any] | None = None
-    what: Callable[[Scale], str] | None = None  # a sentence about what is measured, where nothing is trained for it
+    what: Callable[[Scale], str] | None = None  # a sentence on what is measured, if no runs are trained
     draw: Callable[[Rows], list[Panel]] | None = None
-    columns: int | None = None  # panels in a row of the picture; default all
+    columns: int | None = None  # number of panels in a row of the picture; by default all
     text: Callable[[], str] | None = None
 
 
@@ -88,8 +89,8 @@ class Figure:
 def runs_of(
     scale: Scale, experiment: str, rules: Iterable[str] = RULES, *, width: Callable[[float], int] | None = None
 ) -> list[RunConfig]:
-    """A run for every rule and sparsity of an experiment, with the first seed. ``width`` maps a sparsity to its width, if that
-    varies."""
+    """A run for every rule and sparsity of an experiment, with the first seed. ``width`` maps a sparsity to a width, if the
+    width varies."""
     return unique(
         scale.run(experiment, rule=as_rule(rule, sparsity), width=width(sparsity) if width else None, sparsity=sparsity)
         for rule in rules
@@ -113,7 +114,7 @@ def sweep_rules(scale: Scale, experiment: str, rules: Iterable[str] = RULES, axi
 def curve(
     rows: Rows, rule: str, sparsity: float, *, axis: str = "lr", keep: Callable[[RunConfig], bool] | None = None
 ) -> Curve:
-    """Mean loss over seeds, over the swept values, for one rule and sparsity. ``keep`` selects among runs that share both."""
+    """The curve of one rule and sparsity: for each swept value, the mean loss over seeds. ``keep`` selects runs."""
     results: dict[float, list[Result]] = {}
     for row in rows:
         is_wanted = row.config.rule in (rule, as_rule(rule, sparsity)) and row.config.sparsity == sparsity
@@ -127,7 +128,7 @@ def curve(
 
 
 def curves(rows: Rows, rule: str, axis: str = "lr") -> list[Curve]:
-    """A curve for each sparsity, the dense one first."""
+    """A curve for each sparsity, the dense model's first."""
     return [curve(rows, rule, sparsity, axis=axis) for sparsity in sparsities(rows)]
 
 
@@ -141,7 +142,7 @@ def at_dense_optimum(curves: Sequence[Curve], index: int) -> float:
     return losses.get(curves[0].best_value, math.inf)
 
 
-# Colours of rules, by their titles, in every picture that has a line for each.
+# Colours of rules by title, the same in all pictures.
 _COLOURS = {"SP": "#d1495b", "muP": "#2e6fb0", "SmuPar": "#2a9d4b", "measured updates": "#8a5cc2"}
 
 
@@ -158,7 +159,7 @@ def title(rule: str) -> str:
 
 
 def panel(curves: Sequence[Curve], heading: str, x_label: str = "learning rate") -> Panel:
-    """A rule's curves over the swept value, light for sparse."""
+    """A rule's curves over the swept value. Sparser models have lighter lines."""
     lines = tuple(
         line_of(curve, f"sparsity {curve.sparsity:.4g}", number / max(1, len(curves) - 1))
         for number, curve in enumerate(curves)

@@ -28,7 +28,7 @@ def runs(scale: Scale) -> list[RunConfig]:
 
 
 def _curves(rows: Rows) -> dict[str, tuple[Curve, Curve]]:
-    """The curves of the dense and of the sparse model, by the name of the masks."""
+    """For each kind of masks, by name: the curves of the dense and of the sparse model."""
     dense = curve(rows, "smupar", 0.0)
     return {
         name: (dense, curve(rows, "smupar", sparsity, keep=partial(_has, pattern, allocation)))

@@ -1,7 +1,7 @@
 """Pages of results: what was run, what the paper shows, what came out, and where they differ.
 
-NAME.json holds the facts, with every run's whole configuration, so that a number can be traced to the hash of its run and the
-commit that made it. The page NAME.md is made from them; its last section alone is written by hand, and kept.
+NAME.json holds the facts, with every run's complete configuration. So a number can be traced to the hash of its run and the
+commit that made it. The page NAME.md is generated from these facts. Only its last section is written by hand, and kept.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def publish(done: Reproduced, scale: Scale, into: str | Path) -> Path:
 
 
 def rewrite(folder: str | Path) -> None:
-    """Makes claims, pictures and pages of a folder again from the rows in it, as after a change of what is asked of them."""
+    """Makes the claims, pictures and pages of a folder again from its rows, for example after a claim has changed."""
     for path in sorted(Path(folder).glob("*.json")):
         fig, facts = figure(path.stem), json.loads(path.read_text())
         if fig.draw:
@@ -51,7 +51,7 @@ def rewrite(folder: str | Path) -> None:
 
 
 def results(facts: dict[str, Any]) -> list[Result]:
-    """The runs of a published file; of a summary, what the file holds."""
+    """The results in a published file. Their summaries have only the fields that the file holds."""
     return [_result(facts, row) for row in facts["rows"]]
 
 
@@ -82,7 +82,7 @@ def _result(facts: dict[str, Any], row: dict[str, Any]) -> Result:
 
 
 def refuse_other_scale(into: str | Path, names: Iterable[str], scale: Scale) -> None:
-    """Raises if a page would change its scale: the section that is written by hand is about the numbers of one scale."""
+    """Raises if a page would change its scale, because the section that is written by hand is about one scale."""
     for name in names:
         path = Path(into) / f"{name}.json"
         if path.exists() and (there := json.loads(path.read_text())["scale"]) != scale.name:
@@ -90,7 +90,7 @@ def refuse_other_scale(into: str | Path, names: Iterable[str], scale: Scale) -> 
 
 
 def index(folder: Path) -> str:
-    """The list of pages, in the paper's order, from the files beside it."""
+    """The page that lists all pages of the folder, in the paper's order."""
     pages = {name: folder / f"{name}.json" for name in FIGURES}
     published = {name: json.loads(path.read_text()) for name, path in pages.items() if path.exists()}
     scales = " and ".join(f"`{scale}`" for scale in sorted({facts["scale"] for facts in published.values()}))
@@ -153,14 +153,14 @@ def _claimed(claim: Claim) -> dict[str, Any]:
 
 
 def _table(done: Reproduced) -> dict[str, Any]:
-    """The table that was measured; one that needs no run is made with the page."""
+    """The measured table, if there is one. Tables that need no run are made together with the page."""
     path = done.folder / "table.txt"
     return {"table": path.read_text()} if path.exists() and not figure(done.name).text else {}
 
 
 def _slopes(done: Reproduced) -> dict[str, Any]:
-    """How sizes in hidden layers and blocks grow with density, at the first and at the last step. Only a coordinate check has
-    these."""
+    """The slopes of sizes over density in hidden layers and blocks, at the first and the last step. Only a coordinate check has
+    slopes."""
     path = done.folder / "check.json"
     if not path.exists():
         return {}
@@ -206,7 +206,7 @@ def _picture_name(name: str, picture: Path) -> str:
 
 
 def _write_page(path: Path) -> Path:
-    """The page of a file of facts, beside it."""
+    """Writes the page of a file of facts, beside the file."""
     facts, page = json.loads(path.read_text()), path.with_suffix(".md")
     pictures = sorted(picture.name for picture in path.parent.glob(f"{path.stem}*.png"))
     write_atomic(page, page_of(facts, pictures, _by_hand(page)))
@@ -253,7 +253,7 @@ def page_of(facts: dict[str, Any], pictures: Sequence[str], by_hand: str) -> str
 
 
 def _without(facts: dict[str, Any]) -> str:
-    """Says so where no run has weight decay, or a clipped gradient."""
+    """The words ", without ..." if no run has weight decay, or if no run clips gradients."""
     missing = [
         what
         for name, what in (("weight_decay", "weight decay"), ("clip", "clipping"))

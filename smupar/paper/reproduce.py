@@ -34,7 +34,7 @@ from smupar.study.space import unique
 from smupar.study.store import Result, row_of, write_rows
 from smupar.study.sweep import sweep_from_json
 
-MADE_ON = "made-on.json"  # the device and versions of what is measured without runs
+MADE_ON = "made-on.json"  # the device and versions of a measurement without runs
 FIGURES = (
     *("tab01", "fig01", "fig03", "fig05", "fig06", "fig07", "fig08", "fig09", "fig10", "fig11", "fig12", "fig13", "fig14"),
     *("tab02", "tab03", "tab04", "patterns", "thin", "decay", "drift"),
@@ -55,7 +55,7 @@ class Reproduced:
     claim: Claim
     folder: Path
     rows: Sequence[Result] = ()
-    files: dict[str, str] = field(default_factory=dict)  # sha256 of the texts and traces that its runs read
+    files: dict[str, str] = field(default_factory=dict)  # sha256 of the texts and traces that the runs read
 
     def __str__(self) -> str:
         return f"{self.name}: {'HOLDS' if self.claim.holds else 'DOES NOT HOLD'}. {self.claim.text}\n{self.folder}"
@@ -81,8 +81,12 @@ def listed() -> str:
 
 
 def make_scale(name: ScaleName, data: str | None, *, reads: bool = True, **decay: float | None) -> Scale:
-    """``data``: a folder of `smupar data prepare`; at scale cpu the source of Python's standard library by default. Without
-    ``reads``, no text is needed: nothing is trained. ``decay``: ``weight_decay`` and ``clip`` of all runs."""
+    """Makes a scale.
+
+    data    folder made by `smupar data prepare`; default at scale cpu: the source of Python's standard library
+    reads   False if nothing is trained, so that no text is needed
+    decay   ``weight_decay`` and ``clip`` of all runs
+    """
     scale = Scale(name, **decay)  # type: ignore[arg-type]
     if data is None:
         if name == "cpu":
@@ -96,8 +100,8 @@ def make_scale(name: ScaleName, data: str | None, *, reads: bool = True, **decay
 
 
 def reproduce(name: str, scale: Scale, how: EngineConfig, *, out: str, data_dir: str | None = None) -> Reproduced:
-    """Runs what is missing of a figure, draws it and decides its claim. Writes picture.png, rows.csv, rows.json and claim.json
-    into ``out``/scale/name; runs are in ``out``/scale/study. ``data_dir``: local copies of the tasks of Table 2."""
+    """Runs the missing runs of a figure, draws it and decides its claim. Writes picture.png, rows.csv, rows.json and claim.json
+    to ``out``/scale/name; runs are in ``out``/scale/study. ``data_dir`` holds local copies of the tasks of Table 2."""
     fig, root = figure(name), Path(out) / scale.folder
     place = Place(scale, root / name, root / "study" / "runs", how.device, data_dir)
     rows, files = _trained(name, fig, fig.runs(scale), place, how) if fig.runs else ([], {})
@@ -125,7 +129,7 @@ def _trained(
 ) -> tuple[list[Result], dict[str, str]]:
     """The results of a figure's runs, and the sha256 of the files that they read. ``configs`` are the first runs."""
     scale = place.scale
-    if how.engine != "ray":  # which runs them on other machines
+    if how.engine != "ray":  # Ray runs them on other machines
         _refuse_device(name, scale, configs, pick_device(how.device), asked=how.device != "auto")
     if fig.prepare:
         fig.prepare(place.data_dir)
@@ -136,7 +140,7 @@ def _trained(
 
 def _definition(fig: Figure, configs: Sequence[RunConfig], scale: Scale) -> StudyDefinition:
     """The study of a figure: its runs, runs that depend on their results, and in a sweep more seeds around each optimum. All
-    figures of a scale share one study, so what is stored is the same for all."""
+    figures of a scale share one study, so the stored description is the same for all."""
     stages: list[Stage] = [lambda study: configs]
     if fig.then:
         stages.append(partial(fig.then, scale))
@@ -169,7 +173,7 @@ def dry_run(name: str, scale: Scale) -> str:
     if not fig.runs:
         return f"{name}: {fig.what(scale) if fig.what else 'nothing is trained'}"
     configs = fig.runs(scale)
-    if fig.swept:  # three values of each curve get more seeds, wherever the optima will be
+    if fig.swept:  # three values of each curve get more seeds; their cost does not depend on where the optima are
         experiment, axis = fig.swept
         values = sorted({getattr(config, axis) for config in configs})
         middle = [config for config in configs if getattr(config, axis) in values[len(values) // 2 - 1 :][:3]]

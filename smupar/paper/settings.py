@@ -16,7 +16,7 @@ ScaleName = Literal["cpu", "small", "paper"]
 
 @dataclass(frozen=True)
 class Printed:
-    """A row of Table 4, as printed. None stands for what varies in the figure."""
+    """A row of Table 4, as printed. None stands for a value that varies in the figure."""
 
     figures: tuple[str, ...]
     width: int | None
@@ -86,9 +86,10 @@ TABLE_4: dict[str, Printed] = {
     "wpn": Printed(("fig11",), None, 2, 64, 128, None, {"sp": 0.087}, None, "10x linear", 116, 1169, "306M"),
     "dynamic": Printed(("fig12",), 1024, 2, 64, 128, None, _INIT, _ALPHAS, "10x linear", 116, 1169, "306M"),
 }
-# The paper does not print these: betas, epsilon, decay, clipping, the MLP's width, the vocabulary, the grids of its sweeps, the
-# widths of its Iso figures, when RigL and GMP stop. Betas, the amount of decay and clipping are those of its code. The rest is
-# ours: decay that is independent of the learning rate, 8/3 of the width, GPT-2's vocabulary, and what is below.
+# The paper does not print betas, epsilon, decay, clipping, the MLP's width, the vocabulary, the grids of its sweeps, the widths
+# of its Iso figures, and when RigL and GMP stop. Betas, the amount of decay and clipping come from the paper's code. The rest
+# is our choice: decay that is independent of the learning rate, an MLP of 8/3 of the width, GPT-2's vocabulary, and the sizes
+# below.
 WEIGHT_DECAY, CLIP = 0.1, 1.0
 
 
@@ -102,7 +103,7 @@ class Size:
     seq_len: int
     steps: int
     sparsities: tuple[float, ...]
-    log2_values: tuple[float, ...] = ()  # of the swept hyperparameter
+    log2_values: tuple[float, ...] = ()  # log2 of the swept hyperparameter's values
     seeds: int = 1
 
 
@@ -150,12 +151,12 @@ _SIZES: dict[str, dict[str, Size]] = {
         "cpu": Size(128, 2, 8, 64, 60, (0.0, 0.9375), (-9.0, -8.0, -7.0, -6.0, -5.0)),
     },
 }
-# Scale small shares its runs with the studies of docs/lab/measured-updates.md, whose init and alpha are rounded.
+# Scale small shares its runs with the studies of docs/lab/measured-updates.md, which use rounded values of init and alpha.
 _SMALL_INIT, _SMALL_ALPHA_INPUT = 0.0866, 9.17
-# Width and best learning rate of a dense model under SP, by Figure 6 at each scale; SP's falls as 1 / width. What the paper
-# prints for its pretraining was tuned for wider models and far longer runs, and would make SP look bad here for want of tuning.
+# Width and best learning rate of a dense model under SP, from Figure 6 at each scale. SP's best rate falls as 1 / width. The
+# paper's printed rate for pretraining was tuned for wider models and far longer runs, and would make SP look bad here.
 _SP_TUNED = {
-    "pretraining": {"cpu": (128, 2**-8)},  # at scale small Figure 3 sweeps it
+    "pretraining": {"cpu": (128, 2**-8)},  # at scale small, Figure 3 sweeps the rate
     "iso-pretraining": {"small": (1024, 2**-9), "cpu": (128, 2**-8)},
 }
 _HEAD_DIM = {"cpu": 32, "small": 64, "paper": 64}
@@ -175,7 +176,7 @@ class Scale:
 
     @property
     def folder(self) -> str:
-        """The name of the folder for what this scale makes."""
+        """The name of the folder for this scale's runs and results."""
         parts: list[str] = [self.name]
         if self.weight_decay != WEIGHT_DECAY:
             parts.append(f"decay-{self.weight_decay:g}")
@@ -187,7 +188,7 @@ class Scale:
         return _SIZES[experiment][self.name]
 
     def run(self, experiment: str, *, rule: str = "smupar", width: int | None = None, sparsity: float = 0.0) -> RunConfig:
-        """A run of an experiment of Table 4 with the hyperparameters that it prints, reduced to this scale."""
+        """A run of an experiment of Table 4 with the printed hyperparameters, reduced to this scale."""
         printed, size = TABLE_4[experiment], self.size(experiment)
         width, base = width or size.width, _BASE[self.name]
         printed_warmup = printed.warmup / printed.steps
@@ -233,7 +234,7 @@ class Scale:
         return _of(TABLE_4[experiment].lr, rule, TABLE_3["lr"])
 
     def _init_std(self, experiment: str, rule: str, width: int) -> float:
-        """The printed init. If SP's init follows the width, at smaller scales it follows their width."""
+        """The printed init std. If SP's init std depends on the width, it is adapted to the width of smaller scales."""
         printed = TABLE_4[experiment]
         value = _of(printed.init_std, rule, TABLE_3["init_std"])
         if self.name == "paper":
@@ -249,7 +250,7 @@ class Scale:
 def _of(values: dict[str, float] | None, rule: str, default: float) -> float:
     if values is None:
         return default
-    printed = rule if rule in values else "smupar"  # the ablations' are SmuPar's
+    printed = rule if rule in values else "smupar"  # the ablations use SmuPar's values
     return values.get(printed, values.get("all", default))
 
 

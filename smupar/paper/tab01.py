@@ -1,4 +1,4 @@
-"""Table 1: the rules, as the code executes them, against what the paper prints."""
+"""Table 1: compares the rules that the code executes with the rules that the paper prints."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from smupar.output.tables import aligned
 from smupar.paper.figure import Claim, Figure, Rows
 from smupar.rules import table
 
-# What the paper prints, in the words of `smupar rules`; m_in is its m_d.
+# The paper's entries in the notation of `smupar rules`, where m_in is the paper's m_d.
 PRINTED = {
     "embedding init variance": ("s^2", "s^2", "s^2"),
     "embedding LR (Adam family)": ("eta", "eta", "eta"),

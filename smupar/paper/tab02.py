@@ -1,4 +1,4 @@
-"""Table 2: downstream accuracy of Figure 3's models, by EleutherAI's harness."""
+"""Table 2: downstream accuracy of the models of Figure 3, measured with EleutherAI's harness."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from smupar.lm.config.commands import EvalConfig, ScoringConfig, TasksConfig
 from smupar.lm.config.run import RunConfig
 from smupar.paper.figure import Claim, Figure, Place, Rows, runs_of, title
 
-# Without the user's own copy of RACE, which may not be handed on.
+# The tasks for a --data-dir without race.jsonl: copies of RACE may not be redistributed.
 _LOCAL_TASKS = ("arc_easy", "lambada_openai", "piqa", "boolq")
 
 
@@ -36,7 +36,7 @@ def measure(place: Place, rows: Rows) -> Results:
 
 
 def labelled(results: Results, runs_by_id: dict[str, RunConfig]) -> Results:
-    """The results with rules and sparsities in the place of folders."""
+    """The results with rules and sparsities as names of the models, instead of folders."""
     models = []
     for about, numbers in results.models:
         run = runs_by_id[about["config_id"]]

@@ -1,4 +1,4 @@
-"""Table 4: the settings of every figure, and what the smaller scales make of them."""
+"""Table 4: the settings of every figure, and how the smaller scales reduce them."""
 
 from __future__ import annotations
 

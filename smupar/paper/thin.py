@@ -1,5 +1,5 @@
-"""Beyond the paper: with how few weights per neuron does SmuPar still work? Its derivation is a law of large numbers over
-them."""
+"""Beyond the paper: with how few weights per neuron does SmuPar still work? Its derivation uses a law of large numbers over the
+weights of a neuron."""
 
 from __future__ import annotations
 

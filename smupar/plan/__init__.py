@@ -1,9 +1,9 @@
 """Makes a plan from Table 1, a model and densities. Nothing here changes a model.
 
 layers, parameters, neighbours  what a model's parameters are
-role_table, roles               which row of Table 1 each belongs to
+role_table, roles               which row of Table 1 each parameter belongs to
 patterns, allocations           which weights are kept, and how many in each layer
-sparsity                        what that makes of each weight
+sparsity                        the density that each weight ends up with
 optimizers                      what is known about optimizers
 make, plan, reminders           ``make_plan``, the plan, and what only the user can set
 settings                        settings by parameter name, and choices

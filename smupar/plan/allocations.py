@@ -43,9 +43,9 @@ class Allocation:
             return dict.fromkeys(shapes, overall)
         share = {name: self._share(shape) for name, shape in shapes.items()}
         size = {name: math.prod(shape) for name, shape in shapes.items()}
-        budget = sum(round_half_up(overall * n) for n in size.values())  # what the same density spends if uniform
+        budget = sum(round_half_up(overall * n) for n in size.values())  # as many weights as a uniform allocation keeps
         dense: set[str] = set()
-        while True:  # tensors that would need more than all their weights are dense; the others share what is left
+        while True:  # tensors whose density would exceed 1 become dense; the others share the rest
             sparse = [name for name in shapes if name not in dense]
             left = budget - sum(size[name] for name in dense)
             weight = sum((share[name] * size[name] for name in sparse), Fraction(0))

@@ -22,18 +22,17 @@ from torch.nn.utils.parametrize import ParametrizationList
 from smupar.plan.settings import refuse
 
 ROWS, IMAGES, INDICES = "rows", "images", "indices"
-GROUPED_DIM = 1  # of a convolution's weight, transposed or not: it counts the channels of one group
-LINEAR = "linear"  # a product: x @ W.T or x @ W, whichever dimension is read
+GROUPED_DIM = 1  # the dimension of a convolution's weight, transposed or not, that counts the channels of one group
+LINEAR = "linear"  # the product is x @ W.T if in_dim is 1, x @ W if it is 0
 
-# How far the forward pass of a layer is understood; each level includes those before it.
+# Levels of how far smupar understands a layer's forward pass. Each level includes the levels before it.
 OPAQUE = 0
-SCALABLE = 1  # the output is linear in the weight, so that a factor on what the layer reads or gives is a factor on the weight
+SCALABLE = 1  # the output is linear in the weight, so scaling the layer's input or output is the same as scaling the weight
 MEASURABLE = 2  # a coordinate check can measure what one update does to its output
-PLAIN = 3  # the forward pass is the product plus ``bias`` and nothing else, so that CSR can take its place
+PLAIN = 3  # the forward pass is the product plus ``bias`` and nothing else, so a CSR product can replace it
 
-Product = Callable[
-    ..., Tensor
-]  # (layer, weight, input) -> output without bias; of a registered layer (weight, input) -> output
+# (layer, weight, input) -> output without bias. Products of registered layers take (weight, input) only.
+Product = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -42,18 +41,18 @@ class LayerKind:
 
     name: str
     matches: Callable[[nn.Module], bool] = field(compare=False)
-    weights: str = ""  # glob for the names of its weight matrices; "" if the module does not tell what its tensors do
-    in_dims: tuple[int, ...] = (1,)  # dimensions of the weight that one output reads; IMAGES also read the kernel's
+    weights: str = ""  # glob for the names of its weight matrices; "" if the module's class does not say what its tensors do
+    in_dims: tuple[int, ...] = (1,)  # input dimensions of the weight; the kernel's dimensions are added for IMAGES
     out_dim: int = 0
     reads: str = ROWS
     understood: int = OPAQUE
-    takes_factor: bool = True  # hooks can multiply what it reads or gives
-    product: Product | str | None = None  # how ``record_updates`` multiplies by a weight; None: it cannot
+    takes_factor: bool = True  # hooks can scale the layer's input or output
+    product: Product | str | None = None  # how ``record_updates`` multiplies by a weight; None if it cannot
     is_registered: bool = False
-    rest: str = ""  # what its other tensors of several dimensions are: "vector", "raw", or "" if their sizes decide
-    by_element: bool = False  # its tensors act element by element, as norms do
-    outside: str | None = None  # recurrent: the weights whose names start so read the layer's input, the others its state
-    written: Callable[[Any], int] | None = None  # size of its output where the weight's shape does not tell
+    rest: str = ""  # layout of its other tensors with several dimensions: "vector", "raw", or "" if their sizes decide
+    by_element: bool = False  # its tensors multiply or add element by element, as in norms
+    outside: str | None = None  # recurrent: name prefix of the weights that read the layer's input; the others read its state
+    written: Callable[[Any], int] | None = None  # computes the output size, if the weight's shape does not show it
 
     @property
     def is_lookup(self) -> bool:
@@ -76,13 +75,13 @@ class LayerKind:
         return fnmatchcase(leaf, self.weights)
 
     def multiply(self, layer: nn.Module, weight: Tensor, x: Tensor, in_dim: int | None = None) -> Tensor:
-        """The product of the layer's input with a weight, without bias; ``in_dim`` as the plan has it."""
+        """The product of the layer's input with a weight, without bias. ``in_dim`` overrides the kind's own."""
         if callable(self.product):
             return self.product(weight, x) if self.is_registered else self.product(layer, weight, x)
         return x @ (weight.T if (self.in_dims[0] if in_dim is None else in_dim) == 1 else weight)
 
     def output(self, layer: nn.Module, x: Tensor) -> Tensor:
-        """The layer's output on rows of its input. For a user's layer, only what its weight contributes to the output."""
+        """The layer's output on rows of its input. For a registered layer this is the product alone, without bias."""
         return self.multiply(layer, getattr(layer, self.weights), x) if self.is_registered else layer.forward(x)
 
     def effect(self, layer: nn.Module, parameter: nn.Parameter, change: Tensor, x: Tensor) -> Tensor:
@@ -103,9 +102,9 @@ class LayerKind:
 
 
 def kind_of(module: nn.Module) -> LayerKind:
-    """The first kind that fits: the user's own, then the table's."""
+    """The first kind that fits. Classes that the user registered come before the table."""
     for base in type(module).__mro__:
-        if base in _REGISTERED:  # a class derived from it may have another forward pass
+        if base in _REGISTERED:  # a subclass may have another forward pass
             kind = _REGISTERED[base]
             return replace(kind, understood=min(kind.understood, MEASURABLE)) if base is not type(module) else kind
     return next(kind for kind in LAYERS if kind.matches(module))
@@ -121,27 +120,27 @@ def is_depthwise(module: nn.Module, scaling: tuple[int, ...]) -> bool:
 
 
 def is_plain_lookup(module: nn.Module) -> bool:
-    """Whether the forward pass of a lookup is torch's own and changes nothing. Then it may be run to look at a row."""
+    """Whether a lookup runs torch's own forward pass, without max_norm, which rescales rows. Then a probe may call it."""
     return type(module) is nn.Embedding and module.max_norm is None
 
 
 def padding_row(module: nn.Module) -> int | None:
-    """The row of a lookup table that stays 0, as torch makes it."""
+    """The index of a lookup table's padding row, which torch keeps at 0."""
     return getattr(module, "padding_idx", None) if kind_of(module).is_lookup else None
 
 
 def has_running_statistics(module: nn.Module) -> bool:
-    """Whether it is a norm that keeps averages over batches in its buffers."""
+    """Whether the module is a norm that keeps averages over batches in its buffers."""
     return isinstance(module, nn.modules.batchnorm._NormBase)
 
 
 def draws_random_numbers(module: nn.Module) -> bool:
-    """Whether its forward pass draws random numbers in its present mode."""
+    """Whether the module's forward pass draws random numbers in its current mode."""
     return isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0
 
 
 def reads_weights_of_its_layers(module: nn.Module) -> bool:
-    """Whether a module may use the weights of its layers without calling these, as nn.TransformerEncoderLayer does in
+    """Whether a module may use its layers' weights without calling the layers, as nn.TransformerEncoderLayer does in
     evaluation."""
     return isinstance(module, nn.TransformerEncoderLayer)
 
@@ -151,7 +150,7 @@ def _instance_of(*classes: type[nn.Module]) -> Callable[[nn.Module], bool]:
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    """Whether it is transformers' Conv1D, asked without importing transformers."""
+    """Whether the module is transformers' Conv1D, checked by name to avoid importing transformers."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
@@ -168,14 +167,14 @@ _TABLE = LayerKind("`nn.Embedding`", _instance_of(nn.Embedding), "weight", (0,),
 _LINEAR = LayerKind("`nn.Linear`", lambda module: type(module) is nn.Linear, "weight", understood=MEASURABLE)
 _CONV = replace(_LINEAR, name="`nn.Conv1d`, `Conv2d`, `Conv3d`", reads=IMAGES)
 _RNN = LayerKind("`nn.RNN`, `LSTM`, `GRU`", _instance_of(nn.RNNBase), "*", outside="weight_ih_l0", written=_rnn_size)
-# Tensors of weight_norm and the like, several of which make one weight.
+# Parametrizations such as weight_norm, which compute one weight from several tensors.
 PARAMETRIZED = LayerKind("parametrizations of several tensors", _instance_of(ParametrizationList), rest="raw")
 
 LAYERS = (
     _TABLE,
     replace(_TABLE, name="`nn.EmbeddingBag`", matches=_instance_of(nn.EmbeddingBag), understood=SCALABLE),
     replace(_LINEAR, product=LINEAR, understood=PLAIN),
-    # nn.MultiheadAttention reads the weight of its out_proj without calling it.
+    # nn.MultiheadAttention uses the weight of its out_proj without calling out_proj.
     replace(
         _LINEAR,
         name="`out_proj` of `nn.MultiheadAttention`",
@@ -197,7 +196,7 @@ LAYERS = (
         written=lambda cell: int(cell.hidden_size),
     ),
     LayerKind("`nn.MultiheadAttention`", _instance_of(nn.MultiheadAttention), "*_weight", takes_factor=False, rest="vector"),
-    # It is called with two inputs and sums over both; its weight has three dimensions.
+    # nn.Bilinear takes two inputs and sums over both; its weight has three dimensions.
     LayerKind("`nn.Bilinear`", _instance_of(nn.Bilinear)),
     PARAMETRIZED,
     LayerKind("other modules of torch", lambda module: type(module).__module__.startswith("torch."), by_element=True),
@@ -221,12 +220,12 @@ def register_layer(
     """Tells smupar what a layer of your own does with its weight. It is then treated like torch's layers.
 
     layer     the class; subclasses count as well
-    in_dim    dimension of the weight that is summed over, or a tuple of these: 1 if stored as (out, in), 0 if (in, out)
+    in_dim    dimension of the weight that is summed over, or a tuple of dimensions: 1 if stored as (out, in), 0 if (in, out)
     out_dim   dimension of the weight that corresponds to outputs
     weight    name of the parameter
     lookup    True if the layer's input is an index, as in an embedding
     product   (weight, x) -> output without bias, for x of shape (rows, in). ``coord_check`` and ``record_updates`` use it to
-              measure the layer; without it the layer is not measured by itself. "linear" says that the forward pass is
+              measure the layer; without it the layer is not measured on its own. "linear" says that the forward pass is
               x @ W.T or x @ W, plus ``bias``, and nothing else. Then ``sparsify_storage`` can keep only the non-zeros.
 
     Call it once, beside the class. The weight then gets its role, mask, init and factors without ``roles={...}``.
@@ -268,7 +267,7 @@ def _checked_dims(layer: type[nn.Module], in_dim: int | tuple[int, ...], out_dim
     dims = (*in_dims, out_dim)
     refuse(
         not in_dims or any(isinstance(dim, bool) or not isinstance(dim, int) or dim < 0 for dim in dims),
-        f"{layer.__name__}: in_dim and out_dim must be whole numbers from 0 on, got {in_dim!r} and {out_dim!r}",
+        f"{layer.__name__}: in_dim and out_dim must be whole numbers, 0 or greater, got {in_dim!r} and {out_dim!r}",
     )
     refuse(
         len(set(dims)) < len(dims),
@@ -299,7 +298,7 @@ def check_registered(module: nn.Module) -> None:
         return
     weight = getattr(module, kind.weights, None)
     if not isinstance(weight, Tensor) or weight.ndim <= max(*kind.in_dims, kind.out_dim):
-        actual = "has none" if weight is None else f"it has shape {tuple(getattr(weight, 'shape', ()))}"
+        actual = "has no such weight" if weight is None else f"its weight has shape {tuple(getattr(weight, 'shape', ()))}"
         raise ValueError(
             f"{type(module).__name__} was registered with weight={kind.weights!r}, in_dim={kind.in_dims}, "
             f"out_dim={kind.out_dim}, but {actual}: correct the call of register_layer"

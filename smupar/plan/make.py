@@ -28,7 +28,7 @@ from smupar.rules import Rule, get_rule
 MaskSetting = Mapping[str, Tensor] | str | PathLike[str] | None
 InitStdSetting = float | str | Mapping[str, float | str]
 
-# Under about 16 kept weights per neuron the law of large numbers that the rule rests on gets thin.
+# The rule relies on sums over many weights. With fewer than about 16 kept weights per neuron it gets inaccurate.
 MIN_WEIGHTS_PER_NEURON = 16
 
 
@@ -63,7 +63,7 @@ def make_plan(model: nn.Module, *, base: nn.Module, **settings: Unpack[Settings]
     alpha_output  tuned factor on the unembedding's output
     masks         your own masks: {"name": bool tensor}, or a file with these or with a state dict; they set the densities
     roles         {"glob": role or ("hidden", in_dim)}, for parameters whose role cannot be inferred
-    delta         the same model at any third width; shows which dimensions scale if model and base are equally wide
+    delta         the same model at any other width; shows which dimensions scale if model and base are equally wide
     """
     settings["masks"] = read_masks(settings.get("masks"))
     plan = planned(model, base, settings)
@@ -72,9 +72,9 @@ def make_plan(model: nn.Module, *, base: nn.Module, **settings: Unpack[Settings]
 
 
 def planned(model: nn.Module, base: nn.Module, settings: Settings) -> Plan:
-    """The plan, as a pure function of models and settings. Masks in the settings have been read from their file.
+    """Makes the plan, as a pure function of models and settings. The masks among the settings must be tensors, not a file.
 
-    Its warnings are left to the caller, so that they point at the user's line.
+    The caller issues the plan's warnings, so that they point at the user's line.
     """
     unknown = settings.keys() - Settings.__annotations__.keys()
     if unknown:
@@ -108,7 +108,7 @@ def planned(model: nn.Module, base: nn.Module, settings: Settings) -> Plan:
 
 
 def cautions(plan: Plan) -> list[str]:
-    """The notes of a plan that deserve a warning at the line that asked for the plan."""
+    """The texts of the notes that should also be warnings, at the user's line that makes the plan."""
     return [note.text for note in plan.notes if note.is_caution]
 
 
@@ -119,7 +119,7 @@ def warn(cautions: list[str], *, stacklevel: int) -> None:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """The settings that need no model, after checks."""
+    """The settings that do not depend on the model, checked."""
 
     rule: Rule
     base_spread: Allocation
@@ -139,7 +139,7 @@ class _Numbers:
         return cls(rule, spread, as_density(spread.density, "base_density"), alphas, _whole(settings.get("seed", 0), "seed"))
 
     def forward(self, use: str, m_d: Fraction) -> float:
-        """The factor on the output of a layer with this use."""
+        """The forward factor of a layer whose role is ``use``."""
         return (self.alphas[use] if self.rule.has_alphas else 1.0) * float(self.rule.forward[use].of(m_d, 1, 1))
 
 
@@ -156,7 +156,7 @@ def _base_stds(roles: list[ParamRole], rule: Rule, init_std: InitStdSetting) -> 
         named = dict.fromkeys(matrices, init_std)
     missing = [name for name in matrices if name not in named]
     refuse(missing, f"init_std says nothing about {', '.join(missing[:6])}; add a last line '*': ...")
-    # Tables that are added to a tied one, such as positions, get its size.
+    # Tables that are added to a tied table, such as positions, get the std of the tied table.
     tied = [role.base_fan_in for role in roles if role.role == "embedding" and len({use for _, use in role.uses}) > 1]
     return {name: _base_std(role, named[name], max(tied, default=1)) for name, role in matrices.items()}
 
@@ -202,7 +202,7 @@ def _row(role: ParamRole, sparsity: Sparsity, numbers: _Numbers, base_std: float
 
 
 def _output_width(roles: list[ParamRole]) -> Fraction:
-    """m_d of the logits: that of the unembedding, or of the embedding if the model makes its logits where no hook sees it."""
+    """m_d of the logits. Without an unembedding the embedding's m_d is used: the model may compute its logits by hand."""
     readouts = [role.width_in for role in roles if role.role == "unembedding"]
     tables = [role.width_out for role in roles if role.role == "embedding"]
     return next(iter(readouts + tables), None) or max((role.width_out for role in roles), default=Fraction(1))
@@ -229,10 +229,15 @@ def _notes(model: nn.Module, roles: list[ParamRole], sparsity: Sparsity, numbers
         notes.append(Note("alphas", f"{numbers.rule.title} has no alpha_input and alpha_output: they are not used", False))
     attention = any(attentions(model))
     if attention and sparsity.live != 1:
-        notes.append(Note("neurons", "whole neurons are cut inside attention heads: scale q.k by the live part of head_dim"))
+        notes.append(
+            Note(
+                "neurons",
+                "pattern 'neuron' also removes neurons inside attention heads: scale q.k by the live part of head_dim",
+            )
+        )
     has_custom_modules = any(not type(module).__module__.startswith("torch.nn") for module in model.modules())
     if not attention and has_custom_modules and numbers.rule.attention_exponent == -1:
-        text = "no attention was recognised; if there is some, scale its q.k by plan.attention_scale(head_dim)"
+        text = "no attention was recognised; if the model has attention, scale its q.k by plan.attention_scale(head_dim)"
         notes.append(Note("attention", text, False))
     return notes
 
@@ -251,7 +256,7 @@ def _thin(roles: list[ParamRole], sparsity: Sparsity) -> list[Note]:
         Note(
             "thin",
             f"{len(thin)} hidden weights keep fewer than {MIN_WEIGHTS_PER_NEURON} weights per neuron ({fewest!r}: "
-            f"{per_neuron[fewest]:.3g}); the rule is a law of large numbers and gets thin there",
+            f"{per_neuron[fewest]:.3g}); the rule relies on sums over many weights and is inaccurate there",
         )
     ]
 

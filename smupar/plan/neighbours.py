@@ -1,6 +1,6 @@
-"""What the parameters of a model tell about each other: which come first and last, and which sizes layers read and write.
+"""How the parameters of a model relate to each other: which come first and last, and which sizes layers read and write.
 
-If model and base are equally wide, shapes do not show which dimensions scale. Then this is inferred from equal sizes.
+If model and base are equally wide, shapes do not show which dimensions scale. Then equal sizes are used to infer it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ RoleSetting = str | tuple[str, int]
 
 
 class Neighbours:
-    """The parameters of a model, and the place of each among the others. ``asked`` has the roles that the user gave."""
+    """The parameters of a model, and the place of each among the others. ``asked`` holds the roles that the user gave."""
 
     def __init__(self, tensors: list[ParameterView], asked: Mapping[str, RoleSetting]) -> None:
         self.equal_widths = not any(tensor.scaling for tensor in tensors)
-        # ``sizes`` has the matrices whose scaling dimensions follow from sizes alone.
+        # ``sizes`` holds the matrices whose scaling dimensions are inferred from sizes alone.
         self.tensors, self.sizes = scaling_from_sizes(tensors, asked) if self.equal_widths else (tensors, {})
         self.matrices = [tensor for tensor in self.tensors if tensor.layout == "matrix"]
         self.read_sizes = {tensor.read_size for tensor in self.matrices if not tensor.layer.is_lookup}
@@ -28,13 +28,13 @@ class Neighbours:
         self.inputs = _input_layers(self.matrices)
 
     def is_side_table(self, tensor: ParameterView) -> bool:
-        """Whether it is a lookup table that no layer reads, while another lookup table is read by layers."""
+        """Whether the parameter is a lookup table whose output no layer reads, while layers read another table's output."""
         if not tensor.is_input or not tensor.layer.is_lookup or tensor.makes_logits:
             return False
         tables = [table for table in self.matrices if table.layer.is_lookup]
         if not any(table.written_size in self.read_sizes for table in tables):
             return False
-        sums = {tensor.written_size}  # side by side, it and others may be read together
+        sums = {tensor.written_size}  # a layer may read the concatenated outputs of several tables
         for other in tables:
             if other is not tensor and len(sums) < 1000:
                 sums |= {size + other.written_size for size in sums}
@@ -44,7 +44,7 @@ class Neighbours:
         return tensor is self.matrices[-1]
 
     def is_guess(self, tensor: ParameterView) -> bool:
-        """Whether only the sizes of other parameters suggest that its output scales."""
+        """Whether only the sizes of other parameters suggest that this parameter's output scales."""
         return tensor.name in self.sizes and self.sizes[tensor.name].is_guess
 
 
@@ -72,7 +72,7 @@ def _input_layers(matrices: list[ParameterView]) -> set[str]:
 
 @dataclass(frozen=True)
 class Sizes:
-    """A matrix of a model that is as wide as its base, beside the sizes that layers read and write."""
+    """A matrix of a model that is as wide as its base, together with the sizes that the model's layers read and write."""
 
     tensor: ParameterView
     is_first: bool
@@ -90,7 +90,7 @@ class Sizes:
 
     @cached_property
     def is_guess(self) -> bool:
-        """Whether it seems to write several outputs side by side: qkv, gate and up, the gates of an LSTM."""
+        """Whether the matrix seems to write several concatenated outputs: qkv, gate and up, the gates of an LSTM."""
         is_multiple = any(self.tensor.written_size % size == 0 for size in self.read)
         return is_multiple and not self.writes and not self.is_last
 
@@ -108,16 +108,16 @@ class Sizes:
 def scaling_from_sizes(
     tensors: list[ParameterView], asked: Mapping[str, RoleSetting]
 ) -> tuple[list[ParameterView], dict[str, Sizes]]:
-    """The parameters with the dimensions that are taken to scale, and the matrices for which this follows from sizes alone.
+    """Returns the parameters with their presumed scaling dimensions, and the matrices whose dimensions are inferred from sizes.
 
-    An input that some layer writes is internal, and so is an output that some layer reads. Sizes that are related but not
-    equal leave doubt (``role_table.DOUBTS``).
+    An input that some layer writes is internal, and so is an output that some layer reads. If sizes are related but not equal,
+    the role is in doubt (``role_table.DOUBTS``).
     """
     matrices = [tensor for tensor in tensors if tensor.layout == "matrix"]
     linear = [tensor for tensor in matrices if not tensor.layer.is_lookup]
     has_lookup = len(linear) < len(matrices)
     has_output = any(tensor.is_output or tensor.makes_logits for tensor in matrices)
-    first = linear[0] if linear and not has_lookup else None  # it reads the data, unless a lookup table does
+    first = linear[0] if linear and not has_lookup else None  # the layer that reads the data, unless a lookup table does
     last = linear[-1] if linear and not has_output else None
     read = {tensor.read_size for tensor in linear if tensor is not first}
     written = {tensor.written_size for tensor in matrices}
@@ -130,14 +130,15 @@ def scaling_from_sizes(
         tensor.name: replace(tensor, scaling=_matrix_scaling(tensor, asked.get(tensor.name), sizes.get(tensor.name)))
         for tensor in matrices
     }
-    weights = {  # by module, for the biases that go with a weight
+    weights = {  # the matrix of each module, by the module's id; a bias scales like the output of its module's matrix
         id(module): tensor for tensor in scaled.values() for module in (tensor.module, *(tied for _, tied in tensor.tied))
     }
     return [scaled.get(tensor.name) or _vector_scaling(tensor, weights.get(id(tensor.module))) for tensor in tensors], sizes
 
 
 def _matrix_scaling(tensor: ParameterView, setting: RoleSetting | None, sizes: Sizes | None) -> tuple[int, ...]:
-    """The dimensions that scale, by the user's role or by sizes. A lookup writes the width, the logits' layer reads it."""
+    """The scaling dimensions of a matrix, from sizes or from the user's role. Otherwise a lookup's output scales, and the
+    input of the layer that makes the logits."""
     ins, outs = tensor.in_dims[:1], (tensor.out_dim,)
     if sizes is not None:
         dims = (ins if sizes.reads else ()) + (outs if sizes.writes_width else ())
@@ -150,7 +151,7 @@ def _matrix_scaling(tensor: ParameterView, setting: RoleSetting | None, sizes: S
 
 
 def _vector_scaling(tensor: ParameterView, weight: ParameterView | None) -> ParameterView:
-    """A parameter that is no matrix, with its scaling dimension; ``weight`` is the matrix of its module, if there is one."""
+    """Adds the scaling dimension to a parameter that is not a matrix. ``weight`` is the matrix of its module, if any."""
     if not tensor.shape:
         return tensor
     if weight is not None and len(tensor.shape) == 1:

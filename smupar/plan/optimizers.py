@@ -14,19 +14,19 @@ from typing import Any
 
 @dataclass(frozen=True)
 class OptimizerFacts:
-    name: str  # of its class
-    family: str | None = None  # its learning-rate row in Table 1, called after an optimizer of the row
+    name: str  # name of the class
+    family: str | None = None  # which learning rates of Table 1 it gets: "adam", "sgd" or "muon"
     num_states: int = 0  # tensors of a weight's size that it keeps
-    decoupled: bool = False  # weight decay is kept apart from the gradient
+    decoupled: bool = False  # weight decay is not added to the gradient
     eps: bool = False
     betas: bool = False
     momentum: bool = False
-    mixes_entries: bool = False  # a weight's update depends on other weights' gradients, so weights off the mask would train
-    hidden_only: bool = False  # takes hidden matrices and nothing else: a second optimizer has to train the rest
+    mixes_entries: bool = False  # a weight's update depends on other weights' gradients, so weights off the mask would move
+    hidden_only: bool = False  # takes hidden matrices only, so a second optimizer has to train the rest
     fused: bool = False  # torch has a fused kernel for it on GPUs
     capturable: bool = False  # torch can put its step into a CUDA graph
-    stackable: bool = False  # ``Stack`` has its update
-    restartable: bool = False  # its bias correction can start again for single weights
+    stackable: bool = False  # ``Stack`` implements its update
+    restartable: bool = False  # its bias correction can restart for single weights
     no_rule: str = ""  # why no factor of Table 1 fits it
     no_moves: str = ""  # why masks cannot move under it
 
@@ -57,13 +57,13 @@ _ROWS = (
         no_moves="ZeroRedundancyOptimizer keeps most state on other ranks, where grown weights cannot be started again: use "
         "FSDP2 (fully_shard), or the optimizer alone",
     ),
-    # Optimizers of other packages whose updates stay where the gradient is; their users name the family.
+    # Optimizers of other packages whose updates do not mix entries. The user has to name their family.
     *map(OptimizerFacts, ("FusedAdam", "DeepSpeedCPUAdam", "Adam8bit", "AdamW8bit")),
     *map(OptimizerFacts, ("AdamWScheduleFree", "SGDScheduleFree", "Prodigy")),
 )
 OPTIMIZERS = {row.name.lower(): row for row in _ROWS}  # by lower-case name
-FAMILIES = {name: row.family for name, row in OPTIMIZERS.items() if row.family}  # of those that a run can name
-# The Newton-Schulz iteration of torch.optim.Muon, by its defaults.
+FAMILIES = {name: row.family for name, row in OPTIMIZERS.items() if row.family}  # by lower-case name, where there is one
+# Defaults of the Newton-Schulz iteration in torch.optim.Muon.
 MUON_COEFFICIENTS, MUON_STEPS, MUON_EPS = (3.4445, -4.775, 2.0315), 5, 1e-7
 
 
@@ -82,20 +82,20 @@ def facts_of(optimizer: object) -> OptimizerFacts:
 
 
 def decouples_decay(optimizer: object, group: Mapping[str, Any] | None = None) -> bool:
-    """Whether an optimizer keeps weight decay separate from the gradient. Where torch has an option for it, the group decides
-    (without a group, the defaults of an instance). Otherwise the row decides."""
+    """Whether an optimizer keeps weight decay separate from the gradient. If torch has an option for it, the group's option
+    counts, or without a group the instance's default. Otherwise the row in the table counts."""
     options = getattr(optimizer, "defaults", {}) if group is None else group
     return bool(options.get("decoupled_weight_decay", facts_of(optimizer).decoupled))
 
 
 def has_adamw_beside(optimizer: object, rest_lr: float | None) -> bool:
-    """Whether a second optimizer, AdamW, trains everything that is not hidden. That is so with Muon, which takes hidden
-    matrices only, and with any optimizer if the rest has a learning rate of its own."""
+    """Whether a second optimizer, AdamW, trains everything that is not hidden. Muon needs one, since it takes hidden matrices
+    only. Any other optimizer gets one if ``rest_lr`` is given."""
     return rest_lr is not None or facts_of(optimizer).hidden_only
 
 
 def facts_for_role(role: str, optimizer: object, rest_lr: float | None) -> OptimizerFacts:
-    """The row of the optimizer that trains a role, in a run that names ``optimizer``."""
+    """The row of the optimizer that trains parameters of a role, in a run whose optimizer is ``optimizer``."""
     return facts_of("adamw" if role != "hidden" and has_adamw_beside(optimizer, rest_lr) else optimizer)
 
 

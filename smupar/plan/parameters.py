@@ -21,15 +21,15 @@ class ParameterView:
     """One parameter of the model, beside the same parameter of the base."""
 
     name: str
-    path: str  # of the module that uses it
+    path: str  # path of the module that uses the parameter
     module: nn.Module
-    layer: LayerKind  # of the module
-    tied: tuple[tuple[str, nn.Module], ...]  # the other modules that hold it, each once
+    layer: LayerKind  # kind of the module
+    tied: tuple[tuple[str, nn.Module], ...]  # (path, module) of the other modules that hold the parameter, each listed once
     shape: Shape
     base_shape: Shape
     scaling: tuple[int, ...]  # dimensions whose size follows the width
-    layout: str  # "matrix": its module says what it reads and writes; "vector": acts element by element; "raw": unknown
-    in_dims: tuple[int, ...] = ()  # dimensions one output reads, input channel first
+    layout: str  # "matrix": the module's kind tells inputs from outputs; "vector": acts element by element; "raw": unknown
+    in_dims: tuple[int, ...] = ()  # input dimensions, input channel first
     out_dim: int = -1
     groups: int = 1
     frozen: bool = False
@@ -46,12 +46,12 @@ class ParameterView:
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether it is a weight of an RNN that reads the RNN's own state, or the layer below it."""
+        """Whether this is an RNN's weight that reads the RNN's own state, or the output of a lower layer of the RNN."""
         return self.layer.outside is not None and not self.name.rpartition(".")[2].startswith(self.layer.outside)
 
     @property
     def makes_logits(self) -> bool:
-        """Whether it is an embedding table that is tied to a readout."""
+        """Whether this is an embedding table that is tied to a readout."""
         return self.layer.is_lookup and any(not kind_of(module).is_lookup for _, module in self.tied)
 
     @property
@@ -64,24 +64,24 @@ class ParameterView:
 
     @property
     def read_size(self) -> int:
-        """Channels of the layer's input."""
+        """The number of channels in the layer's input."""
         return self._num_channels(self.in_dims[0])
 
     @property
     def written_size(self) -> int:
-        """Channels of the layer's output."""
+        """The number of channels in the layer's output."""
         return self._num_channels(self.out_dim) if self.layer.written is None else self.layer.written(self.module)
 
     def _num_channels(self, dim: int) -> int:
         return self.shape[dim] * (self.groups if dim == GROUPED_DIM else 1)
 
     def ratio(self, dims: tuple[int, ...]) -> Fraction:
-        """Width multiplier of a product of dimensions."""
+        """The product of the width multipliers of ``dims``."""
         return math.prod((Fraction(self.shape[dim], self.base_shape[dim]) for dim in dims), start=Fraction(1))
 
     def base_fan_in(self, in_dims: tuple[int, ...]) -> int:
-        """How many inputs one output has at base width, if these are its input dimensions."""
-        grouped = self.groups if GROUPED_DIM not in in_dims else 1  # the dimension that is read has the channels of all groups
+        """The number of inputs of one output at base width, if ``in_dims`` are the input dimensions."""
+        grouped = self.groups if GROUPED_DIM not in in_dims else 1  # then the input dimension counts the channels of all groups
         return math.prod(self.base_shape[dim] for dim in in_dims) // grouped
 
 
@@ -90,7 +90,7 @@ def parent_path(name: str) -> str:
 
 
 def view_parameters(model: nn.Module, base: nn.Module, delta: nn.Module | None) -> list[ParameterView]:
-    """Every parameter of ``model``, in its order, after checking that the models are one network at several widths."""
+    """Views of all parameters of ``model``, in the model's order. Checks that the models are one network at several widths."""
     names = _names(model)
     shapes = _shapes(model, "the model")
     base_shapes = _shapes_like(model, shapes, names, base, "base")
@@ -99,7 +99,8 @@ def view_parameters(model: nn.Module, base: nn.Module, delta: nn.Module | None) 
     declared = {id(_embeddings(model, f"get_{end}_embeddings")): end for end in ("output", "input")}
     for module in model.modules():
         check_registered(module)
-    # A tied weight may be registered under its head's name first; its table is what it is. A module may have several names.
+    # All modules that hold each parameter. The first name of a tied weight may be the head's, but its lookup table is preferred
+    # below as the parameter's module. A module with several names is listed once.
     holders: dict[str, dict[int, tuple[str, nn.Module, str]]] = defaultdict(dict)
     for alias, name in names.items():
         holder = _holder(modules, alias)
@@ -131,10 +132,10 @@ def view_parameters(model: nn.Module, base: nn.Module, delta: nn.Module | None) 
 
 
 def _embeddings(model: nn.Module, getter: str) -> nn.Module | None:
-    """What a Hugging Face style getter returns, where the model has it."""
+    """The module that a getter in the style of Hugging Face returns; None if there is no such getter or module."""
     try:
         module = getattr(model, getter)()
-    except (NotImplementedError, AttributeError):  # the getter exists on every Hugging Face model, also on those without one
+    except (NotImplementedError, AttributeError):  # every Hugging Face model has the getter, even if it has no such module
         return None
     return module if isinstance(module, nn.Module) else None
 
@@ -145,8 +146,8 @@ def _how_unclear(module: nn.Module) -> int:
 
 
 def _holder(modules: dict[str, nn.Module], name: str) -> tuple[str, nn.Module, str]:
-    """(path, module, name there) of the module that uses a parameter. For fc.parametrizations.weight.original this is fc, as
-    weight."""
+    """(path, module, name inside the module) of the module that uses a parameter. For fc.parametrizations.weight.original the
+    module is fc and the name is weight."""
     path, _, leaf = name.rpartition(".")
     if kind_of(modules[path]) is PARAMETRIZED and leaf == "original":
         path, leaf = parent_path(parent_path(path)), path.rpartition(".")[2]
@@ -163,7 +164,7 @@ def _shapes(model: nn.Module, what: str) -> dict[str, Shape]:
 
 
 def _names(model: nn.Module) -> dict[str, str]:
-    """Every name of every parameter -> its first name."""
+    """Maps every name of every parameter to the parameter's first name."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(parameter), name) for name, parameter in model.named_parameters(remove_duplicate=False)}
 
@@ -180,7 +181,7 @@ def _shapes_like(
     if names.keys() == other_names.keys() and shapes.keys() != other_shapes.keys():
         name = min(shapes.keys() ^ other_shapes.keys())
         raise ValueError(
-            f"{name!r} is tied to another parameter in one of model and {what} and not in the other: build both alike. "
+            f"{name!r} is tied to another parameter in only one of model and {what}: build both alike. "
             "to_empty unties weights: tie them again after it."
         )
     if shapes.keys() != other_shapes.keys():
@@ -197,7 +198,7 @@ def _shapes_like(
     for name, shape in shapes.items():
         refuse(
             name in tied_otherwise,
-            f"{name!r} is tied in one of model and {what} and not in the other: build both alike",
+            f"{name!r} is tied in only one of model and {what}: build both alike",
         )
         refuse(
             len(other_shapes[name]) != len(shape),
@@ -207,7 +208,7 @@ def _shapes_like(
 
 
 def _layout(module: nn.Module, leaf: str, shape: Shape, scaling: tuple[int, ...]) -> tuple[str, tuple[int, ...], int]:
-    """(layout, dimensions read, dimension written) of a parameter, from the layer that owns it."""
+    """(layout, input dimensions, output dimension) of a parameter, from the kind of the module that owns it."""
     layer = kind_of(module)
     if len(shape) < 2 or (layer.owns(leaf) and is_depthwise(module, scaling)):
         return "vector", (), -1

@@ -1,8 +1,8 @@
-"""Which weights are kept: patterns (where in a tensor), allocations (how many in each tensor), and how masks are drawn.
+"""Patterns say which weights of a tensor a mask keeps. They count and draw masks; allocations.py decides the densities.
 
 A mask is a bool tensor, True where the weight is kept. It is a pure function of (seed, parameter name). It is drawn on the CPU
 and never from the global random state, so it is the same on every device, rank and run. Counts are known without drawing, so
-that plans work on models that have no memory.
+plans can be made for models on the meta device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from smupar.plan.allocations import round_half_up
 from smupar.plan.parameters import Shape
 from smupar.plan.settings import refuse
 
-Dims = tuple[int, ...]  # the dimensions one output neuron reads: (1,) of a Linear, (1, 2, 3) of a Conv2d, input channel first
+Dims = tuple[int, ...]  # input dimensions, input channel first: (1,) for a Linear, (1, 2, 3) for a Conv2d
 
 
 def generator(seed: int, purpose: str, name: str) -> torch.Generator:
@@ -40,10 +40,10 @@ PATTERNS = '"random" | "bernoulli" | "fan_in" | "2:4" (any N:M) | "2:4-transposa
 
 @dataclass(frozen=True)
 class Pattern:
-    """Uniformly chosen positions, in an exact number; the other patterns override ``count`` and ``draw``."""
+    """Keeps an exact number of uniformly chosen weights. The other patterns override ``count`` and ``draw``."""
 
     name: str = "random"
-    # Neurons are removed from the network, so that widths change and what is left is dense.
+    # True if whole neurons are removed: then the widths change, and the remaining network is dense.
     whole_neurons: ClassVar[bool] = False
     takes_any_density: ClassVar[bool] = True
 
@@ -52,12 +52,12 @@ class Pattern:
         return 1.0
 
     def count(self, shape: Shape, in_dims: Dims, density: Fraction) -> int | None:
-        """How many weights ``draw`` keeps, or None if that is random. Raises ValueError if the pattern does not fit the
+        """How many weights ``draw`` keeps, or None if the number is random. Raises ValueError if the pattern does not fit the
         shape."""
         return round_half_up(density * math.prod(shape))
 
     def mask(self, row: Any, live_neurons: tuple[int, int], seed: int) -> Tensor:
-        """The mask of a parameter, from its row in the plan and the seed alone."""
+        """Draws the mask of a parameter, which depends only on its row in the plan, ``live_neurons`` and the seed."""
         return self.draw(row.shape, row.in_dims, row.density, generator(seed, "mask", row.name))
 
     def draw(self, shape: Shape, in_dims: Dims, density: Fraction, rng: torch.Generator) -> Tensor:
@@ -65,7 +65,7 @@ class Pattern:
 
 
 class Bernoulli(Pattern):
-    """Every weight kept with probability rho, as in the paper's reference code: the count is random."""
+    """Keeps each weight with probability rho, as in the paper's reference code, so the count is random."""
 
     def count(self, shape: Shape, in_dims: Dims, density: Fraction) -> int | None:
         return None
@@ -88,13 +88,13 @@ class ConstantFanIn(Pattern):
             torch.rand(num_out, fan_in, generator=rng, dtype=torch.float32).topk(round_half_up(density * fan_in), dim=1).indices
         )
         mask = torch.zeros(num_out, fan_in, dtype=torch.bool).scatter_(1, kept, True)
-        order = [*outs, *in_dims]  # undo the move of the fan-in to the end
+        order = [*outs, *in_dims]  # the mask has the input dimensions last: move them back
         return mask.view([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(shape))]).contiguous()
 
 
 @dataclass(frozen=True)
 class NM(Pattern):
-    """N of every M consecutive inputs of a neuron are kept (2:4 on NVIDIA GPUs)."""
+    """Keeps N of every M consecutive inputs of a neuron (2:4 on NVIDIA GPUs)."""
 
     n: int = 2
     m: int = 4
@@ -107,7 +107,7 @@ class NM(Pattern):
     def _check(self, size: int, density: Fraction) -> None:
         refuse(
             size % self.m,
-            f"{self.name} needs dimensions divisible by {self.m}, this one is {size}; keep such a weight dense by "
+            f"{self.name} needs dimensions divisible by {self.m}, this one is {size}; keep such a weight dense with "
             "density={'NAME': 1, '*': ...}",
         )
         refuse(
@@ -129,8 +129,8 @@ class NM(Pattern):
 
 
 class TransposableNM(NM):
-    """N:M along the inputs and along the outputs, so that the backward pass is N:M as well. Every M x M tile is a circulant
-    matrix with shuffled rows and columns, so each row and column of it has N ones."""
+    """Keeps N of every M along the inputs and along the outputs, so the backward pass is N:M as well. Every M x M tile is a
+    circulant matrix with shuffled rows and columns, so each row and column of the tile has N ones."""
 
     def count(self, shape: Shape, in_dims: Dims, density: Fraction) -> int | None:
         refuse(len(shape) != 2, f"{self.name} is for matrices, this tensor has shape {shape}")
@@ -148,7 +148,7 @@ class TransposableNM(NM):
 
 @dataclass(frozen=True)
 class SquareBlocks(Pattern):
-    """Square blocks are kept or dropped whole."""
+    """Keeps or drops entire square blocks."""
 
     size: int = 16
 
@@ -191,14 +191,14 @@ class Neuron(Pattern):
 
 
 def num_live_neurons(period: int, density: Fraction) -> int:
-    """How many of each ``period`` neurons live. Refused if this is not within a tenth of the density."""
+    """The number of live neurons in each period. Raises ValueError if their share is off the density by more than 10 %."""
     num_live = round_half_up(density * period)
     refuse(num_live == 0, f"density {float(density):g} leaves none of {period} neurons; raise it")
     near = Fraction(9, 10) * density <= Fraction(num_live, period) <= Fraction(11, 10) * density
     refuse(
         not near or num_live == period,
         f"density {float(density):g} cannot be reached with whole neurons: the greatest common divisor of all widths is "
-        f"{period}, so the nearest is {num_live}/{period}; choose another density, or widths with a larger one",
+        f"{period}, so the nearest is {num_live}/{period}; choose another density, or widths with a larger common divisor",
     )
     return num_live
 
@@ -235,7 +235,7 @@ def _flip(mask: Tensor, state: bool, num_flips: int, rng: torch.Generator) -> No
 
 
 def parse_pattern(text: str | Pattern) -> Pattern:
-    """The pattern of a name such as "2:4"; ``PATTERNS`` lists them."""
+    """Parses the name of a pattern, such as "2:4"; ``PATTERNS`` lists the names."""
     if isinstance(text, Pattern):
         return text
     plain = {"random": Pattern, "bernoulli": Bernoulli, "fan_in": ConstantFanIn, "neuron": Neuron}
@@ -251,8 +251,8 @@ def parse_pattern(text: str | Pattern) -> Pattern:
 
 
 def read_masks(masks: Mapping[str, Tensor] | str | PathLike[str] | None) -> dict[str, Tensor]:
-    """Masks by name, from a mapping or from a file. The file holds masks, or a state dict, in which the ``<param>_mask``
-    entries count. It was saved with torch.save or as safetensors, and nothing but plain tensors is unpickled."""
+    """Masks by parameter name, from a mapping or from a file. The file holds masks, or a state dict whose ``<param>_mask``
+    entries are read. It is in the format of torch.save or safetensors; only plain tensors are unpickled."""
     if masks is None or isinstance(masks, Mapping):
         return {name: torch.as_tensor(mask) for name, mask in (masks or {}).items()}
     path = Path(masks)
@@ -267,7 +267,7 @@ def read_masks(masks: Mapping[str, Tensor] | str | PathLike[str] | None) -> dict
         raise ValueError(f"{path} cannot be read as a state dict or file of masks: {error}") from error
     refuse(
         not isinstance(tensors, Mapping) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()),
-        f"{path} holds no state dict: masks are read from one, or from a file of masks by parameter name",
+        f"{path} holds no state dict: pass a file with a state dict, or with masks by parameter name",
     )
     saved = {name: tensor for name, tensor in tensors.items() if name.endswith("_mask")}
     saved = saved or {name: tensor for name, tensor in tensors.items() if tensor.dtype == torch.bool}

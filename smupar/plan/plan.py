@@ -30,7 +30,7 @@ class PlanWarning(UserWarning):
     """The plan is valid, but something about it deserves a look."""
 
 
-PLAN_FILE = "smupar_plan.json"  # beside the weights of a Hugging Face model: they are no model without it
+PLAN_FILE = "smupar_plan.json"  # saved beside the weights of a Hugging Face model, which cannot be loaded without it
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class PlanRow:
     scaling: tuple[int, ...]
     width_in: Fraction
     width_out: Fraction
-    pattern: str | None  # None: dense, "given": the user's own mask
+    pattern: str | None  # None if dense, "given" if the user passed the mask
     density: Fraction  # share of kept weights: realised for exact counts, nominal for Bernoulli
-    num_kept: int | None  # None where the pattern leaves it to chance
+    num_kept: int | None  # None if the pattern makes the number random
     density_mult: Fraction
-    init_std: float | None  # of the kept weights; None: the model's own values stay
+    init_std: float | None  # std of the kept weights; None if the model's own values stay
     lr_factors: dict[str, float]  # optimizer family -> factor on the base learning rate
     eps_factor: float
     forward: tuple[tuple[str, float], ...]  # (module path, factor on its output)
@@ -71,7 +71,8 @@ class PlanRow:
 
 @dataclass
 class Plan:
-    """All rows, and the settings that they come from. ``pending`` lists what only the user can set, until it is settled."""
+    """All rows, and the settings that they come from. ``pending`` holds reminders of what only the user can set, until the user
+    settles them."""
 
     rule: str
     rows: tuple[PlanRow, ...]
@@ -80,8 +81,8 @@ class Plan:
     base_density: Fraction
     alpha_input: float
     alpha_output: float
-    output_factor: float  # on the logits
-    live_neurons: tuple[int, int] = (1, 1)  # pattern "neuron": how many live in each period
+    output_factor: float  # factor on the logits
+    live_neurons: tuple[int, int] = (1, 1)  # (live neurons in each period, period), for pattern "neuron"
     notes: list[Note] = field(default_factory=list)
     pending: dict[str, str] = field(default_factory=dict)
 
@@ -150,7 +151,7 @@ class Plan:
             data["rows"] = tuple(_row_from_json(row) for row in data["rows"])
             data["base_density"] = Fraction(data["base_density"])
             data["live_neurons"] = tuple(data["live_neurons"])
-            # Plans of the first version have notes without a kind, and name a method that is now called settle.
+            # Plans written by the first version have notes without a kind, and their reminders call settle by its old name.
             data["notes"] = [
                 Note("older", note, is_caution=False) if isinstance(note, str) else Note(**note)
                 for note in data.get("notes", [])
@@ -176,7 +177,8 @@ class Plan:
         return lines
 
     def __str__(self) -> str:
-        # Blocks with equal numbers share a line: layer numbers become a star, followed by the number of parameters.
+        # Parameters of several blocks share a line if their numbers are equal. A star replaces the layer number, followed by
+        # the number of parameters.
         cells = {row.name: _cells(row) for row in self}
         blocks: dict[str, list[str]] = {}
         for name in cells:

@@ -1,6 +1,6 @@
-"""Roles are decided by an ordered table of conditions: the first line that holds decides. docs/any_model.md prints it.
+"""Decides roles by an ordered table of conditions, ROLE_TABLE: the first line that holds decides. docs/any_model.md prints it.
 
-A second table comes first. It is for models that are as wide as their base, and says when sizes leave doubt.
+If a model is as wide as its base, the table DOUBTS is read first. It lists the cases in which sizes do not decide the role.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from smupar.plan.parameters import ParameterView
 
 @dataclass(frozen=True)
 class Case:
-    """A line of a table: the role of a parameter that meets this condition and no earlier one."""
+    """A line of a table: the role of a parameter that meets this condition and none of the earlier ones."""
 
     when: str
     holds: Callable[..., bool]  # takes (parameter, neighbours), or the sizes of a matrix
-    role: str  # or ASK
+    role: str  # the role, or ASK if the user has to name it
     reason: str
-    guess: str = ""  # the role that a question suggests
-    guess_dim: Callable[[ParameterView], int] | None = None  # the dimension that it reads, if the guess is a hidden weight
+    guess: str = ""  # the role that the question to the user suggests
+    guess_dim: Callable[[ParameterView], int] | None = None  # the input dimension, if the guess is a hidden weight
 
     def suggestion(self, tensor: ParameterView) -> RoleSetting:
         return self.guess if self.guess_dim is None else (self.guess, self.guess_dim(tensor))
@@ -53,7 +53,7 @@ def _is_square(tensor: ParameterView) -> bool:
 
 
 def _is_unknown_weight(tensor: ParameterView) -> bool:
-    """Whether it is a ``weight`` with one scaling dimension, of a module that may sum over it."""
+    """Whether this is a ``weight`` with one scaling dimension, in a module that may sum over that dimension."""
     named = tensor.name.endswith(".weight") and not tensor.layer.by_element
     return tensor.layout == "raw" and named and len(tensor.scaling) == 1
 
@@ -63,83 +63,86 @@ ROLE_TABLE = (
         "belongs to the layer that `get_output_embeddings` returns",
         lambda t, n: t.layout == "matrix" and t.is_output,
         "unembedding",
-        "the model says that it makes the logits",
+        "the model says that this layer makes the logits",
     ),
     Case(
-        "is a lookup table, or belongs to what `get_input_embeddings` returns, and its rows do not scale",
+        "is a lookup table, or belongs to the module that `get_input_embeddings` returns, and its output does not scale",
         lambda t, n: t.is_input and not t.writes_scaling,
         "fixed",
         "nothing scales",
     ),
     Case(
-        "is a lookup table that no layer reads, beside one that layers read",
+        "is a lookup table whose output no layer reads, in a model where layers read another table's output",
         lambda t, n: n.is_side_table(t),
         "vector",
-        "such as relative position biases for the heads",
+        "it may hold relative position biases for the heads",
     ),
     Case(
-        "is any other lookup table, or belongs to what `get_input_embeddings` returns",
+        "is any other lookup table, or belongs to the module that `get_input_embeddings` returns",
         lambda t, n: t.is_input,
         "embedding",
         "it reads the data",
     ),
     Case(
-        "reads and writes what scales, in the last layer of a model without a readout, and no layer reads as many features",
+        "has a scaling input and output, is the last layer of a model without a readout, and no layer reads its output size",
         lambda t, n: (
             t.reads_scaling and t.writes_scaling and n.is_last(t) and not n.readouts and t.written_size not in n.read_sizes
         ),
         ASK,
-        "is the last layer and writes what no layer reads: do the outputs of model and base differ in number?",
+        "is the last layer, and no layer reads its output size: do model and base have different numbers of outputs?",
         "unembedding",
     ),
     Case(
-        "reads and writes what scales", lambda t, n: t.reads_scaling and t.writes_scaling, "hidden", "it is inside the network"
+        "has a scaling input and a scaling output",
+        lambda t, n: t.reads_scaling and t.writes_scaling,
+        "hidden",
+        "it is inside the network",
     ),
     Case(
-        "reads what scales and writes a fixed size, as the last layer and the only such one",
+        "has a scaling input and a fixed output, and is the last layer and the only such layer",
         lambda t, n: t.reads_scaling and n.is_last(t) and n.readouts == [t],
         "unembedding",
         "it makes the outputs",
     ),
     Case(
-        "reads what scales and writes a fixed size, as the last layer",
+        "has a scaling input and a fixed output, and is the last layer",
         lambda t, n: t.reads_scaling and n.is_last(t),
         ASK,
-        "reads a scaling input and writes a fixed output",
+        "has a scaling input and a fixed output",
         "unembedding",
     ),
     Case(
-        "reads what scales and writes a fixed size",
+        "has a scaling input and a fixed output",
         lambda t, n: t.reads_scaling,
         ASK,
-        "reads a scaling input and writes a fixed output",
+        "has a scaling input and a fixed output",
         "hidden",
     ),
     Case(
-        "reads a fixed size and writes what scales, after lookup tables and layers of the same kind only",
+        "has a fixed input and a scaling output, and only lookup tables and other such layers come before it",
         lambda t, n: t.writes_scaling and t.name in n.inputs,
         "embedding",
         "it reads the data",
     ),
     Case(
-        "reads a fixed size and writes what scales",
+        "has a fixed input and a scaling output",
         lambda t, n: t.writes_scaling,
         ASK,
-        "reads a fixed input and writes a scaling output, after hidden layers",
+        "has a fixed input and a scaling output, and comes after other layers",
         "hidden",
     ),
     Case(
-        "is a tensor of a layer whose weight is made of several",
+        "is one of several tensors from which a layer computes its weight",
         lambda t, n: _is_part_of_weight(t),
         ASK,
-        "is one of several tensors that make a weight; better remove that parametrization first",
+        "is one of several tensors from which a weight is computed: it is better to remove the parametrization first",
         "vector",
     ),
     Case(
         "is a square matrix of an unknown module, and model and base are equally wide",
         lambda t, n: _is_square(t) and n.equal_widths,
         ASK,
-        "belongs to a {owner}, which does not tell its inputs",
+        "belongs to a {owner}, whose input dimension smupar does not know",
         "hidden",
         lambda tensor: 1,
     ),
@@ -147,21 +150,21 @@ ROLE_TABLE = (
         "belongs to an unknown module, and model and base are equally wide",
         lambda t, n: t.layout == "raw" and n.equal_widths,
         ASK,
-        "belongs to a {owner}, which does not tell its inputs",
+        "belongs to a {owner}, whose input dimension smupar does not know",
         "vector",
     ),
     Case(
         "is the `weight` of an unknown module, has one dimension that scales, and is the model's first parameter",
         lambda t, n: _is_unknown_weight(t) and t is n.tensors[0],
         ASK,
-        "belongs to a {owner}, which does not tell whether it reads or writes what scales",
+        "belongs to a {owner}, which may use the scaling dimension as input or as output",
         "embedding",
     ),
     Case(
-        "is the `weight` of an unknown module, has one dimension that scales, and a readout was found: a router, say",
+        "is the `weight` of an unknown module, has one dimension that scales, and the model has a readout: it may be a router",
         lambda t, n: _is_unknown_weight(t) and bool(n.readouts),
         ASK,
-        "belongs to a {owner}, which does not tell whether it reads or writes what scales",
+        "belongs to a {owner}, which may use the scaling dimension as input or as output",
         "hidden",
         lambda tensor: tensor.scaling[0],
     ),
@@ -169,28 +172,28 @@ ROLE_TABLE = (
         "is the `weight` of an unknown module and has one dimension that scales",
         lambda t, n: _is_unknown_weight(t),
         ASK,
-        "belongs to a {owner}, which does not tell whether it reads or writes what scales",
+        "belongs to a {owner}, which may use the scaling dimension as input or as output",
         "unembedding",
     ),
     Case(
         "is a square matrix of an unknown module, and both dimensions scale",
         lambda t, n: t.layout == "raw" and len(t.scaling) > 1 and _is_square(t),
         "hidden",
-        "square, read as (out, in)",
+        "square, taken as (out, in)",
     ),
     Case(
         "belongs to an unknown module and has several dimensions that scale",
         lambda t, n: t.layout == "raw" and len(t.scaling) > 1,
         ASK,
-        "belongs to a {owner}, which does not tell its inputs",
+        "belongs to a {owner}, whose input dimension smupar does not know",
         "hidden",
         lambda tensor: tensor.scaling[-1],
     ),
     Case(
-        "has a dimension that scales and no layer that sums over it",
+        "has a dimension that scales, which no layer sums over",
         lambda t, n: t.layout != "matrix" and bool(t.scaling),
         "vector",
-        "norms, biases, class tokens, positions, depthwise convolutions",
+        "it is a norm, a bias, a class token, positions or a depthwise convolution",
     ),
     Case("is anything else", lambda t, n: True, "fixed", "nothing scales"),
 )
@@ -201,28 +204,28 @@ DOUBTS = (
         "is a convolution with groups",
         lambda s: s.tensor.groups > 1,
         ASK,
-        "has {groups} groups, of which number or size may scale",
+        "has {groups} groups: either their number or their size may scale",
         "hidden",
     ),
     Case(
-        "is the last layer, and reads a multiple or a part of what some layer writes",
+        "is the last layer, and its input size is a multiple or a divisor of a layer's output size",
         lambda s: s.reads_a_part and s.is_last,
         ASK,
-        "reads {size}, which may be part of a layer's output or an input",
+        "reads {size} values, which may be part of a layer's output or an input of the model",
         "unembedding",
     ),
     Case(
-        "reads a multiple or a part of what some layer writes",
+        "has an input size that is a multiple or a divisor of a layer's output size",
         lambda s: s.reads_a_part,
         ASK,
-        "reads {size}, which may be part of a layer's output or an input",
+        "reads {size} values, which may be part of a layer's output or an input of the model",
         "hidden",
     ),
     Case(
-        "is the last layer, and writes as much as layers read",
+        "is the last layer, and its output size is the input size of a layer",
         lambda s: s.writes and s.is_last,
         ASK,
-        "is the last layer, and may write outputs or features",
+        "is the last layer, and may write the model's outputs or features",
         "unembedding",
     ),
 )

@@ -1,8 +1,8 @@
 """Which row of Table 1 each parameter belongs to, and its width multipliers against a base model.
 
 A dimension *scales* when its size differs between the model and the base (or a third model, ``delta``). The module that owns a
-parameter says which dimensions it reads and writes. If shapes and modules leave a role open, the user is asked; it is never
-guessed.
+parameter says which dimensions it reads and writes. If shapes and modules do not decide a role, the user is asked. A
+role is guessed in one case only, with a warning (``GUESSED``).
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ class Note:
 
 GUESSED = Note(
     "guessed",
-    "taken for hidden, and made sparse, because its outputs are a multiple of what layers read: a readout would look the same. "
-    "Pass delta=, the same model at any other width, to be sure",
+    "taken for hidden, and made sparse, because the output size is a multiple of a size that layers read. A readout would look "
+    "the same: pass delta=, the same model at any other width, to be sure",
 )
-FROZEN = Note("frozen", "frozen and initialised all the same: give it the role 'fixed' if it is to keep its values")
-ORIGINAL = Note("parametrized", "parametrized: these numbers are the original's, the layer uses what is computed from it")
+FROZEN = Note("frozen", "frozen, but initialised all the same: pass the role 'fixed' to keep the model's values")
+ORIGINAL = Note(
+    "parametrized", "parametrized: these numbers are for the original tensor, from which the layer computes its weight"
+)
 
 
 @dataclass(frozen=True)
@@ -50,11 +52,11 @@ class ParamRole:
     name: str
     role: str
     shape: Shape
-    in_dims: tuple[int, ...]  # dimensions that one output reads, input channel first; empty for vectors and fixed tensors
+    in_dims: tuple[int, ...]  # input dimensions, input channel first; empty for vectors and fixed tensors
     scaling: tuple[int, ...]  # dimensions whose size follows the width
     width_in: Fraction
     width_out: Fraction
-    base_fan_in: int  # a lookup reads one row, so an embedding table counts 1 (a tied one: the fan-in of its logits)
+    base_fan_in: int  # 1 for an embedding table, since a lookup reads one row; for a tied table the fan-in of the logits
     uses: tuple[tuple[str, str], ...]  # (module path, role) of each module whose output Table 1 multiplies; two if tied
     note: Note | None
 
@@ -92,12 +94,12 @@ def _check_setting(tensor: ParameterView, setting: RoleSetting) -> None:
     )
     refuse(
         role == "hidden" and len(tensor.shape) < 2,
-        f"roles: {tensor.name!r} of shape {tensor.shape} is no matrix and cannot be hidden",
+        f"roles: {tensor.name!r} of shape {tensor.shape} is not a matrix and cannot be hidden",
     )
     refuse(
         role == "hidden" and in_dim is None and tensor.layout != "matrix",
         f"roles: {tensor.name!r} of shape {tensor.shape} belongs to a {type(tensor.module).__name__}, "
-        f"which does not tell its inputs; write roles={{{tensor.name!r}: ('hidden', IN_DIM)}} "
+        f"whose input dimension smupar does not know; write roles={{{tensor.name!r}: ('hidden', IN_DIM)}} "
         "with the dimension that is summed over",
     )
 
@@ -106,13 +108,13 @@ def _check_setting(tensor: ParameterView, setting: RoleSetting) -> None:
 
 
 def _question(neighbours: Neighbours, questions: list[tuple[ParameterView, Case]]) -> str:
-    """One error that lists everything that is open, with the line that would answer it."""
+    """The text of one error that lists all undecided parameters, with a ``roles=`` line that would decide them."""
     lines = [f"  {tensor.name} {tensor.shape}, base {tensor.base_shape}: {case.why(tensor)}" for tensor, case in questions[:12]]
     if len(questions) > 12:
         lines.append(f"  ... and {len(questions) - 12} more")
     guesses = {tensor.name: case.suggestion(tensor) for tensor, case in questions}
     globs = {name: layer_glob(name) for name in guesses}
-    # A glob may stand for its names if it matches no parameter whose role is another, or known.
+    # A glob replaces the names it matches only if all of them are undecided and have the same guess.
     fits = {
         glob: len({guesses.get(tensor.name) for tensor in neighbours.tensors if fnmatchcase(tensor.name, glob)}) == 1
         for glob in set(globs.values())
@@ -153,7 +155,7 @@ def _as_asked(tensor: ParameterView, setting: RoleSetting) -> ParamRole:
 def _as_decided(tensor: ParameterView, case: Case, neighbours: Neighbours) -> ParamRole:
     if case.role == "hidden" and tensor.layout == "raw":
         return _param_role(replace(tensor, in_dims=(1,), out_dim=0), "hidden", Note("square", case.reason))
-    # What is frozen may hold values on purpose: sines, pretrained weights.
+    # A frozen parameter may hold its values on purpose: sines, pretrained weights.
     if tensor.frozen and case.role in ("embedding", "hidden", "unembedding"):
         return _param_role(tensor, case.role, FROZEN)
     return _param_role(tensor, case.role, GUESSED if case.role == "hidden" and neighbours.is_guess(tensor) else None)
@@ -161,7 +163,7 @@ def _as_decided(tensor: ParameterView, case: Case, neighbours: Neighbours) -> Pa
 
 def _param_role(tensor: ParameterView, role: str, note: Note | None = None) -> ParamRole:
     out_dims = (tensor.out_dim,)
-    if role == "embedding" and tensor.layer.is_lookup:  # it reads one row; where it is tied, the logits read the row's entries
+    if role == "embedding" and tensor.layer.is_lookup:  # a lookup reads one row; if tied, the logits sum over the row's entries
         base_fan_in = tensor.base_fan_in(out_dims if tensor.makes_logits else ())
     else:
         base_fan_in = tensor.base_fan_in(tensor.in_dims)
@@ -184,7 +186,7 @@ def _uses(tensor: ParameterView, role: str) -> tuple[tuple[str, str], ...]:
     if role not in ("embedding", "unembedding") or tensor.layout != "matrix" or not tensor.layer.takes_factor:
         return ()
     tied = [(path, kind_of(module)) for path, module in tensor.tied]
-    # A layer that is tied to a lookup table reads it backwards.
+    # A linear layer that is tied to a lookup table multiplies by the table's transpose, so it makes the logits.
     backwards = "unembedding" if tensor.layer.is_lookup else role
     return (
         (tensor.path, role),

@@ -1,5 +1,5 @@
-"""Reads settings: one of several words, or values by parameter name, ``{"glob": value}``. The first glob that matches wins, and
-a glob that matches nothing is refused."""
+"""Checks settings that are one of several words, or values by parameter name, ``{"glob": value}``. The first glob that matches
+a name wins, and a glob that matches nothing is refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def match_globs(settings: Mapping[str, T], names: Iterable[str], *, what: str, a
 
 
 def choice(what: str, value: object, allowed: Iterable[object]) -> None:
-    """Refuses a value that is none of those allowed."""
+    """Raises ValueError if the value is not among the allowed ones."""
     refuse(value not in allowed, f"{what} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 

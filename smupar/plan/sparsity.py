@@ -1,5 +1,5 @@
-"""The share of every weight that is kept. It follows from the user's own masks, from densities of layers, or from whole
-neurons."""
+"""The density of every weight. It comes from the user's own masks, from the layers' densities, or from pattern "neuron", which
+removes whole neurons."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ DensitySetting = float | Mapping[str, float] | Allocation
 
 @dataclass(frozen=True)
 class Sparsity:
-    """What is kept of each parameter, in exact fractions."""
+    """The kept share of each parameter, as exact fractions."""
 
     pattern: Pattern
-    given: Mapping[str, Tensor]  # masks of the user's own
+    given: Mapping[str, Tensor]  # the user's own masks
     densities: Mapping[str, Fraction]  # the kept share of each parameter that gets a mask
-    base_densities: Mapping[str, Fraction]  # of hidden weights
-    live_neurons: tuple[int, int] = (1, 1)  # how many live in each period
+    base_densities: Mapping[str, Fraction]  # base densities of hidden weights
+    live_neurons: tuple[int, int] = (1, 1)  # (live neurons in each period, period)
 
     @property
     def live(self) -> Fraction:
@@ -51,7 +51,7 @@ class Sparsity:
         return "given" if role.name in self.given else self.pattern.name
 
     def multipliers(self, role: ParamRole) -> tuple[Fraction, Fraction, Fraction]:
-        """m_in, m_out and m_rho. Dead neurons change the widths; the density counts weights between live ones."""
+        """m_in, m_out and m_rho. Removed neurons count as a change of width, so the density is taken among live neurons."""
         reads = any(dim in role.scaling for dim in role.in_dims)
         writes = any(dim not in role.in_dims for dim in role.scaling)
         width_in = role.width_in * (self.live if reads else 1)
@@ -68,13 +68,15 @@ class Sparsity:
         return self.density(role) / self.live ** len(role.scaling)
 
     def _base_density(self, role: ParamRole) -> Fraction:
-        """The base density as this tensor would realise it, so that rho = rho_base gives exactly muP."""
+        """The base density, rounded to a count of this tensor's weights, so that rho = rho_base gives exactly muP."""
         base = self.base_densities[role.name]
-        if base == 1 or not self.pattern.takes_any_density:  # the base of an N:M model need not be N:M
+        if base == 1 or not self.pattern.takes_any_density:  # a model with an N:M pattern may have any base density
             return base
         pattern = Pattern() if role.name in self.given else self.pattern
         count = pattern.count(role.shape, role.in_dims, base)
-        refuse(count == 0, f"at base_density {float(base):g} {role.name!r} of shape {role.shape} has no weight")
+        refuse(
+            count == 0, f"at base_density {float(base):g}, {role.name!r} of shape {role.shape} would have no weights: raise it"
+        )
         return base if count is None else Fraction(count, math.prod(role.shape))
 
 
@@ -86,7 +88,7 @@ def make_sparse(
     base: Allocation,
     masks: Mapping[str, Tensor],
 ) -> Sparsity:
-    """What is kept of every weight if hidden weights have ``density``, and hidden weights of the base had ``base``."""
+    """Decides the density of every weight. Hidden weights get ``density``; in the base model they had ``base``."""
     hidden = {role.name: role for role in roles if role.role == "hidden"}
     base_densities = base.densities({name: role.shape for name, role in hidden.items()})
     given = _given_masks(model, roles, masks)
@@ -112,7 +114,7 @@ def make_sparse(
 
 
 def _given_masks(model: nn.Module, all_roles: list[ParamRole], masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The user's own masks by parameter name; keys may be those of a state dict (``<name>_mask``)."""
+    """The user's own masks by parameter name. The keys of ``masks`` may be names, or ``<name>_mask`` as in a state dict."""
     roles = {role.name: role for role in all_roles}
     given: dict[str, Tensor] = {}
     first = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -123,7 +125,7 @@ def _given_masks(model: nn.Module, all_roles: list[ParamRole], masks: Mapping[st
         if first_name != name and any(other in masks for other in (first_name, f"{first_name}_mask")):
             continue  # a state dict has the mask of a shared layer under each of its names
         refuse(name in given, f"masks: {name!r} is there twice, as {name!r} and as {name + '_mask'!r}")
-        refuse(name not in roles, f"masks: {key!r} is no parameter of this model; are these the masks of another model?")
+        refuse(name not in roles, f"masks: {key!r} is not a parameter of this model; are these the masks of another model?")
         refuse(
             tuple(mask.shape) != roles[name].shape,
             f"masks: {key!r} has shape {tuple(mask.shape)}, the parameter {roles[name].shape}; "
@@ -137,7 +139,7 @@ def _given_masks(model: nn.Module, all_roles: list[ParamRole], masks: Mapping[st
         refuse(
             roles[name].role != "hidden",
             f"masks: {name!r} is {roles[name].role}, but only hidden weights are made sparse (Table 1); "
-            f"if it is one, pass roles={{{name!r}: 'hidden'}}",
+            f"if it is a hidden weight, pass roles={{{name!r}: 'hidden'}}",
         )
         given[name] = mask.bool()
     return given
@@ -175,7 +177,7 @@ def _without_neurons(
 
 
 def _refuse_flattened(model: nn.Module, roles: list[ParamRole]) -> None:
-    """Refuses a layer that reads a flattened image. Several of its inputs come from one channel, and nothing shows which."""
+    """Refuses a layer that reads a flattened image. Several of its inputs come from one channel; shapes do not show which."""
     modules = dict(model.named_modules(remove_duplicate=False))
     channels: set[int] = set()  # written by convolutions
     features: set[int] = set()  # written by linear layers
@@ -192,7 +194,7 @@ def _refuse_flattened(model: nn.Module, roles: list[ParamRole]) -> None:
         num_channels = next((num for num in channels if size % num == 0), None)
         if num_channels is not None and size not in features | channels:
             raise ValueError(
-                f"{name!r} reads {size} values, {size // num_channels} of each of {num_channels} channels if an image was "
-                "flattened: pattern 'neuron' cannot tell which of them are alive. Average over the image first, or "
-                "choose another pattern"
+                f"{name!r} reads {size} values. If they are a flattened image, each of {num_channels} channels has "
+                f"{size // num_channels} of them, and pattern 'neuron' cannot tell which values are alive. Average over the "
+                "image first, or choose another pattern"
             )

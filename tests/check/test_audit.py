@@ -265,7 +265,7 @@ def test_model_with_other_names_is_found():
     _, plan = mlp()
     model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 4))
     lines = findings(model, plan)
-    assert "'fc2.weight' is not in the model: the plan is of another one, make a new plan" in lines
+    assert "'fc2.weight' is not in the model: the plan is for another model, make a new plan" in lines
     assert any(line.startswith("'0.weight' is not in the plan") for line in lines)
 
 
@@ -672,7 +672,7 @@ def test_other_faults_are_found_after_training_steps():
 def test_decay_given_to_the_optimizer_alone_is_found():
     model, plan = mlp()
     text = only_finding(model, plan, torch.optim.AdamW(smupar.param_groups(model, plan, lr=0.01), weight_decay=0.2))
-    assert "weight_decay=0.2 was given to AdamW, where it does nothing" in text
+    assert "weight_decay=0.2 was given to AdamW, where it has no effect" in text
     assert "pass it to param_groups(..., weight_decay=...)" in text
     groups = smupar.param_groups(model, plan, lr=0.01, weight_decay=0.2)
     assert smupar.audit(model, plan, torch.optim.AdamW(groups, weight_decay=0.2)) == []
@@ -712,7 +712,7 @@ def test_optimizer_that_may_mix_entries_passes_and_its_updates_are_masked(recwar
 def test_epsilon_of_zero_is_refused_with_masks():
     model, plan = mlp()
     optimizer = torch.optim.AdamW(smupar.param_groups(model, plan, lr=0.01), eps=0.0)
-    assert "an epsilon of 0 divides 0 by 0" in only_finding(model, plan, optimizer)
+    assert "the update of a weight off the mask is 0 / 0, which is NaN" in only_finding(model, plan, optimizer)
     train(model, optimizer)
     assert model.fc2.weight.isnan().any()  # or it would be no fault
     dense, plan = mlp(density=1)

@@ -50,7 +50,7 @@ def test_vocabulary_is_that_of_the_text_unless_typed(needed, typed, size):
 
 
 def test_tuned_values_are_for_their_base_width():
-    with pytest.raises(ValueError, match=r"what best\.json holds is for --base-width 32, not 64: leave the flag out"):
+    with pytest.raises(ValueError, match=r"best\.json was tuned at --base-width 32, not 64: leave the flag out"):
         resolve(RunConfig, Request({"base_width": 64}, hps=HPS, hps_file="best.json"))
     assert resolve(RunConfig, Request({"base_width": 32}, hps=HPS)).lr == 0.01
 
@@ -80,7 +80,7 @@ def test_what_transfer_sets_itself_is_refused(name):
 
 
 def test_swept_axis_is_refused_by_its_flag():
-    with pytest.raises(ValueError, match="transfer has no use for --init-std: it is what is swept, name its values with"):
+    with pytest.raises(ValueError, match="transfer has no use for --init-std: it is the swept field, name its values with"):
         resolve(TransferConfig, Request({"axis": "init_std", "init_std": 0.1}))
     assert resolve(TransferConfig, Request({"axis": "init_std", "lr": 0.1})).run.lr == 0.1
 

@@ -316,13 +316,13 @@ def test_scores_go_on_where_they_were(run, data, tmp_path):
     first, whole, out = tmp_path / "first.jsonl", tmp_path / "whole.jsonl", tmp_path / "scores.jsonl"
     write_requests(TasksConfig(("piqa",), data, limit=2), first)
     write_requests(TasksConfig(("piqa", "boolq"), data), whole)
-    assert "4 scores, 0 were there" in score_file(run, first, out, ON_CPU)
+    assert "4 scores, 0 already computed" in score_file(run, first, out, ON_CPU)
     begun = out.read_text()
     with out.open("a") as file:
         file.write('{"task": "piqa", "doc": 2, "ind')  # killed here
-    assert "20 scores, 4 were there" in score_file(run, whole, out, ON_CPU)
+    assert "20 scores, 4 already computed" in score_file(run, whole, out, ON_CPU)
     assert out.read_text().startswith(begun)
-    assert "0 scores, 24 were there" in score_file(run, whole, out, ON_CPU)
+    assert "0 scores, 24 already computed" in score_file(run, whole, out, ON_CPU)
     score_file(run, whole, tmp_path / "at_once.jsonl", ON_CPU)
     together, (_, at_once) = read_scores(out)[1], read_scores(tmp_path / "at_once.jsonl")
     assert together.keys() == at_once.keys()
@@ -446,5 +446,5 @@ def test_diverged_model_raises(tmp_path):
     write_request_file(requests, {"tasks": ["piqa"]}, _asked(("a", "b")))
     weights = {name: tensor.clone() for name, tensor in load_model(folder)[0].named_parameters()}
     save_file({name: torch.full_like(tensor, math.nan) for name, tensor in weights.items()}, Path(folder) / "model.safetensors")
-    with pytest.raises(ValueError, match="gives document 0 of piqa a loglikelihood that is no number: has it diverged"):
+    with pytest.raises(ValueError, match="gives document 0 of piqa a loglikelihood that is not finite: has the model diverged"):
         score_file(folder, requests, tmp_path / "scores.jsonl", ON_CPU)

@@ -304,7 +304,7 @@ REFUSED = [
     *(({"density": density}, r"density must lie in \(0, 1\]") for density in (0, -0.1, 1.1, NAN, True)),
     *(({"base_density": density}, r"base_density must lie in \(0, 1\]") for density in (0, -0.1, 1.1, NAN, True)),
     ({"density": {"head.weight": 0.5}}, r"density: 'head.weight' matches none of the hidden weights"),
-    ({"masks": {"fc9.weight": own_mask(5)}}, "'fc9.weight' is no parameter of this model"),
+    ({"masks": {"fc9.weight": own_mask(5)}}, "'fc9.weight' is not a parameter of this model"),
     ({"masks": {"fc1.weight": own_mask(5, size=32)}}, r"shape \(32, 32\), the parameter \(64, 64\)"),
     ({"masks": {"fc1.weight": own_mask(5) * 0.5}}, "values other than 0 and 1"),
     ({"masks": {"fc1.weight": own_mask(0)}}, "keeps no weight at all"),

@@ -513,10 +513,10 @@ def test_mistaken_command_leaves_no_folder_behind(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--width 64", "no use for --width: name the targets' with --widths"),
-        ("--rule=sp", "no use for --rule: name those to compare with --rules"),
-        ("--lr 0.1", "no use for --lr: it is what is swept, name its values with --values"),
-        ("--axis init_std --init-std 0.1", "no use for --init-std: it is what is swept"),
+        ("--width 64", "no use for --width: name the targets' widths with --widths"),
+        ("--rule=sp", "no use for --rule: name the rules to compare with --rules"),
+        ("--lr 0.1", "no use for --lr: it is the swept field, name its values with --values"),
+        ("--axis init_std --init-std 0.1", "no use for --init-std: it is the swept field"),
         ("--follow x.json", "recorded and followed by --rules measured"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Hidden layers and a GPT on a CPU: dense, torch's CSR, peers, ours."""
+"""Times hidden layers and a GPT on a CPU: dense, with torch's CSR, with other packages' sparse layers, and with ours."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _sparse(width: int, depth: int, density: float, *, torch_kernel: bool = Fals
 
 
 def _peers(width: int, depth: int, density: float) -> dict[str, nn.Module]:
-    """Other people's sparse layers of the same density, from the packages that are installed."""
+    """Sparse layers of the same density from other packages, as far as these are installed."""
     models: dict[str, nn.Module] = {}
     for name in PEERS:
         try:

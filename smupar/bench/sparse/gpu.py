@@ -1,7 +1,7 @@
-"""A layer, its product and hidden layers on a GPU: dense bf16, our backends, cuSPARSE. Timed by the GPU's own clock.
+"""Times a layer, its product and hidden layers on a GPU by the GPU's own clock: dense bf16, our backends and cuSPARSE.
 
-Each side is timed as torch runs it, and captured in a CUDA graph. The host needs about a millisecond for one of our layers, and
-a fast GPU waits for it unless the work is captured.
+Each side is timed twice: as torch runs it, and captured in a CUDA graph. The host needs about a millisecond for one of our
+layers, and a fast GPU waits for the host unless the work is captured.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from smupar.plan.patterns import generator, parse_pattern
 DENSE, CAPTURED = "dense bf16", " captured"
 _GPU = torch.device("cuda")
 _HALF = torch.bfloat16
-_DRAWN = 1024  # size of a 2:4 mask that is drawn; larger ones repeat it
+_DRAWN = 1024  # size of the 2:4 mask that is drawn; larger masks repeat it
 
 _T = TypeVar("_T")
 
@@ -57,7 +57,7 @@ def bench(
     repeats: int,
     machine: Machine,
 ) -> Iterator[Part]:
-    """Measures case by case. What cannot be measured here is noted, and the benchmark goes on."""
+    """Measures case by case. If something cannot be measured here, the benchmark notes it and goes on."""
     layers = [
         *(("2:4", "2:4-transposable", each, 1 / 2) for each in widths),
         *(("csr", "random", width, density) for density in densities),
@@ -84,8 +84,8 @@ def bench(
 
 
 class Contestants:
-    """The calls that are timed in turns, by side, as they are and captured. A side that cannot be made or run is noted and left
-    out."""
+    """The calls that are timed in turn. Each side has a plain call and a captured call. A side that cannot be made or run is
+    noted and left out."""
 
     def __init__(self, width: int, density: float, tokens: int) -> None:
         self.width, self.density, self.tokens = width, density, tokens
@@ -96,7 +96,7 @@ class Contestants:
     def attempt(self, side: str, what: Callable[[], _T]) -> _T | None:
         try:
             return what()
-        except Exception as error:  # whatever a compiler or a library of kernels raises
+        except Exception as error:  # compilers and kernel libraries may raise anything
             kind = "" if isinstance(error, ValueError) or not str(error) else f"{type(error).__name__}: "
             where = f"{side} at {self.width}, 1/{round(1 / self.density)}"
             self.missed.append(f"not measured: {where}: {kind}{first_line(error)}")
@@ -111,7 +111,7 @@ class Contestants:
             self.calls[f"{side}{CAPTURED}"] = graph
 
     def rows(self, what: str, held: dict[str, int], floor: Callable[[float], float], repeats: int) -> list[Row]:
-        """``held``: bytes by side. ``floor``: seconds by density."""
+        """Times all calls. ``held`` maps a side to its bytes, and ``floor`` maps a density to seconds."""
         seconds, rows = _timed(self.calls, repeats), []
         for side, took in seconds.items():
             plain = side.removesuffix(CAPTURED)
@@ -156,8 +156,8 @@ def _sparse_layer(backend: str, pattern: str, width: int, density: float) -> Spa
 
 
 def _mask(pattern: str, width: int, density: float) -> Tensor:
-    """A 2:4 mask is drawn small and repeated. Every line of it has the same number of weights, so kernels do not notice. Blocks
-    are not repeated, since this would leave whole lines of blocks empty."""
+    """Draws a mask. A 2:4 mask is drawn small and repeated: all its lines have the same number of weights, so this does not
+    change the time. Block masks are not repeated, since repeating would leave entire lines of blocks empty."""
     if pattern == "random":
         return torch.rand(width, width, device=_GPU, generator=torch.Generator(_GPU).manual_seed(0)) < density
     size = _DRAWN if pattern.startswith("2:4") and width % _DRAWN == 0 else width
@@ -168,7 +168,7 @@ def _mask(pattern: str, width: int, density: float) -> Tensor:
 def _passes(layer: nn.Module, x: Tensor, grad: Tensor) -> Call:
     def call() -> None:
         layer(x).backward(grad)
-        x.grad = layer.weight.grad = None  # so that the memory of a pass counts them
+        x.grad = layer.weight.grad = None  # so that gradients count in the memory of a pass
 
     return call
 
@@ -181,7 +181,7 @@ def _product(backend: str, sides: Contestants, repeats: int, machine: Machine) -
     mask = _mask("random", width, sides.density)
     values = torch.randn(int(mask.sum()), device=_GPU, dtype=_HALF)
     x = torch.randn(tokens, width, device=_GPU, dtype=_HALF)
-    matrix = torch.randn(width, width, device=_GPU, dtype=_HALF)  # not the sparse one: a GPU is faster at multiplying zeros
+    matrix = torch.randn(width, width, device=_GPU, dtype=_HALF)  # not the sparse matrix, since a GPU multiplies zeros faster
     sides.add(DENSE, lambda: x @ matrix.T)
     starts = torch.cat([torch.zeros(1, dtype=torch.int64, device=_GPU), mask.sum(1).cumsum(0)])
     columns = mask.nonzero()[:, 1].int()
@@ -197,7 +197,7 @@ def _product(backend: str, sides: Contestants, repeats: int, machine: Machine) -
         sides.add(f"{backend} with packing", lambda: multiply(x, layout, pack(values, layout)))
     with warnings.catch_warnings(action="ignore"):  # torch's CSR is in beta
         peer = torch.sparse_csr_tensor(starts.int(), columns, values, (width, width), check_invariants=False)
-    by_feature = x.T.contiguous()  # as cuSPARSE likes activations
+    by_feature = x.T.contiguous()  # the layout of activations that suits cuSPARSE
     sides.add("cuSPARSE", lambda: peer @ by_feature)
     return sides.rows("product", {}, lambda density: product_floor(width, tokens, density, machine), repeats)
 
@@ -220,13 +220,13 @@ def _steps(pattern: str, depth: int, backend: str, sides: Contestants, repeats: 
         return f"auto: {report.layers[0].backend}" if side == "auto" else side, model
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*capturable=True")  # steps outside a graph are meant
+        warnings.filterwarnings("ignore", message=".*capturable=True")  # steps outside a graph are intended
         for name in (DENSE, "masked dense", backend, "auto"):
             found = sides.attempt(name, partial(made, name))
             if found is None:
                 continue
             side, model = found
-            # Steps of size 0 cost the same, and the weights stay as random as they were.
+            # Steps of size 0 take the same time and leave the random weights unchanged.
             optimizer = torch.optim.AdamW(model.hidden.parameters(), lr=0.0, fused=True, capturable=True)
             sides.add(side, training_step(model, optimizer, x, grad / tokens))
             if side in sides.calls:
@@ -241,7 +241,7 @@ def _steps(pattern: str, depth: int, backend: str, sides: Contestants, repeats: 
 
 
 def _peak_bytes(call: Call) -> int:
-    """The most memory that a call allocates at a time, not counting what stays, such as AdamW's state."""
+    """The peak of the memory that a call allocates, without memory that stays allocated, such as AdamW's state."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""What is measured, as rows of a table; the hidden layers; the machine's speeds and the floor."""
+"""The rows of the table, the stacks of hidden layers that are timed, the machine's speeds, and the floor."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Row:
     tokens: int
     density: float
     side: str
-    seconds: float  # of a step, median
-    speed: float  # against dense in the same rounds: fp32 on a CPU, bf16 on a GPU
-    state_bytes: int  # weights, indices and AdamW's state of the hidden layers; 0 where there is none
-    state_share: float  # of what dense takes
+    seconds: float  # median time of a step
+    speed: float  # relative to dense in the same rounds: fp32 on a CPU, bf16 on a GPU
+    state_bytes: int  # weights, indices and AdamW's state of the hidden layers; 0 if there is none
+    state_share: float  # state_bytes relative to dense
     floor_seconds: float
-    peak_bytes: int = 0  # most that a step allocates beside what is there before it; on a GPU
+    peak_bytes: int = 0  # on a GPU: peak of the memory that a step allocates in addition to what was there before
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Machine:
 
 
 def measure_machine(device: torch.device) -> Machine:
-    """The speeds of a copy and of a dense product: in fp32 on a CPU, by the host's clock; in bf16 on a GPU, by its own."""
+    """The speeds of a copy and of a dense product: on a CPU in fp32 by the host's clock, on a GPU in bf16 by the GPU's."""
     on_gpu = device.type == "cuda"
     num, size, dtype = (2**28, 8192, torch.bfloat16) if on_gpu else (2**26, 2048, torch.float32)
     big, square = torch.ones(num, device=device), torch.randn(size, size, device=device, dtype=dtype)
@@ -57,8 +57,8 @@ def measure_machine(device: torch.device) -> Machine:
 
 
 def synced_seconds_of(call: Call, num: int = 1) -> float:
-    """Seconds of a call by the GPU's clock, starting with an idle GPU. So the time that the host takes to start the first call
-    counts."""
+    """Seconds of a call by the GPU's clock, starting with an idle GPU. So the time that the host needs to start the first call
+    is included."""
     torch.cuda.synchronize()
     return gpu_seconds_of(call, num)
 
@@ -68,7 +68,7 @@ class HiddenLayers(nn.Module):
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
-        self.first = nn.Linear(4, width, bias=False)  # tells the plan that what follows is hidden; not called
+        self.first = nn.Linear(4, width, bias=False)  # never called; shows the plan that the layers after it are hidden
         self.hidden = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(depth))
         self.last = nn.Linear(width, 4, bias=False)
 
@@ -80,14 +80,14 @@ class HiddenLayers(nn.Module):
 
 def hidden_layers(width: int, depth: int, density: float, *, pattern: str = "random") -> tuple[HiddenLayers, Plan]:
     model = HiddenLayers(width, depth)
-    with warnings.catch_warnings(action="ignore"):  # few weights per neuron are what is measured here
+    with warnings.catch_warnings(action="ignore"):  # warns about few weights per neuron, which are intended here
         with torch.device("meta"):
             base = HiddenLayers(width // 4, depth)
         return model, parameterize(model, base=base, density=density, pattern=pattern, reset=False)
 
 
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of hidden weights, their indices and their optimizer state; a peer's index is not counted."""
+    """Bytes of hidden weights, their indices and their optimizer state. Indices of other packages' layers are not counted."""
     hidden = model.hidden if isinstance(model, HiddenLayers) else model
     weights = [parameter for parameter in hidden.parameters() if parameter in optimizer.state]
     tensors = [value for weight in weights for value in (weight, *optimizer.state[weight].values()) if value.ndim]
@@ -96,28 +96,29 @@ def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 
 def step_floor(width: int, tokens: int, depth: int, density: float, machine: Machine, *, activation_bytes: int = 4) -> float:
-    """Seconds of a training step of hidden layers."""
-    # A layer reads its input twice and the gradient of its output, and writes its output and the gradient of its input; the
-    # activation function after it does the same. Of weight, gradient and both averages each is read and all but one written.
+    """The floor of a training step of hidden layers, in seconds."""
+    # A layer reads its input twice and the gradient of its output, and writes its output and the gradient of its input. The
+    # activation function after it does the same. Weight, gradient and both averages are read, and all but one are written.
     return depth * _floor(width, tokens, density, machine, 10 * activation_bytes, 7 * 4 + (8 if density < 1 else 0), 6)
 
 
 def layer_floor(width: int, tokens: int, density: float, machine: Machine) -> float:
-    """Seconds of forward and backward in bfloat16. Activations count as in half a step, weights are read twice, and their
-    gradient is written. Indices do not count."""
+    """The floor of forward and backward in bfloat16, in seconds. Activations count half as often as in a step, weights are read
+    twice, and their gradient is written. Indices do not count."""
     return _floor(width, tokens, density, machine, 5 * 2, 3 * 2, 6)
 
 
 def product_floor(width: int, tokens: int, density: float, machine: Machine) -> float:
-    """Seconds of a forward product in bfloat16: activations read and written, weights read; no indices."""
+    """The floor of a forward product in bfloat16, in seconds. Activations are read and written, weights read; indices do not
+    count."""
     return _floor(width, tokens, density, machine, 2 * 2, 2, 2)
 
 
 def _floor(
     width: int, tokens: int, density: float, machine: Machine, activation_bytes: int, weight_bytes: int, num_flops: int
 ) -> float:
-    """``activation_bytes`` for each feature of a token, ``weight_bytes`` for each non-zero, ``num_flops`` for each token and
-    non-zero."""
+    """The time for ``activation_bytes`` for each feature of a token, ``weight_bytes`` for each non-zero, and ``num_flops`` for
+    each token and non-zero."""
     num = density * width * width
     num_bytes = activation_bytes * tokens * width + weight_bytes * num
     return max(num_bytes / machine.copy_bytes, num_flops * num * tokens / machine.product_flops)

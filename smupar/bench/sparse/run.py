@@ -1,4 +1,4 @@
-"""``bench_sparse``: everything for the device at hand, as a table, numbers and a picture."""
+"""``bench_sparse`` runs all cases for a device, and writes a table, the numbers and a picture."""
 
 from __future__ import annotations
 
@@ -37,9 +37,12 @@ def bench_sparse(
     depth: int = 2,
     gpt: ModelConfig | None = _GPT,
 ) -> str:
-    """Dense and sparse over density and over width. On a CPU: steps of a stack of hidden layers and of a GPT. On a GPU: forward
-    and backward of a layer, steps of a stack, and a product alone. ``device``: default a GPU if there is one. ``out``: a folder
-    for the numbers as JSON, written after each case, and the picture."""
+    """Compares dense and sparse execution over density and over width. On a CPU it times steps of a stack of hidden layers and
+    of a GPT; on a GPU, forward and backward of a layer, steps of a stack, and a product.
+
+    device  "cpu" or "cuda"; by default a GPU if there is one
+    out     folder for the numbers as JSON, written after each case, and for the picture
+    """
     has_gpu = torch.cuda.is_available()
     device = device or ("cuda" if has_gpu else "cpu")
     refuse(device not in ("cpu", "cuda"), f"device must be cpu or cuda, got {device!r}")
@@ -58,7 +61,7 @@ def bench_sparse(
     for part in parts:
         total.rows.extend(part.rows)
         total.missed.extend(part.missed)
-        if folder is not None:  # each time, so that an interrupted run keeps what it has
+        if folder is not None:  # written after each case, so that an interrupted run keeps its results
             numbers = {"machine": asdict(machine), **facts(repeats, device), **asdict(total)}
             write_atomic(folder / "sparse.json", json.dumps(numbers, indent=1))
     if folder is not None and total.rows:
@@ -141,14 +144,14 @@ def _line(row: Row, long: int, on_gpu: bool) -> str:
 
 def draw(rows: list[Row], width: int) -> Any:
     """Draws time against density at one width, and against width at one density, with the floor. Times are relative to dense at
-    that one width. Times are those of training steps on a CPU, and of a layer's passes on a GPU."""
+    that width. On a CPU these are times of training steps, on a GPU of a layer's forward and backward passes."""
     figure = new_figure(figsize=(11, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     on_gpu = any(row.what == "layer" for row in rows)
     what, dense, density = ("layer", gpu.DENSE, 1 / 128) if on_gpu else ("layers", cpu.DENSE, 1 / 32)
     shown = [row for row in rows if row.what == what]
     units = [row.seconds for row in shown if row.side == dense and row.width == width]
-    unit = statistics.median(units) if units else 1.0  # something was not measured: in seconds then
+    unit = statistics.median(units) if units else 1.0  # dense was not measured: plot seconds
     at_width = [row for row in shown if row.width == width and not (on_gpu and row.density == 1 / 2)]
     at_density = [row for row in shown if row.density == density or row.side.startswith("2:4")]
     plain = dict.fromkeys(row.side.removesuffix(gpu.CAPTURED) for row in [*at_width, *at_density])

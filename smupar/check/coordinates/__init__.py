@@ -1,5 +1,5 @@
 """The coordinate check: are activations, gradients and updates of the same size at every width and density?
 
-``measure`` takes the sizes, ``verdict`` fits slopes and judges them, ``diagnosis`` says what is wrong and what to do,
-``report`` shows it (text, picture, page, JSON), and ``check`` has ``coord_check``.
+``measure`` measures sizes, ``verdict`` fits slopes and judges them, ``diagnosis`` says what is wrong and what to do, ``report``
+writes the result (text, picture, page, JSON), and ``check`` has ``coord_check``.
 """

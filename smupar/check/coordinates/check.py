@@ -1,8 +1,8 @@
 """``coord_check``: trains the same few steps at every width and density under every rule, and compares sizes.
 
 Its loop is not the trainer's (lm/run/loop.py), for three reasons. It trains the user's model, with the user's loss and batches.
-It looks inside each step, before and after the update, so nothing can run ahead. And a run leaves sizes, not a model, losses or
-a checkpoint.
+It measures inside each step, before and after the update, so the host cannot run ahead of the device. And a run produces
+sizes, not a model, losses or a checkpoint.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def coord_check(
 ) -> Report:
     """Trains a few steps at every width and density, and judges whether activations, gradients and updates keep their size.
 
-    make_model    width -> model; models may differ in nothing but their width
+    make_model    width -> model; models may differ only in their width
     loss_fn       (model, batch) -> scalar loss
     batches       at least ``steps`` batches; every run gets the same ones
     rules         rules to compare; SP and muP beside others are baselines, which do not count for ``report.ok``
@@ -128,8 +128,8 @@ class _Training:
             raise TypeError(f"{sorted(taken_by_grid)[0]!r} is set by the grid: use rules=, densities=, seeds= and widths=")
         refuse(
             parse_pattern(self.settings.get("pattern", "random")).whole_neurons and len(set(_listed(densities))) > 1,
-            "pattern 'neuron' is not compared over densities: outputs of dead neurons are 0 and would count. What is left "
-            "is the narrower dense network: pass widths instead, at one density",
+            "pattern 'neuron' is not compared over densities: the zero outputs of dead neurons would count. The live neurons "
+            "are a narrower dense network: pass widths instead, at one density",
         )
 
     def optimizers(self, model: nn.Module, plan: Plan) -> list[torch.optim.Optimizer]:
@@ -170,7 +170,7 @@ class _Grid:
         try:
             with torch.device("meta"):
                 return self.make_model(width)
-        except Exception:  # a model that computes in its constructor; if it is broken, this raises again
+        except Exception:  # the constructor may compute with values; if it is broken, the next line raises again
             return self.make_model(width)
 
 
@@ -185,13 +185,13 @@ class _GridRun:
 
     def carried_out(self, batches: list[Any]) -> _GridRun:
         with torch.random.fork_rng(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", PlanWarning)  # the report says it once
+            warnings.simplefilter("ignore", PlanWarning)  # the report shows these once
             warnings.simplefilter("ignore", LRRatioWarning)
             torch.manual_seed(self.cell.seed)
             self.build()
             self.train(batches)
         self.readings = self.recorder.readings(self.cell)
-        # A report needs neither models nor optimizers: those of a large grid would not fit into memory together.
+        # A report needs no models and optimizers, and all models of a large grid would not fit into memory together.
         del self.model, self.recorder, self.optimizers, self.schedulers
         return self
 
@@ -240,7 +240,7 @@ class _GridRun:
             after.append(Finding("no update changed the output of any layer: is the learning rate 0?", "no updates"))
         self.faults += [
             Finding(
-                "seen only through the block that holds them, if at all; their updates are not measured", "unmeasured", name
+                "measured only through the block that holds them, if at all; their updates are not measured", "unmeasured", name
             )
             for name in self.recorder.unmeasured()
         ]
@@ -252,7 +252,7 @@ class _GridRun:
         ]
 
     def _probe(self, batch: Any) -> None:
-        """Runs the first batch again and leaves no trace: dropout is the same each time, and running statistics are
+        """Runs the first batch again without side effects: dropout is the same each time, and running statistics are
         restored."""
         norms = filter(has_running_statistics, self.model.modules())
         statistics = [(norm, name, buffer.clone()) for norm in norms for name, buffer in norm.named_buffers(recurse=False)]
@@ -291,7 +291,7 @@ class _GridRun:
 
 
 def _decay_faults(all_optimizers: list[torch.optim.Optimizer]) -> Iterator[Finding]:
-    """Finds groups whose decay per step differs, because decay follows the factor on the learning rate."""
+    """Finds groups that decay at another rate than the embedding, because their decay is coupled to the learning rate."""
     for optimizer in all_optimizers:
         groups = [group for group in optimizer.param_groups if "lr_factor" in group and group.get("weight_decay")]
         usual = next((group["weight_decay"] for group in groups if group["lr_factor"] == 1), None)

@@ -1,6 +1,6 @@
-"""Says what is wrong: which layers, which quantity, from which step, in which direction, why, and what to do.
+"""Says what is wrong: which layers, which quantity, from which step on, in which direction, why, and what to do.
 
-Findings of the audit come first, since they name the cause. Without them the cause is inferred from the pattern of slopes.
+Findings of the audit come first, since they name the cause. Without such findings, the slopes suggest a cause.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from smupar.plan.settings import layer_glob
 from smupar.rules import get_rule
 
 REMEDIES = {
-    "init": "init not corrected: initialise before parameterize, not after, so that its init stands",
+    "init": "init not corrected: initialise before parameterize, not after, which would overwrite its init",
     "LR": "LR not corrected: build the optimizer from smupar.param_groups and leave the groups' rates alone",
     "scheduler": "LR erased by a scheduler: use one that multiplies (LambdaLR; CosineAnnealingLR with eta_min=0; OneCycleLR "
     "with a list of max_lr)",
@@ -28,7 +28,7 @@ REMEDIES = {
     "input factor": "input factor missing: call smupar.attach(model, plan), or multiply by alpha_input yourself",
     "embedding as hidden": "embedding scaled like a hidden weight: its init and Adam learning rate do not follow the width; "
     "give it the role 'embedding'",
-    "mask density": "mask density not what the plan says: make the layer sparse through parameterize alone",
+    "mask density": "mask density differs from the plan: make the layer sparse through parameterize only",
     "mask missing": "mask missing: call smupar.attach(model, plan)",
     "off-mask weights": "off-mask weights moving: call smupar.attach(model, plan, optimizer), and write to no weight yourself",
     "decay": "decay coupled to the learning rate: use param_groups(..., decay='independent')",
@@ -37,11 +37,11 @@ REMEDIES = {
     "another model": "the model is not the one that was planned: add nothing after parameterize",
     "diverged": "training diverged: lower the learning rate",
     "no updates": "nothing was trained: give coord_check a learning rate and an optimizer that hold the model's parameters",
-    "unmeasured": "not measured by themselves: weights of modules that are no Linear, Embedding or convolution",
-    "uncalled": "factor not applied: the forward pass never calls these layers; call them, or multiply what their weights give "
-    "by the plan's factor yourself",
-    "elsewhere": "not in what smupar sets (init, rates, factors and masks are as planned): look at the forward and backward "
-    "pass of these places",
+    "unmeasured": "not measured on their own: weights of modules other than Linear, Embedding and convolutions",
+    "uncalled": "factor not applied: the forward pass never calls these layers; call them, or multiply the products with their "
+    "weights by the plan's factor yourself",
+    "elsewhere": "the cause is not what smupar sets (init, rates, factors and masks are as planned): look at the forward and "
+    "backward pass of these places",
     "rule": "the rule itself does not correct for this axis: use rule='smupar'",
 }
 
@@ -57,7 +57,7 @@ class Diagnosis:
 
     @property
     def is_caution(self) -> bool:
-        """Whether it is worth saying, but no reason to fail a check whose sizes are flat."""
+        """Whether this is only a note: a check with flat sizes passes in spite of it."""
         return self.cause in ("decay", "thin", "unmeasured", "uncalled")
 
     def __str__(self) -> str:
@@ -91,7 +91,7 @@ def _from_faults(
 
 
 def _embedding_cause(finding: Finding, plan: Plan) -> str | None:
-    """The cause, if a finding is about an embedding whose init or rate is off by the factor of a hidden weight."""
+    """ "embedding as hidden" if a finding is about an embedding whose init or rate is off by the factor of a hidden weight."""
     named = (plan[name] for name in finding.parameters or (finding.name,) if name in plan)
     row = next((row for row in named if row.role == "embedding"), None)
     if finding.cause not in ("init", "LR") or row is None:
@@ -122,21 +122,21 @@ def _from_slopes(rule: str, failing: list[Slope], has_readout: bool) -> list[Dia
 
 
 def folded(slopes: Iterable[Slope]) -> list[str]:
-    """The places of slopes, where the same place in all blocks counts as one."""
+    """The places of slopes. The same place in several blocks is listed once."""
     places = dict.fromkeys(slope.place for slope in slopes)
     globs = {place: layer_glob(place) for place in places}
     return list(dict.fromkeys((globs[place] if globs[place].strip("*.") else place) or "logits" for place in places))
 
 
 def _cause(rule: str, axis: str, failing: list[Slope], has_readout: bool) -> str:
-    """Why sizes fail although the audit found nothing: what it cannot see."""
+    """The likely cause if sizes fail although the audit found nothing: something that the audit cannot see."""
     power = get_rule(rule).init_var["hidden"]
     if not (power.m_rho if axis == "density" else power.m_in):
         return "rule"
     first = [slope for slope in failing if slope.step == 1]
     if first and all("att" in slope.place.lower() for slope in first):
         return "attention scale"
-    # Logits made by hand without their factor: every gradient is off by one power of the width from the first step on.
+    # If logits are computed by hand without their factor, every gradient is off by one power of the width from step 1 on.
     if axis == "width" and not has_readout and any(slope.quantity == GRAD_X or slope.role == "logits" for slope in first):
         return "output factor"
     return "elsewhere"

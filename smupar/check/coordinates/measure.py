@@ -1,8 +1,8 @@
-"""Sizes of one training run, per layer and step.
+"""Measures sizes in one training run, by layer and step.
 
-For a layer Y = X W: the output Y, the gradient with respect to its input through this layer alone, and dY = X dW, what one
-update does to the output on the same inputs. All three are measured on up to ``MAX_ROWS`` rows of each batch, so memory does
-not grow with the batch.
+For a layer Y = X W these are the output Y, the gradient of X through this layer alone, and dY = X dW, the change of the output
+that one update causes on the same inputs. All three are measured on up to ``MAX_ROWS`` rows of each batch, so memory does not
+grow with the batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from smupar.plan.plan import Plan
 from smupar.updates.probe import spread
 
 MAX_ROWS = 256
-MAX_IMAGES = 8  # of a convolution, whose rows are all positions of an image
+MAX_IMAGES = 8  # images measured for a convolution, whose rows are all positions of an image
 Y, GRAD_X, DY, CHANGE, GRAD_W = "Y", "grad X", "dY", "change of Y", "weight gradient"
 JUDGED = (Y, GRAD_X, DY)
 
@@ -46,7 +46,7 @@ class Reading(Cell):
     step: int
     place: str  # module path
     kind: str  # "layer" or "block"
-    role: str  # of the layer's weight; "block" or "logits" for blocks
+    role: str  # role of the layer's weight; "block" or "logits" for blocks
     quantity: str
     rms: float
     mean_abs: float
@@ -54,7 +54,7 @@ class Reading(Cell):
 
     @property
     def norm(self) -> float:
-        """The norm of all entries together. For the gradient of a weight it is called the gradient flow."""
+        """The norm over all entries. The norm of a weight's gradient is called the gradient flow."""
         return self.rms * math.sqrt(self.num_entries)
 
 
@@ -75,7 +75,7 @@ class SizeRecorder:
         self._inputs: dict[str, Tensor] = {}
         self._output_grads: dict[str, Tensor] = {}
         self._first_outputs: dict[str, Tensor] = {}
-        self._taken: set[tuple[str, str]] = set()  # (path, quantity) of this pass
+        self._taken: set[tuple[str, str]] = set()  # (path, quantity) measured in this pass
         self._probing = False
         self._handles = [
             modules[path].register_forward_hook(partial(self._after_forward, path), with_kwargs=True)
@@ -98,12 +98,12 @@ class SizeRecorder:
             return
         if self._is_first(path, Y):
             self._note(path, Y, y.detach())
-        # Checkpointing runs a layer without gradients, and a second time with them.
+        # Activation checkpointing runs a layer twice, first without gradients and then with them.
         if y.requires_grad and self._is_first(path, GRAD_X) and x is not None:
             self._watch_gradient(path, module, x, y)
 
     def _is_first(self, path: str, quantity: str) -> bool:
-        """Whether a quantity is measured for the first time in this pass. A layer may be used several times, and its first use
+        """Whether a quantity is measured for the first time in this pass. If a layer is used several times, its first use
         counts."""
         if (path, quantity) in self._taken:
             return False
@@ -135,7 +135,7 @@ class SizeRecorder:
 
     @contextmanager
     def probe(self) -> Iterator[None]:
-        """A forward pass whose outputs are compared with those of the first such pass."""
+        """A forward pass whose outputs are compared with the outputs of the first such pass."""
         self._probing = True
         try:
             yield
@@ -155,7 +155,7 @@ class SizeRecorder:
                 self._note(path, GRAD_W, weight_grad)
             weights[name] = parameters[name].detach().clone()
             if path in self._inputs and path in self._output_grads and not kind.is_lookup:
-                dtype = parameters[name].dtype  # autocast may have run the layer in another
+                dtype = parameters[name].dtype  # autocast may have run the layer in another dtype
                 with torch.enable_grad():
                     x = self._inputs[path].to(dtype).requires_grad_()
                     (grad,) = torch.autograd.grad(kind.output(module, x), x, self._output_grads[path].to(dtype))
@@ -165,7 +165,7 @@ class SizeRecorder:
 
     @torch.no_grad()
     def after_update(self, weights: dict[str, Tensor]) -> None:
-        """Measures the effects of the update on the outputs, for weights without biases, after the optimizer's step."""
+        """Measures how the update changes the layers' outputs, through the weights alone, after the optimizer's step."""
         parameters = dict(self.model.named_parameters())
         for path, (name, _) in self.layers.items():
             if path in self._inputs:
@@ -184,7 +184,7 @@ class SizeRecorder:
         return [row.name for row in self.plan if row.role == "hidden" and row.name not in measured]
 
     def uncalled(self) -> list[str]:
-        """Layers with a forward factor that the model never calls. If it uses their weight, it does so without the factor."""
+        """Layers with a forward factor that the model never calls. If the model uses their weights, the factor is missing."""
         uses = [(path, factor) for row in self.plan for path, factor in row.forward if path in self.layers]
         called = {path for _, path, quantity, *_ in self.sizes if quantity == Y}
         return [path for path, factor in uses if factor != 1 and path not in called]
@@ -217,7 +217,7 @@ def _layers(model: nn.Module, plan: Plan) -> Iterator[tuple[str, str, str]]:
         uses = [path for path, _ in row.forward] or [parent_path(row.name)]
         kinds = {path: kind_of(model.get_submodule(path)) for path in uses}
         for path, kind in kinds.items():
-            # Another parameter of the layer than its weight is not what the layer multiplies by.
+            # The layer multiplies by its weight only, so its other parameters are skipped.
             is_other = parent_path(row.name) == path and not kind.owns(row.name.rpartition(".")[2])
             if row.role in ("embedding", "hidden", "unembedding") and kind.is_measured and not is_other:
                 tied_readout = row.role == "embedding" and kinds[uses[0]].is_lookup and not kind.is_lookup
@@ -225,10 +225,10 @@ def _layers(model: nn.Module, plan: Plan) -> Iterator[tuple[str, str, str]]:
 
 
 def _rows(module: nn.Module, values: Tensor, *, output: bool = False) -> Tensor:
-    """Up to MAX_ROWS rows of a layer's input or output, the same rows of both."""
+    """Up to MAX_ROWS rows of a layer's input or output. The same rows are taken from both."""
     kind = kind_of(module)
     if kind.reads == IMAGES:
-        batched = values.ndim == module.weight.ndim  # one image has no batch
+        batched = values.ndim == module.weight.ndim  # a single image has no batch dimension
         return values[:MAX_IMAGES].clone() if batched else values.clone()
     rows = values.flatten() if kind.is_lookup and not output else values.reshape(-1, values.shape[-1])
     return rows[spread(len(rows), MAX_ROWS, rows.device)]

@@ -24,8 +24,8 @@ from smupar.rules import get_rule
 
 @dataclass
 class Report:
-    """Everything that was measured, with verdicts. ``ok`` is about the rules under test. These are all rules but the baselines
-    SP and muP, or all rules if only baselines were run."""
+    """All measurements, with verdicts. ``ok`` is about the rules under test: all rules except the baselines SP and muP, or all
+    rules if only baselines were run."""
 
     readings: list[Reading]
     faults: Mapping[Cell, list[Finding]]
@@ -49,7 +49,7 @@ class Report:
         return {rule: FAIL if rule in faulty else measured[rule] for rule in self.rules}
 
     def axis_verdict(self, rule: str, axis: str) -> str:
-        """The verdict over one axis, from sizes alone."""
+        """The verdict over one axis, based on sizes only."""
         return overall(slope for slope in self.slopes if slope.rule == rule and slope.axis == axis)
 
     @property
@@ -116,12 +116,12 @@ class Report:
 
 
 def _finite(fields: dict[str, Any]) -> dict[str, Any]:
-    """JSON knows neither nan nor infinity."""
+    """The fields with None in place of NaN and infinity, which JSON does not have."""
     return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in fields.items()}
 
 
 def _slope_fields(slope: Slope) -> dict[str, Any]:
-    """In JSON the mean over later steps has the step 0."""
+    """The fields of a slope for JSON. The mean over later steps gets step 0."""
     fields = _finite(asdict(slope))
     return {**fields, "step": 0} if fields.pop("is_mean") else fields
 
@@ -173,7 +173,7 @@ def _draw(report: Report, quantities: tuple[str, ...]) -> Any:
 
     grid = figure.subplots(len(quantities), len(panels), sharey="row", squeeze=False)
     steps = sorted({reading.step for reading in report.readings if reading.step > 0})
-    colours: Any = ScalarMappable(Normalize(steps[0], steps[-1] + 1), "cividis")  # also safe for the colour-blind
+    colours: Any = ScalarMappable(Normalize(steps[0], steps[-1] + 1), "cividis")  # suits colour-blind readers
     for row, quantity in enumerate(quantities):
         for column, (axis, rule) in enumerate(panels):
             panel = grid[row][column]
@@ -212,7 +212,7 @@ def _curve(report: Report, axis: str, rule: str, quantity: str, step: int) -> di
     other = "density" if axis == "width" else "width"
     at = max(getattr(reading, other) for reading in report.readings)
     hidden = any(reading.role == "hidden" and reading.quantity == quantity for reading in report.readings)
-    roles = {"hidden"} if hidden else {reading.role for reading in report.readings}  # a model of recurrent layers, say
+    roles = {"hidden"} if hidden else {reading.role for reading in report.readings}  # e.g. all layers are recurrent
     sizes: dict[float, list[float]] = defaultdict(list)
     for reading in report.readings:
         mine = reading.rule == rule and reading.quantity == quantity and reading.step == step and reading.role in roles

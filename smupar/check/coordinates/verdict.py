@@ -2,7 +2,7 @@
 
 A rule that works keeps sizes flat. Slopes are fitted for each seed and step; their mean over seeds comes with a 95 % confidence
 interval. The spread is pooled over places of one kind. Places of one run are not independent, so at most three count. Step 1
-and the mean of all later steps decide, since single later steps are chaotic, most of all in their gradients.
+and the mean of all later steps decide, because single later steps are noisy, especially their gradients.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from statistics import fmean, linear_regression
 from smupar.check.coordinates.measure import GRAD_X, JUDGED, Reading, Y
 
 PASS, FAIL, UNCLEAR, EXCEPTION = "pass", "fail", "more seeds", "known exception"
-# (pass below, fail above). At step 1 a single layer is exact up to sampling; later, and through whole blocks, nonlinear
-# dynamics move sizes a little under any rule, while those of an uncorrected one move by powers.
+# (pass below, fail above). At step 1 a single layer is exact up to sampling. At later steps, and in blocks, nonlinear dynamics
+# change sizes a little under any rule, while an uncorrected rule changes them by powers of the width or density.
 LAYER_AT_STEP_1 = (0.2, 0.35)
 OTHERWISE = (0.5, 0.8)
 _QUERY = re.compile(r"(^|[._])(w?[qk]|query|key)(_proj|_lin)?$", re.IGNORECASE)
@@ -32,17 +32,17 @@ class Slope:
 
     rule: str
     axis: str  # "width" or "density"
-    at: float  # the value of the other one
+    at: float  # the value of the other axis
     place: str
     kind: str
     role: str
     quantity: str
-    step: int  # of the mean over later steps: the last
-    slope: float = math.nan  # until it is fitted
-    ci: float = math.nan  # half-width; nan with one seed
+    step: int  # the last step, for the mean over later steps
+    slope: float = math.nan  # NaN until it is fitted
+    ci: float = math.nan  # half-width of the confidence interval; NaN with one seed
     num_seeds: int = 0
     verdict: str = ""
-    is_mean: bool = False  # over all steps after the first
+    is_mean: bool = False  # whether this is the mean over all steps after the first
 
     @property
     def when(self) -> str:
@@ -50,19 +50,19 @@ class Slope:
 
     @property
     def group(self) -> tuple[object, ...]:
-        """What slopes that share their spread have in common: with its few seeds a readout alone would say little."""
+        """The key under which slopes pool their spread. A single place, such as the readout, has too few seeds for it."""
         return self.rule, self.axis, self.at, self.kind, self.quantity, self.step, self.is_mean
 
 
 def slopes(readings: Iterable[Reading]) -> list[Slope]:
-    """Every slope that the grid allows. Slopes about which Table 1 makes a promise are judged."""
+    """All slopes that the grid allows. Slopes that should be 0 according to Table 1 are judged."""
     readings = list(readings)
     axes = [axis for axis in ("width", "density") if len({getattr(reading, axis) for reading in readings}) > 1]
     return [slope for axis in axes for slope in _judged(_fitted(readings, axis))]
 
 
 def _fitted(readings: list[Reading], axis: str) -> list[tuple[Slope, list[float]]]:
-    """Each mean slope, with the slopes of its seeds."""
+    """Each mean slope, with the slopes of the single seeds."""
     by_seed = _slopes_by_seed(readings, axis)
     last = max(reading.step for reading in readings)
     later: dict[Slope, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -79,11 +79,11 @@ def _fitted(readings: list[Reading], axis: str) -> list[tuple[Slope, list[float]
 
 
 def _slopes_by_seed(readings: list[Reading], axis: str) -> dict[Slope, dict[int, float]]:
-    """The slope of each seed, by a ``Slope`` that is not fitted yet."""
+    """The slope of each seed. The keys are ``Slope`` objects that are not fitted yet."""
     other = "density" if axis == "width" else "width"
     points: dict[Slope, dict[int, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for reading in readings:
-        if reading.rms > 0 and math.isfinite(reading.rms):  # a zero-initialised readout: nothing to see before its first step
+        if reading.rms > 0 and math.isfinite(reading.rms):  # a zero-initialised readout has size 0 before its first step
             where = reading.place, reading.kind, reading.role, reading.quantity, reading.step
             unfitted = Slope(reading.rule, axis, getattr(reading, other), *where)
             points[unfitted][reading.seed].append((math.log2(getattr(reading, axis)), math.log2(reading.rms)))
@@ -98,7 +98,7 @@ def _slopes_by_seed(readings: list[Reading], axis: str) -> dict[Slope, dict[int,
 
 
 def _judged(fitted: list[tuple[Slope, list[float]]]) -> list[Slope]:
-    """Slopes with their intervals and verdicts, from each slope and those of its seeds."""
+    """The slopes with their intervals and verdicts, from pairs of a mean slope and the slopes of its seeds."""
     squares: dict[tuple[object, ...], float] = defaultdict(float)
     freedom: dict[tuple[object, ...], int] = defaultdict(int)
     for slope, seed_slopes in fitted:
@@ -124,9 +124,9 @@ def thresholds(slope: Slope) -> tuple[float, float]:
 
 
 def judge(slope: Slope) -> str:
-    """One of the four verdicts, or "" if nothing is promised."""
+    """One of the four verdicts, or "" if Table 1 does not say that the slope should be 0."""
     if slope.quantity not in JUDGED or (slope.quantity == GRAD_X and slope.role == "embedding"):
-        return ""  # no rule speaks of the gradient that flows out of the network into its data
+        return ""  # no rule is about the gradient with respect to the data
     if _is_known_exception(slope):
         return EXCEPTION
     passes, fails = thresholds(slope)
@@ -137,16 +137,16 @@ def judge(slope: Slope) -> str:
 
 
 def _is_known_exception(slope: Slope) -> bool:
-    """Logits start at random under muP and SmuPar: a sum of d random terms over d, so they shrink like 1 / sqrt(width) until
-    the readout has learned, for three steps at most. So do attention logits where the head size grows, and gradients of queries
-    and keys with them."""
+    """Initial logits under muP and SmuPar are a sum of d random terms divided by d. So they shrink like 1 / sqrt(width) until
+    the readout has learned, for three steps at most. Attention logits do the same if the head size grows, and so do the
+    gradients of queries and keys."""
     logits = slope.role in ("unembedding", "logits") and slope.quantity == Y and slope.step <= 3
     queries = bool(_QUERY.search(slope.place)) and slope.quantity == GRAD_X and slope.step == 1
     return slope.axis == "width" and slope.rule != "sp" and (logits or queries) and -0.65 < slope.slope < LAYER_AT_STEP_1[0]
 
 
 def decides(slope: Slope) -> bool:
-    """Whether a slope counts for the verdict; the others only tell from which step on sizes drift."""
+    """Whether a slope counts for the verdict. The other slopes only show from which step on sizes drift."""
     return slope.step == 1 or slope.is_mean
 
 

@@ -1,11 +1,12 @@
 """Layers that keep and multiply only their non-zeros: ``SparseLinear`` (``model.compressed``) and its kernels.
 
-convert    ``sparsify_storage``: a model's masked linear layers, from one way of keeping them to another, and back
-auto       which of the backends is faster for a layer, by measuring
-backends   the ways there are, which layers each can hold, and the kernel that multiplies on a device
-cpu        the kernels for CPUs: our own (``kernel.cpp``, compiled when it is first needed), or torch's
-gpu        what the kernels for NVIDIA GPUs have in common, ``bf16.cuh`` with it
-tiles      csr on a GPU: non-zeros anywhere, ``tiles.cu``
-semi       2:4, by cuSPARSELt and ``semi.cu``
-block      blocks, by Triton, ``block_kernels``
+convert    ``sparsify_storage`` converts a model's masked linear layers between dense and sparse storage
+auto       measures which backend is fastest for a layer
+backends   the table of backends: which layers each can hold, and its kernel on each device
+cpu        kernels for CPUs: our own (``kernel.cpp``, compiled on first use), or torch's
+gpu        code that the kernels for NVIDIA GPUs share, with ``bf16.cuh``
+tiles      backend "csr" on a GPU, for non-zeros anywhere, with ``tiles.cu``
+semi       backend "2:4", with cuSPARSELt and ``semi.cu``
+cslt       calls cuSPARSELt
+block      backend "block", with the Triton kernels in ``block_kernels``
 """

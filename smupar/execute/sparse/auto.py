@@ -1,4 +1,4 @@
-"""Finds the fastest way of keeping a layer. It measures a training step of a similar layer for each way, in turns."""
+"""Finds the fastest backend for a layer. It times training steps of a similar layer with each backend, in turn."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from smupar.execute.timing import Call, in_turns, seconds_of, training_step
 from smupar.model.sharding import num_ranks
 
 _ROUNDS = 3
-_GPU_SECONDS = 0.02  # of steps between two looks at the clock: a GPU works while the host goes on
-_GPU_MARGIN = 0.03  # a GPU's clock rate wanders: what gains less stays dense
+_GPU_SECONDS = 0.02  # duration of the steps between two readings of the clock: a GPU works asynchronously
+_GPU_MARGIN = 0.03  # a GPU's clock rate varies, so a layer that gains less than this stays dense
 
 
 @dataclass(frozen=True)
 class Timing:
-    seconds: dict[str, float]  # of a training step, by backend, "dense" among them
-    failures: dict[str, str]  # backends that could not do it after all, with what they said
+    seconds: dict[str, float]  # time of a training step for each backend, including "dense"
+    failures: dict[str, str]  # error messages of the backends that failed
 
     def fastest(self, device: torch.device) -> str:
         best = min(self.seconds, key=lambda name: self.seconds[name])
@@ -34,16 +34,16 @@ Measured = dict[tuple[object, ...], Timing]
 
 @dataclass(frozen=True)
 class Work:
-    """What a layer is given in a training step."""
+    """The work of a layer in a training step."""
 
-    tokens: int  # rows of the activations, in a pass
-    passes: int = 1  # before the optimizer's step: micro-batches
-    dtype: torch.dtype | None = None  # of the activations; None: that of the weights
+    tokens: int  # rows of the activations in one pass
+    passes: int = 1  # micro-batches in one step of the optimizer
+    dtype: torch.dtype | None = None  # dtype of the activations; None for the weights' dtype
 
 
 def timing_of(layer: nn.Module, mask: Tensor, backends: list[str], work: Work, known: Measured) -> Timing:
-    """How long a training step of the layer takes. ``known`` has the timings of similar layers, and gets new ones. On several
-    ranks all use the timings of the first rank, since they must choose alike."""
+    """How long a training step of the layer takes. ``known`` caches the timings of similar layers. All ranks use the timings of
+    the first rank, since they must choose the same backend."""
     weight: Any = layer.weight
     density = float(f"{float(mask.sum()) / mask.numel():.2g}")
     key = (type(layer), tuple(weight.shape), density, weight.dtype, weight.device, work, *backends)
@@ -66,7 +66,7 @@ def _measured(layer: nn.Module, mask: Tensor, backends: list[str], work: Work) -
         try:
             step = _step_of(compress(copy, mask, name), sizes, work)
             step()
-        except Exception as error:  # whatever a compiler or a library of kernels raises; the layer can stay as it is
+        except Exception as error:  # compilers and kernel libraries may raise anything; the layer can stay dense
             failures[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         else:
             steps[name] = step
@@ -77,10 +77,10 @@ def _like(layer: nn.Module, mask: Tensor) -> nn.Module:
     """A layer of the same class and size with other weights and without hooks."""
     twin = type(layer).__new__(type(layer))
     twin.__dict__.update(vars(layer))
-    nn.Module.__init__(twin)  # so that nothing that torch keeps in modules is shared with the layer
+    nn.Module.__init__(twin)  # the twin must not share the layer's hooks, parameters and buffers
     weight: Any = layer.weight
     bias: Any = getattr(layer, "bias", None)
-    with torch.random.fork_rng(devices=[]):  # the user's random numbers stay what they were
+    with torch.random.fork_rng(devices=[]):  # leaves the user's random state unchanged
         values = torch.randn(weight.shape).to(weight)
     twin.register_parameter("weight", nn.Parameter(values))
     twin.register_parameter("bias", None if bias is None else nn.Parameter(torch.zeros_like(bias)))
@@ -89,14 +89,14 @@ def _like(layer: nn.Module, mask: Tensor) -> nn.Module:
 
 
 def _step_of(layer: nn.Module, sizes: tuple[int, int], work: Work) -> Call:
-    """A training step of the layer; ``sizes`` are those of input and output."""
+    """A training step of the layer; ``sizes`` are the sizes of its input and output."""
     like = next(layer.parameters())
     rng = torch.Generator(like.device).manual_seed(0)
-    # Random, since a GPU is faster at multiplying constants.
+    # The values are random, since a GPU multiplies constants faster.
     x, grad = (
         torch.randn(work.tokens, size, generator=rng, dtype=work.dtype or like.dtype, device=like.device) for size in sizes
     )
-    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.0, fused=like.is_cuda)  # the weights stay as they are
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.0, fused=like.is_cuda)  # lr=0 leaves the weights unchanged
     return training_step(layer, optimizer, x, grad, work.passes)
 
 

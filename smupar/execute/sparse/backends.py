@@ -1,6 +1,6 @@
-"""The backends: ways of keeping a sparse layer, by name. They share one kind of layer, ``SparseLinear``, and differ in the
-kernel that multiplies. A new backend needs a ``Kernel``, a line in ``_ON_GPU``, and its name among the choices of
-``Execution.storage`` in ``lm/config/run``."""
+"""The backends of sparse layers, by name. They share one layer class, ``SparseLinear``, and differ in the kernel that
+multiplies. A new backend needs a ``Kernel``, a line in ``_ON_GPU``, and its name among the choices of ``Execution.storage`` in
+``lm/config/run``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DENSE, AUTO = "dense", "auto"
 
 
 def missing(backend: str, device: torch.device) -> str | None:
-    """What a backend lacks to run on a device; None if it can run."""
+    """An error message if a backend cannot run on a device; None if it can."""
     if device.type == "cpu" and backend == "csr":
         return None
     if device.type != "cuda":
@@ -51,7 +51,7 @@ def kernel_of(backend: str, device: torch.device) -> Kernel:
 
 
 def out_dim_of(layer: nn.Module) -> int | None:
-    """Which dimension of its weight a plain linear layer writes; None for any other layer."""
+    """The output dimension of a plain linear layer's weight; None for any other layer."""
     kind = kind_of(layer)
     return kind.out_dim if kind.is_plain else None
 
@@ -66,7 +66,7 @@ def layer_refusal(layer: nn.Module, leaf: str, parent: nn.Module, num_users: int
         (extra, f"it has parameters beside weight and bias: {', '.join(sorted(extra))}"),
         (
             reads_weights_of_its_layers(parent),
-            "nn.TransformerEncoderLayer reads its weight without calling it when it evaluates",
+            "nn.TransformerEncoderLayer uses the layer's weight without calling the layer in evaluation",
         ),
         (num_users > 1, "its weight is tied to another layer's"),
         (is_sharded(weight), "its weight is sharded over ranks"),
@@ -76,7 +76,7 @@ def layer_refusal(layer: nn.Module, leaf: str, parent: nn.Module, num_users: int
 
 
 def refusal(backend: str, layer: nn.Module, mask: Tensor, dtype: torch.dtype) -> str | None:
-    """Why a backend cannot hold a linear layer that gets activations of this dtype; None if it can."""
+    """Why a backend cannot hold a linear layer whose activations have this dtype; None if it can."""
     weight: Any = layer.weight
     on_gpu = weight.device.type == "cuda"
     dtypes = gpu.VALUE_DTYPES if on_gpu else (torch.float32, torch.float64, torch.bfloat16)
@@ -93,7 +93,7 @@ def refusal(backend: str, layer: nn.Module, mask: Tensor, dtype: torch.dtype) ->
     return kernel.refusal(mask)
 
 
-# There and back
+# Compressing and expanding
 
 
 def compress(layer: nn.Module, mask: Tensor, backend: str = "csr", *, out_dim: int | None = None) -> SparseLinear:
@@ -116,7 +116,7 @@ def compress(layer: nn.Module, mask: Tensor, backend: str = "csr", *, out_dim: i
 
 
 def expand(layer: SparseLinear) -> None:
-    """Undoes ``compress``. The layer keeps its present values and mask."""
+    """Undoes ``compress``. The layer keeps its current values and mask."""
     mask, original = layer.weight_mask, layer.original
     weight = nn.Parameter(layer.expand(layer.weight.detach()), requires_grad=layer.weight.requires_grad)
     del layer.weight_columns, layer.weight_row_starts

@@ -1,7 +1,7 @@
-"""Square blocks that are kept or dropped whole (pattern "block-64"), on a GPU: dense products of blocks by Triton.
+"""Masks of entire square blocks (pattern "block-64") on a GPU. Triton multiplies the kept blocks as dense matrices.
 
-Values stay in the order of the parameter, row by row. The start of a block and the distance of its rows are enough to read it,
-as it is or transposed. So forward, both gradients and any optimizer work on one tensor without repacking.
+Values stay in the order of the parameter, row by row. A block, or its transpose, can be read from its start and the distance
+between its rows. So the forward pass, both gradients and any optimizer work on one tensor without repacking.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from smupar.model.compressed import KernelIndex
 from smupar.model.csr import mask_of_index
 
 _SIZES = (128, 64, 32, 16)
-# By block size: the fastest on an H200; those for 16 were not measured.
+# Launch settings by block size, the fastest on an H200. Size 16 was not measured.
 _LAUNCH = {size: {"num_warps": 4, "num_stages": 4} for size in _SIZES} | {128: {"num_warps": 8, "num_stages": 3}}
-_TOKENS, _TOKENS_BACK = 128, 64  # rows that a program takes at a time: of a product, of the gradient of the weights
-_MOST_PROGRAMS = 65535  # along the second dimension of a grid. Rows stay there: programs that run together share them
+_TOKENS, _TOKENS_BACK = 128, 64  # rows that a program reads at a time, in a product and in the weights' gradient
+_MOST_PROGRAMS = 65535  # limit of a grid's second dimension, which counts rows: programs that run together share rows
 
 
 def block_size(mask: Tensor) -> int | None:
-    """The largest size for which every block is full or empty."""
+    """The largest size for which the mask keeps or drops every block entirely; None if there is none."""
     for size in _SIZES:
         if mask.shape[0] % size == 0 and mask.shape[1] % size == 0:
             counts = _counts(mask, size)
@@ -43,17 +43,17 @@ def _counts(mask: Tensor, size: int) -> Tensor:
 class BlockCsr(KernelIndex):
     """The kept blocks line by line, where the lines are rows of blocks or columns of blocks."""
 
-    starts: Tensor  # [lines + 1]: where the blocks of each line start
-    indices: Tensor  # [blocks]: the place of each in its line
-    origins: Tensor  # [blocks]: where each begins among the values, in block sizes
-    strides: Tensor  # [blocks]: from a row of it to the next, in block sizes
+    starts: Tensor  # [lines + 1]: index of the first block of each line
+    indices: Tensor  # [blocks]: position of each block in its line
+    origins: Tensor  # [blocks]: where each block begins among the values, in block sizes
+    strides: Tensor  # [blocks]: distance between two rows of a block, in block sizes
 
 
 @dataclass(frozen=True)
 class BlocksIndex(GpuIndex):
     rows: BlockCsr
     columns: BlockCsr
-    row_of: Tensor  # of each kept block, in the order of ``rows``
+    row_of: Tensor  # row of each kept block, in the order of ``rows``
     size: int
 
 
@@ -62,7 +62,7 @@ def blocks_index(mask: Tensor, size: int, out_dim: int) -> BlocksIndex:
     row_of, column_of = keep.nonzero(as_tuple=True)
     in_row = keep.sum(1)
     starts = _starts(in_row)
-    # A line of blocks begins after size rows of each block before it; in a row of values its blocks lie side by side.
+    # Values are stored row by row: all blocks of the rows above come first, then the blocks to the left in the same row.
     origins = starts[row_of] * size + torch.arange(len(row_of), device=mask.device) - starts[row_of]
     strides = in_row[row_of]
     order = torch.argsort(column_of, stable=True)
@@ -83,7 +83,7 @@ class Blocks(OnGpu):
 
     def refusal(self, mask: Tensor) -> str | None:
         if block_size(mask) is None:
-            return f'its mask is not made of whole blocks of {_SIZES[-1]} to {_SIZES[0]}: parameterize with pattern="block-64"'
+            return f'its mask is not made of square blocks of {_SIZES[-1]} to {_SIZES[0]}: parameterize with pattern="block-64"'
         return None
 
     def index(self, row_starts: Tensor, columns: Tensor, shape: tuple[int, int], out_dim: int) -> BlocksIndex:
@@ -94,7 +94,7 @@ class Blocks(OnGpu):
         return blocks_index(mask, size, out_dim)
 
     def product(self, rows: Tensor, index: BlocksIndex, values: Tensor, *, back: bool) -> Tensor:
-        by_row = index.out_dim == int(back)  # whether what is written is a row of blocks as they are kept
+        by_row = index.out_dim == int(back)  # whether an output line is a row of stored blocks
         lines, num_lines = (index.rows, index.shape[0]) if by_row else (index.columns, index.shape[1])
         y, halves, most = rows.new_empty(len(rows), num_lines), values.to(DTYPE), _MOST_PROGRAMS * _TOKENS
         for part, made in zip(rows.split(most), y.split(most), strict=True):
@@ -136,5 +136,5 @@ class Blocks(OnGpu):
 
 
 def _kernels() -> Any:
-    """The Triton kernels. They are imported late, since only torch for GPUs comes with Triton."""
+    """The Triton kernels. They are imported on first use, since only GPU builds of torch come with Triton."""
     return import_module("smupar.execute.sparse.block_kernels")

@@ -1,5 +1,5 @@
-"""Products with blocks, in Triton. A block of values starts at ``origin``, and its rows are ``stride`` apart. Both are counted
-in block sizes, so that the compiler knows that they are aligned."""
+"""Products with blocks, in Triton. A block of values starts at ``origin``, and its rows are ``stride`` apart. Both are given in
+units of the block size, so that the compiler knows that addresses are aligned."""
 
 # ruff: noqa: N803  # matrices and constants are capitals
 
@@ -23,7 +23,7 @@ def gathered(
     SIZE: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Y[tokens, line] = sum over the blocks of the line of X[tokens, other] times the block, or its transpose if TRANSPOSED."""
+    """Y[tokens, line] = sum, over blocks k in this line, of X[tokens, indices[k]] @ block_k (block_k.T if TRANSPOSED)."""
     line = tl.program_id(0)
     token = (tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     inside = (token < num_tokens)[:, None]
@@ -57,7 +57,7 @@ def sampled(
     SIZE: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Computes the block of A' B that a program owns, and writes it to its place among the values D."""
+    """Computes one block of A.T @ B in each program, and writes it to the block's place among the values D."""
     k = tl.program_id(0)
     row, column = tl.load(rows + k), tl.load(columns + k)
     each = tl.arange(0, SIZE)

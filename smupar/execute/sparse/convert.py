@@ -1,4 +1,4 @@
-"""``sparsify_storage`` changes the way in which a model keeps its masked linear layers."""
+"""``sparsify_storage`` converts a model's masked linear layers between dense and sparse storage."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ _ACTIVATIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """How one masked parameter is kept now."""
+    """How one masked parameter is stored now."""
 
     name: str
     shape: tuple[int, ...]
     density: float
     backend: str
-    seconds: Mapping[str, float] = field(default_factory=dict)  # of a training step, by backend, where they were measured
+    seconds: Mapping[str, float] = field(default_factory=dict)  # time of a training step by backend, if it was measured
     note: str = ""
 
 
 @dataclass(frozen=True)
 class StorageReport:
-    """What ``sparsify_storage`` chose, layer by layer; prints as a table.
+    """The choices of ``sparsify_storage``, layer by layer. ``str`` gives a table.
 
-    num_bytes    of these weights with their masks or indices
-    dense_bytes  of the weights alone, were they dense
+    num_bytes    bytes of these weights with their masks or indices
+    dense_bytes  bytes of the same weights if stored dense, without masks
     """
 
     layers: tuple[StoredLayer, ...]
@@ -54,12 +54,12 @@ class StorageReport:
     dense_bytes: int
 
     def __str__(self) -> str:
-        alike: dict[tuple[str, ...], list[str]] = {}  # layers of all blocks in one line
+        alike: dict[tuple[str, ...], list[str]] = {}  # equal layers of several blocks share a line
         for layer in self.layers:
             times = ", ".join(f"{name} {1e3 * seconds:.3g}" for name, seconds in layer.seconds.items())
             cells = "x".join(map(str, layer.shape)), f"{layer.density:.4g}", layer.backend, times or layer.note
             alike.setdefault((layer_glob(layer.name), *cells), []).append(layer.name)
-        lines: list[tuple[str, ...]] = [("parameter", "shape", "density", "kept as", "ms a step")]
+        lines: list[tuple[str, ...]] = [("parameter", "shape", "density", "stored as", "ms a step")]
         lines += [(f"{key[0]} ({len(names)}x)" if len(names) > 1 else names[0], *key[1:]) for key, names in alike.items()]
         total = f"{self.num_bytes:,} bytes with masks and indices, {self.num_bytes / self.dense_bytes:.2%} of the dense weights"
         return f"{aligned(lines)}\n{total}"
@@ -74,19 +74,19 @@ def sparsify_storage(
     passes: int = 1,
     dtype: torch.dtype | None = None,
 ) -> StorageReport:
-    """Makes masked linear layers keep and multiply only their non-zeros, in place. Returns a report of what it chose.
+    """Makes masked linear layers keep and multiply only their non-zeros, in place. Returns a report of its choices.
 
     backend   "csr": non-zeros anywhere, on a CPU or an NVIDIA GPU; "2:4", "block": masks of pattern "2:4-transposable" and
               "block-N", on an NVIDIA GPU; "dense": back to matrices with masks; "auto": for each layer the fastest backend
-              that can hold it, or dense; it is measured once for each kind of layer in this model
+              that can hold it, or dense, measured once for each kind of layer in this model
     tokens    number of rows of the activations, for the measurements of "auto"
     passes    number of micro-batches for each step of the optimizer, for the measurements of "auto"
     dtype     dtype of the activations under the autocast that you will train with; None: autocast's dtype if autocast is on
-              now, else that of the weights. GPUs multiply bfloat16 only
+              now, else the weights' dtype. Sparse layers on GPUs multiply bfloat16 only
 
     Each of these weights becomes a parameter of non-zero values under its old name. So call it after ``parameterize`` and
     before ``param_groups``, a sparsifier, DDP and torch.compile. On bad input, or if a kernel turns out not to work, the model
-    is left untouched. For this all weights are held in both forms until the last is converted, which takes memory.
+    is left untouched. So until the last weight is converted, all weights are held in both forms, which takes memory.
     """
     _refuse(model, plan)
     refuse(
@@ -112,15 +112,15 @@ def _masked(model: nn.Module, plan: Plan) -> list[ModelWeight]:
 
 
 def _decide(model: nn.Module, masked: list[ModelWeight], backend: str, work: Work) -> list[StoredLayer]:
-    """Decides how each weight will be kept. Refuses if a backend was named that cannot hold one of them."""
+    """Decides how each weight will be stored. Raises ValueError if the named backend cannot hold one of the weights."""
     users = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     refusals = {weight.name: _refusal(model, weight, backend, users, work.dtype) for weight in masked}
     refused = {name: why for name, why in refusals.items() if why}
     if refused and backend in BACKENDS:
         name, why = next(iter(refused.items()))
         raise ValueError(
-            f"{name!r} cannot be kept by backend {backend!r}, {len(refused)} of {len(masked)} masked weights: {why}; "
-            "parameterize it with density 1, or use backend='auto', which leaves it as it is"
+            f"backend {backend!r} cannot hold {len(refused)} of {len(masked)} masked weights, such as {name!r}: {why}; "
+            "parameterize it with density 1, or use backend='auto', which leaves it unchanged"
         )
     known = Measured()
     return [_choice(weight, backend, refusals[weight.name], work, known) for weight in masked]
@@ -153,7 +153,7 @@ def dense_state_dict(model: nn.Module) -> dict[str, Any]:
 def _refuse(model: nn.Module, plan: Plan) -> None:
     refuse(
         unwrapped(model) is not model,
-        f"the model is wrapped in a {type(model).__name__} already, which knows its old weights: sparsify first, then "
+        f"the model is wrapped in a {type(model).__name__} already, which holds its old weights: sparsify first, then "
         "compile or wrap it",
     )
     check_not_compiled(model, "for its old weights: sparsify before it")
@@ -164,9 +164,7 @@ def _refuse(model: nn.Module, plan: Plan) -> None:
 def _refuse_dtype(dtype: torch.dtype | None, masked: list[ModelWeight]) -> None:
     if dtype is None:
         return
-    refuse(
-        dtype not in _ACTIVATIONS, f"dtype is that of activations, one of {', '.join(map(str, _ACTIVATIONS))}, got {dtype!r}"
-    )
+    refuse(dtype not in _ACTIVATIONS, f"dtype of activations must be one of {', '.join(map(str, _ACTIVATIONS))}, got {dtype!r}")
     other = next((weight for weight in masked if weight.parameter.dtype != torch.float64), None)
     if dtype == torch.float64 and other is not None:
         raise ValueError(
@@ -176,7 +174,7 @@ def _refuse_dtype(dtype: torch.dtype | None, masked: list[ModelWeight]) -> None:
 
 
 def _refusal(model: nn.Module, weight: ModelWeight, backend: str, users: Counter[int], dtype: torch.dtype | None) -> str | None:
-    """Why the layer cannot be kept as asked; for "auto", why it can only stay a matrix."""
+    """Why the backend cannot hold the layer; for "auto", why the layer has to stay dense."""
     if backend == DENSE:
         return None
     parent = model.get_submodule(parent_path(parent_path(weight.name)))
@@ -197,11 +195,11 @@ def _choice(weight: ModelWeight, backend: str, refusal: str | None, work: Work, 
 
 
 def _with_matrix(layer: nn.Module) -> nn.Module:
-    """The layer itself; if it keeps only its non-zeros, a copy that has the matrix."""
+    """The layer itself if it is dense. If it keeps only its non-zeros, a dense copy of it."""
     if not isinstance(layer, SparseLinear):
         return layer
     twin = copy.copy(layer)
-    twin.__dict__.update(_insides(layer))  # torch's copy would share them
+    twin.__dict__.update(_insides(layer))  # torch's copy would share these dictionaries
     backends.expand(twin)
     return twin
 
@@ -221,18 +219,18 @@ def _keep(model: nn.Module, chosen: StoredLayer, tried: set[tuple[object, ...]])
 
 
 def _try(layer: SparseLinear) -> None:
-    """Computes a product and its gradients. Kernels for GPUs are compiled only then, so errors show up here."""
+    """Computes a product and its gradients. GPU kernels are compiled on their first call, so their errors show up here."""
     sizes = layer.matrix_shape[1 - layer.out_dim], layer.matrix_shape[layer.out_dim]
     kernel, values, index = layer.kernel, layer.weight.detach(), layer.index()
     x, grad = (torch.zeros(1, size, dtype=kernel.dtype, device=layer.weight.device) for size in sizes)
     kernel.forward(x, index, values, None)
     kernel.backward(grad, x, index, values, for_input=True, for_values=True)
-    torch.cuda.synchronize(layer.weight.device)  # a launch that fails says so later
+    torch.cuda.synchronize(layer.weight.device)  # a failed launch is reported only when the host waits for the GPU
 
 
 @contextlib.contextmanager
 def _all_or_nothing(layers: list[nn.Module]) -> Iterator[None]:
-    """If something fails, puts the layers back as they were. They get the same tensors again, so this takes no memory."""
+    """Restores the layers if something fails. They get the same tensors again, so this takes no memory."""
     before = [(layer, type(layer), {**layer.__dict__, **_insides(layer)}) for layer in layers]
     try:
         yield
@@ -250,7 +248,7 @@ def _insides(layer: nn.Module) -> dict[str, Any]:
 
 
 def _fastest(layer: nn.Module, mask: Tensor, work: Work, known: Measured) -> tuple[str, dict[str, float], str]:
-    """The name of the fastest backend, what was measured, and why others were not."""
+    """The name of the fastest backend, the measured times, and a note on backends that were not measured."""
     weight: Any = layer.weight
     activations: torch.dtype = work.dtype or weight.dtype
     here = [name for name in BACKENDS if not backends.missing(name, weight.device)]

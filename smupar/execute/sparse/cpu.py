@@ -1,8 +1,9 @@
-"""The kernels for CPUs, which cost in proportion to the non-zeros: ``Compiled`` is ours, ``Torch`` calls torch's (MKL).
+"""The kernels for CPUs, whose cost is proportional to the number of non-zeros. ``Compiled`` is ours, ``Torch`` calls torch's
+(MKL).
 
-Ours is ``kernel.cpp``, compiled when it is first needed and kept in the user's cache. Its interface is plain C. So the compiler
-needs no headers of torch and takes seconds, and the library works with any version of torch. Without a compiler torch's own
-products are used, with a warning that says so.
+Our kernel, ``kernel.cpp``, is compiled on first use and stored in the user's cache. Its interface is plain C. So compiling
+takes seconds and needs no headers of torch, and the library works with any version of torch. Without a compiler, torch's own
+products are used, with a warning.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _FORWARD = [_ADDRESS, _LONG, _LONG, _LONG, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRES
 _BACKWARD = [_ADDRESS, _ADDRESS, _LONG, _LONG, _LONG, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _INT]
 
 
-class NoKernel(Exception):  # noqa: N818  # an answer, not a failure: torch's products are used instead
+class NoKernel(Exception):  # noqa: N818  # not an error: torch's products are used instead
     """Our own kernel is not available here; the text says why."""
 
 
@@ -45,21 +46,21 @@ class SparseWarning(UserWarning):
 class CsrView(KernelIndex):
     """The non-zeros line by line, where the lines are the rows of the matrix (CSR) or its columns (CSC)."""
 
-    starts: Tensor  # [lines + 1] int64: where the non-zeros of each line start
-    indices: Tensor  # [non-zeros] int32: the place of each in its line
-    order: Tensor | None  # [non-zeros]: the place of each in the parameter; None: they are in its order already
+    starts: Tensor  # [lines + 1] int64: index of the first non-zero of each line
+    indices: Tensor  # [non-zeros] int32: position of each non-zero in its line
+    order: Tensor | None  # [non-zeros]: index of each non-zero in the parameter; None if the order is the same
 
     def values(self, values: Tensor) -> Tensor:
-        """The parameter's values in this order."""
+        """The parameter's values in the order of this view."""
         return values if self.order is None else values.index_select(0, self.order)
 
     def back(self, values: Tensor) -> Tensor:
-        """Undoes ``values``: reorders to the order of the parameter."""
+        """Undoes ``values``: puts values back into the parameter's order."""
         return values if self.order is None else torch.empty_like(values).index_copy_(0, self.order.long(), values)
 
 
 def to_csc(row_starts: Tensor, columns: Tensor, num_columns: int) -> CsrView:
-    """The columns of a matrix that is kept row by row."""
+    """The column-by-column view of a matrix that is stored row by row."""
     order = torch.argsort(columns, stable=True)
     rows = torch.arange(len(row_starts) - 1, dtype=torch.int32, device=columns.device).repeat_interleave(row_starts.diff())
     starts = torch.zeros(num_columns + 1, dtype=torch.int64, device=columns.device)
@@ -85,7 +86,7 @@ class CpuIndex(KernelIndex):
 
 class OnCpu(Kernel):
     def refusal(self, mask: Tensor) -> str | None:
-        return None if max(mask.shape) < 2**31 else f"its shape {tuple(mask.shape)} is beyond columns of 32 bits"
+        return None if max(mask.shape) < 2**31 else f"its shape {tuple(mask.shape)} does not fit 32-bit column indices"
 
     def index(self, row_starts: Tensor, columns: Tensor, shape: tuple[int, int], out_dim: int) -> CpuIndex:
         return CpuIndex.of(row_starts, columns, shape, out_dim)
@@ -157,7 +158,7 @@ class Torch(OnCpu):
 
 
 def _csr(view: CsrView, values: Tensor, num_columns: int) -> Tensor:
-    # torch wants both of one kind, and MKL 32 bits; where those do not reach, 64.
+    # torch wants row pointers and columns in one dtype, and MKL wants 32 bits. Use 64 bits only if 32 are too few.
     kind = torch.int32 if len(values) < 2**31 else torch.int64
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
@@ -202,7 +203,7 @@ def _library() -> ctypes.CDLL | str:
         (path for name in (os.environ.get("CXX"), "c++", "g++", "clang++") if name and (path := shutil.which(name))), None
     )
     if compiler is None:
-        return "there is no C++ compiler (c++, g++ or clang++; CXX names another)"
+        return "there is no C++ compiler (c++, g++ or clang++; set CXX to name another)"
     made_of = b"/".join([_SOURCE.read_bytes(), _machine(), compiler.encode()])
     name = f"kernel-{hashlib.sha256(made_of).hexdigest()[:16]}.so"
     try:
@@ -214,11 +215,11 @@ def _library() -> ctypes.CDLL | str:
         said = error.stderr.strip().splitlines()
         return f"{compiler} could not compile {_SOURCE.name}: {said[0] if said else error}"
     except OSError as error:
-        return f"the compiled kernel could not be kept or loaded: {error}"
+        return f"the compiled kernel could not be stored or loaded: {error}"
 
 
 def _machine() -> bytes:
-    """A description of this processor, since code that is compiled for it may not run on another."""
+    """A description of this processor, since code compiled for it may not run on another processor."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
@@ -242,9 +243,9 @@ def _compile(compiler: str, folder: Path, name: str) -> None:
         command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(path)]
         try:
             run([*command, "-fopenmp"])
-        except subprocess.CalledProcessError:  # Apple's compiler has no OpenMP: one thread then
+        except subprocess.CalledProcessError:  # Apple's compiler has no OpenMP: use one thread
             run([*command, "-Wno-unknown-pragmas"])
-        path.replace(folder / name)  # whole, whichever process was first
+        path.replace(folder / name)  # the rename is atomic, so other processes see a complete file
 
 
 def _typed(loaded: ctypes.CDLL) -> ctypes.CDLL:

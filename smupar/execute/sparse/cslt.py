@@ -1,5 +1,5 @@
-"""cuSPARSELt's product with a 2:4 matrix, planned once for a size. torch's own call makes a new plan each time. At width 4096
-that takes the host about as long as the GPU takes to multiply.
+"""cuSPARSELt's product with a 2:4 matrix, planned once for each size. torch's own call makes a new plan each time, and at width
+4096 planning takes the host about as long as the GPU needs for the product.
 
 The library is called through ctypes, since torch comes with the library but not with its header.
 """
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from smupar.execute.sparse.gpu import current_stream
 
-_OLDEST = 500  # version 0.5.0: from then on the numbers below are these
-_BYTES = 16 * 1024  # of each of its structures: the largest of any version has 11024
-_ALIGNMENT = 16  # of matrices and of the structures, in bytes
+_OLDEST = 500  # version 0.5.0, the first in which the constants below have these values
+_BYTES = 16 * 1024  # bytes for each of the library's structures; the largest of any version has 11024
+_ALIGNMENT = 16  # alignment of matrices and structures, in bytes
 _CUDA_R_16BF = 14
 _CUSPARSE_ORDER_COL, _CUSPARSE_ORDER_ROW = 1, 2
 _CUSPARSE_OPERATION_NON_TRANSPOSE, _CUSPARSE_OPERATION_TRANSPOSE = 0, 1
@@ -27,7 +27,7 @@ _CUSPARSELT_MATMUL_ALG_DEFAULT = 0
 
 
 def missing() -> str | None:
-    """What cuSPARSELt lacks for 2:4 products; None if it has everything."""
+    """What is missing for 2:4 products with cuSPARSELt; None if nothing is."""
     version = torch.backends.cusparselt.version() if torch.backends.cusparselt.is_available() else None
     if version is None or not hasattr(torch, "_cslt_compress"):
         return f"cuSPARSELt, which torch {torch.__version__} was built without"
@@ -42,7 +42,7 @@ def missing() -> str | None:
 
 @cache
 def _library() -> ctypes.PyDLL:
-    # PyDLL: a handle is not for two threads at once, and such calls keep the interpreter's lock.
+    # Two threads must not use a handle at once. Calls through PyDLL hold the interpreter's lock, which prevents that.
     return ctypes.PyDLL("libcusparseLt.so.0")
 
 
@@ -70,7 +70,7 @@ def _handle(device: torch.device) -> Struct:
 
 
 class MatmulPlan:
-    """``plan(matrix, rows)`` is rows @ matrix.T, for one size of each, in bfloat16. ``matrix`` is packed."""
+    """``plan(matrix, rows)`` returns rows @ matrix.T in bfloat16, for a fixed size of both. ``matrix`` is packed."""
 
     def __init__(self, shape: tuple[int, int], num_rows: int, device: torch.device) -> None:
         self.shape, self.num_rows, self.handle = shape, num_rows, _handle(device)
@@ -88,13 +88,13 @@ class MatmulPlan:
         _call("MatmulDescriptorInit", self.handle, product, *operations, *matrices, _CUSPARSE_COMPUTE_32F)
         _call("MatmulAlgSelectionInit", self.handle, self.choice, product, _CUSPARSELT_MATMUL_ALG_DEFAULT)
         _call("MatmulPlanInit", self.handle, self.plan, product, self.choice)
-        # At the interpreter's end the library may be gone, and its memory goes with the process.
+        # No cleanup at exit: the library may already be unloaded then, and the process frees its memory anyway.
         weakref.finalize(self, _destroy, *parts).atexit = False
         self.one, self.zero = ctypes.c_float(1), ctypes.c_float(0)
         self._measure_workspace()
 
     def search(self, matrix: Tensor, rows: Tensor) -> None:
-        """Lets the library time its algorithms, and keeps the fastest."""
+        """Lets the library time its algorithms, and uses the fastest from then on."""
         self._run("MatmulSearch", matrix, rows)
         self._measure_workspace()
 
@@ -133,8 +133,8 @@ def _sizes(num_rows: int, num_columns: int, leading: int) -> tuple[ctypes.c_int6
 
 
 def _destroy(matrix: Struct, rows: Struct, result: Struct, product: Struct, choice: Struct, plan: Struct) -> None:
-    """Frees what the library keeps for a plan. The descriptor of a product lies in its structure alone. For the choice of an
-    algorithm the library keeps memory of its own from version 0.8 on."""
+    """Frees the memory that the library holds for a plan. A product's descriptor is only its structure, so it needs no call.
+    For the choice of an algorithm, the library allocates memory from version 0.8 on."""
     library = _library()
     library.cusparseLtMatmulPlanDestroy(plan)
     if hasattr(library, "cusparseLtMatmulAlgSelectionDestroy"):

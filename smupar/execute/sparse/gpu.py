@@ -1,7 +1,7 @@
-"""What the kernels for NVIDIA GPUs have in common: bfloat16, and CUDA source that torch compiles when it is first needed.
+"""Code that the kernels for NVIDIA GPUs share. They multiply bfloat16, and torch compiles their CUDA source on first use.
 
-No values are kept between passes: each pass packs the values again, which costs one kernel launch. This is because optimizers
-of other libraries and CUDA graphs write to weights without telling torch, so packed values could be stale.
+Each pass packs the values again, which costs one kernel launch. Packed values are not cached, because optimizers of other
+libraries and CUDA graphs write to weights without torch noticing, so cached values could be stale.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from torch import Tensor
 from smupar.model.compressed import Kernel, KernelIndex
 
 DTYPE = torch.bfloat16
-VALUE_DTYPES = (torch.float32, torch.bfloat16)  # of parameters: what the CUDA sources read and write
+VALUE_DTYPES = (torch.float32, torch.bfloat16)  # dtypes of parameters that the CUDA sources read and write
 
 
 def missing(device: torch.device) -> str | None:
-    """What GPU or torch lack for any of the kernels; None if they have everything."""
+    """What the GPU or torch lacks to run any of the kernels; None if nothing is missing."""
     if torch.version.hip is not None:
         return "an NVIDIA GPU"
     if sys.platform != "linux":
-        return "Linux"  # libraries are called by the names that they have there
+        return "Linux"  # libraries are loaded by their names on Linux
     if not hasattr(torch.cuda, "_compile_kernel"):
         return f"torch.cuda._compile_kernel, which torch {torch.__version__} does not have (2.9 and later do)"
     major, minor = torch.cuda.get_device_capability(device)
@@ -49,20 +49,20 @@ def compiled(file: str, name: str, device: torch.device, *, shared: int = 0, **d
 
 
 def current_stream(device: torch.device) -> ctypes.c_void_p:
-    """The address of the current stream. torch.cuda.current_stream makes an object, which takes longer than a launch."""
+    """The address of the current stream. torch.cuda.current_stream would create an object, which takes longer than a launch."""
     return ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device.index))
 
 
 class Launch:
-    """Launches a kernel that torch compiled. torch's own call looks up the driver's library at each launch, which takes the
-    host longer than the GPU needs for the kernel."""
+    """Launches a kernel that torch compiled. torch's own call looks up the driver's library at each launch, which takes longer
+    than the kernel itself."""
 
     def __init__(self, kernel: Any, shared: int, device: torch.device) -> None:
         self.kernel, self.shared, self.device = kernel, shared, device
         self.driver = ctypes.CDLL("libcuda.so.1")
 
     def __call__(self, grid: tuple[int, int, int], block: tuple[int, int, int], args: list[Tensor | int]) -> None:
-        """The kernel gets the address of each tensor's data."""
+        """Launches the kernel with the address of each tensor's data, and with the integers as they are."""
         values = [ctypes.c_void_p(arg.data_ptr()) if isinstance(arg, Tensor) else ctypes.c_int(arg) for arg in args]
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         launch = self.kernel.func, *grid, *block, self.shared, current_stream(self.device), pointers, None
@@ -75,14 +75,14 @@ class Launch:
 
 @dataclass(frozen=True)
 class GpuIndex(KernelIndex):
-    """What the indices of GPU kernels have in common. Each adds tensors that no other code writes to."""
+    """Base class of the GPU kernels' indices. Each adds tensors that no other code writes to."""
 
     shape: tuple[int, int]
     out_dim: int
 
 
 class OnGpu(Kernel):
-    """What the kernels for GPUs have in common. Each of them has two products:
+    """Base class of the kernels for GPUs. Each kernel implements two products:
 
     product(rows, index, values, back=...)  rows of the output from rows of the input; ``back``: rows of the input's gradient
                                             from rows of the output's gradient
@@ -120,8 +120,8 @@ _threads = threading.local()
 
 
 def _entered(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """The context to launch kernels in. The driver launches them. In a new thread, such as one of autograd's, it has no device
-    until torch has run something there."""
+    """The context in which to launch kernels. The driver launches them. In a new thread, such as one of autograd's, the driver
+    has no current device until torch has run something there."""
     context = contextlib.nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
     seen = _threads.__dict__.setdefault("devices", set())
     if device not in seen:
@@ -131,11 +131,11 @@ def _entered(device: torch.device) -> contextlib.AbstractContextManager[object]:
 
 
 def dense_grad(grad: Tensor, x: Tensor, out_dim: int) -> Tensor:
-    """The gradient of the whole matrix. Computing a dense product and picking entries takes less time than computing these
-    entries alone: 167 us against 247 at width 2048, 16384 tokens, density 1/128 on an H200."""
+    """The gradient of the full matrix. Computing a dense product and picking entries is faster than computing only these
+    entries: 167 us against 247 us at width 2048, 16384 tokens, density 1/128 on an H200."""
     return grad.T @ x if out_dim == 0 else x.T @ grad
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    """The kernels load 16 bytes at a time, and a view may start anywhere."""
+    """The tensor, or an aligned copy. The kernels load 16 bytes at a time, but a view may start at any address."""
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()

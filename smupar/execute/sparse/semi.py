@@ -1,13 +1,13 @@
 """Matrices that keep two of every four weights along rows and along columns (pattern "2:4-transposable"), by cuSPARSELt. Tensor
 cores multiply such a matrix in half the time.
 
-A packed matrix of cuSPARSELt holds the values row by row, and after them metadata that depends on their positions alone. So the
-metadata is made once, and each pass writes the values in front of it: those of the matrix, or for the backward pass those of
-its transpose. The gradient of the weights is a dense product, from which the entries at these positions are picked.
+A packed matrix of cuSPARSELt holds the values row by row, followed by metadata that depends only on their positions. So the
+metadata is made once, and each pass writes the values in front of it: the values of the matrix in the forward pass, of its
+transpose in the backward pass. The gradient of the weights is a dense product, from which the kept entries are picked.
 
-cuSPARSELt has several algorithms for a product. When a size is used for the third time the algorithms are timed, and the
-fastest is used from then on. So the algorithm may differ between two processes, and between the first products of a process and
-later ones. The last bits of a product may differ with it.
+cuSPARSELt has several algorithms for a product. When a size is used for the third time, the algorithms are timed, and the
+fastest is used from then on. So the algorithm, and with it the last bits of a product, may differ between two processes, and
+between the first products of a process and later ones.
 """
 
 from __future__ import annotations
@@ -25,26 +25,25 @@ from smupar.execute.sparse.gpu import DTYPE, GpuIndex, OnGpu, compiled, dense_gr
 from smupar.execute.timing import best_of, gpu_seconds_of
 from smupar.model.csr import mask_of_index
 
-_SIZES = 64  # multiples of 32 that are none of 64 did not pass the tests (torch 2.11 on an H200)
-_TOKENS = 16  # the number of rows must be a multiple of it
+_SIZES = 64  # sizes must be multiples of 64: odd multiples of 32 failed the tests (torch 2.11 on an H200)
+_TOKENS = 16  # the number of rows must be a multiple of 16
 _SOURCE = "semi.cu"
-SEARCH_AT = 3  # a search takes as long as many products: worth it for sizes that come back, not for every length of a batch
+SEARCH_AT = 3  # a search takes as long as many products, so it pays only for sizes that are used again and again
 _MOST_KNOWN = 64
 _choosing = threading.Lock()  # autograd has a thread for each device
 
 
 def tile_codes(mask: Tensor) -> Tensor:
-    """The positions in each tile of 4 x 4 as 16 bits, with the first row in the lowest bits: [tiles of rows, tiles of
-    columns]."""
+    """The mask of each 4 x 4 tile as 16 bits, with the first row in the lowest bits. The shape is [rows / 4, columns / 4]."""
     tiles = mask.reshape(mask.shape[0] // 4, 4, mask.shape[1] // 4, 4).transpose(1, 2).flatten(2).int()
     codes = (tiles << torch.arange(16, dtype=torch.int32, device=mask.device)).sum(-1)
-    return codes.to(torch.int16)  # the kernel reads it without a sign
+    return codes.to(torch.int16)  # the kernel reads the codes as unsigned
 
 
 @dataclass(frozen=True)
 class SemiIndex(GpuIndex):
-    metadata: Tensor  # of the matrix as it is kept
-    transposed_metadata: Tensor  # of its transpose
+    metadata: Tensor  # metadata of the matrix as stored
+    transposed_metadata: Tensor  # metadata of its transpose
     codes: Tensor
 
 
@@ -52,16 +51,16 @@ class SemiStructured(OnGpu):
     name = "2:4"
 
     def __init__(self) -> None:
-        # By sizes and device, the last used at the end, and how often each was used until its algorithm was searched for.
+        # Plans by sizes and device, the most recently used last, each with the number of uses before its search.
         self._plans: dict[tuple[object, ...], tuple[cslt.MatmulPlan, int]] = {}
-        self._captured: set[cslt.MatmulPlan] = set()  # CUDA graphs may replay them, so they stay
+        self._captured: set[cslt.MatmulPlan] = set()  # CUDA graphs may replay these plans, so they are never freed
 
     def missing(self, device: torch.device) -> str | None:
         return super().missing(device) or cslt.missing()
 
     def refusal(self, mask: Tensor) -> str | None:
         if any(size % _SIZES for size in mask.shape):
-            return f"its sizes {tuple(mask.shape)} are no multiples of {_SIZES}: choose such a width, or leave it dense"
+            return f"its sizes {tuple(mask.shape)} are not multiples of {_SIZES}: choose such a width, or leave it dense"
         tiles = mask.reshape(mask.shape[0] // 4, 4, mask.shape[1] // 4, 4)
         if not bool((tiles.sum(1) == 2).all() and (tiles.sum(3) == 2).all()):
             return (
@@ -91,7 +90,7 @@ class SemiStructured(OnGpu):
         with _choosing:
             plan, seen = self._plans.pop(key, (None, 0))
             plan = plan or cslt.MatmulPlan(shape, len(rows), rows.device)
-            if torch.cuda.is_current_stream_capturing():  # there nothing can be timed
+            if torch.cuda.is_current_stream_capturing():  # during a capture nothing can be timed
                 self._captured.add(plan)
             elif seen < SEARCH_AT:
                 seen += 1
@@ -104,14 +103,14 @@ class SemiStructured(OnGpu):
 
 
 def packed(values: Tensor, index: SemiIndex) -> Tensor:
-    """The matrix as cuSPARSELt reads it."""
+    """The matrix in cuSPARSELt's packed format."""
     made = _room(index.metadata, index.shape[0], len(values))
     made.view(-1)[: len(values)].copy_(values)
     return made
 
 
 def packed_transpose(values: Tensor, index: SemiIndex) -> Tensor:
-    """The transpose of the matrix, as cuSPARSELt reads it."""
+    """The transpose of the matrix in cuSPARSELt's packed format."""
     made = _room(index.transposed_metadata, index.shape[1], len(values))
     row_tiles, column_tiles = index.codes.shape
     kernel = compiled(_SOURCE, "turn", values.device, F32=int(values.dtype == torch.float32))
@@ -137,27 +136,27 @@ def _room(metadata: Tensor, num_rows: int, num_values: int) -> Tensor:
 
 
 def _metadata(mask: Tensor) -> Tensor:
-    """The metadata that cuSPARSELt writes after the values. This layout is not documented, so it is checked."""
+    """The metadata that cuSPARSELt writes after the values. Its layout is not documented, so this function checks it."""
     number = torch.arange(int(mask.sum()), device=mask.device)
     metadata = []
-    for digits in (number % 251, number // 251 % 251):  # numbers that bfloat16 holds exactly
+    for digits in (number % 251, number // 251 % 251):  # bfloat16 holds these numbers exactly
         values = (digits + 1).to(DTYPE)
         matrix = torch.zeros(mask.shape, dtype=DTYPE, device=mask.device).masked_scatter_(mask, values)
         made = torch._cslt_compress(matrix)
         flat = made.view(-1)
         if made.dim() != 2 or len(made) != len(mask) or not torch.equal(flat[: len(values)], values):
             raise RuntimeError(
-                f"this version of cuSPARSELt packs a matrix of shape {tuple(mask.shape)} in another way than expected, as "
+                f"this version of cuSPARSELt packs a matrix of shape {tuple(mask.shape)} in an unexpected way, as "
                 f"{tuple(made.shape)}: use sparsify_storage with backend='dense', and tell us your version of torch"
             )
         metadata.append(flat[len(values) :].view(torch.int16).clone())
     if not torch.equal(*metadata):
-        raise RuntimeError("this version of cuSPARSELt writes metadata that depend on the values: use backend='dense'")
+        raise RuntimeError("this version of cuSPARSELt writes metadata that depends on the values: use backend='dense'")
     return metadata[0].view(DTYPE)
 
 
 def _faster(plan: cslt.MatmulPlan, matrix: Tensor, rows: Tensor) -> cslt.MatmulPlan:
-    """The plan, or the plan with the algorithm that cuSPARSELt's own search finds, if that is faster when timed."""
+    """The faster of two plans: the given one, and one with the algorithm that cuSPARSELt's own search finds."""
     searched = cslt.MatmulPlan(plan.shape, plan.num_rows, rows.device)
     try:
         searched.search(matrix, rows)

@@ -1,7 +1,8 @@
-"""Non-zeros anywhere in the matrix, on a GPU. A tile of the activations lies in shared memory, where every non-zero reads it.
+"""Products with non-zeros anywhere in the matrix, on a GPU. A tile of the activations is loaded into shared memory, where all
+non-zeros read it.
 
-The forward product and the gradient of the input are ours (``tiles.cu``), the gradient of the weights is a dense product, from
-which the entries at the non-zeros are picked.
+The forward product and the gradient of the input are our kernels (``tiles.cu``). The gradient of the weights is a dense
+product, from which the entries at the non-zeros are picked.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from smupar.execute.sparse.gpu import GpuIndex, OnGpu, compiled, dense_grad
 from smupar.model.compressed import KernelIndex
 from smupar.model.csr import flat_places
 
-_BLOCK = 32  # lines that a warp takes at a time
+_BLOCK = 32  # lines that a warp processes at a time
 _RUN = 4  # entries of a line that a thread reads at once
 _STAGE = 72  # bytes of a token in a warp's stage; STRIDE in tiles.cu
 _SOURCE = "tiles.cu"
 _WARPS = 32
-# Up to how many features, and tokens that a tile then has: the fastest of those measured on an H200, with so many warps.
+# (largest number of features, tokens in a tile), the fastest measured on an H200 with this number of warps.
 _TILES = ((2048, 32), (4096, 16), (8192, 8))
-_TOKENS_OF_A_LANE = 8  # the fewest that a tile can have
+_TOKENS_OF_A_LANE = 8  # tokens that one thread handles; a tile has at least as many
 
 
 def tile_tokens(num_features: int, device: torch.device) -> int | None:
@@ -40,8 +41,8 @@ def tile_tokens(num_features: int, device: torch.device) -> int | None:
 
 @cache
 def shared_limit(device: torch.device) -> int:
-    """Bytes of shared memory that a block of threads can have. Without a GPU the number of a Hopper is taken, so that an index
-    can be made anywhere."""
+    """Bytes of shared memory that a block of threads can have. Without a GPU this is a Hopper's number, so that an index can be
+    made anywhere."""
     if device.type != "cuda":
         return 227 * 1024
     properties: Any = torch.cuda.get_device_properties(device)
@@ -56,10 +57,9 @@ def shared_bytes(num_features: int, tokens: int) -> int:
 class SlicedEll(KernelIndex):
     """The non-zeros of one dimension of the matrix, line by line, in the sliced ELLPACK format.
 
-    Lines come in blocks of 32. In a block they are sorted, those with the most non-zeros first, and then cut into slices. A
-    slice has as many lines as a warp works on at once. The lines of a slice are padded to the same number of entries, a
-    multiple of four; four entries are a run. The runs of the lines are interleaved, so that the warp reads one stretch of
-    memory.
+    Lines are grouped into blocks of 32. In a block they are sorted by number of non-zeros, the longest first, and then cut into
+    slices. A slice has as many lines as a warp works on at once. The lines of a slice are padded to the same number of entries,
+    a multiple of four; four entries are a run. The runs of the lines are interleaved, so that the warp reads contiguous memory.
 
     Two lines in one slice, with non-zeros at columns 1 3 4 6 7 and at 0 5, where . is padding:
 
@@ -69,32 +69,32 @@ class SlicedEll(KernelIndex):
     After the last slice there is room for one more run of each line, since the kernel reads ahead.
     """
 
-    source: Tensor  # [entries] int32: which value of the parameter; -1 where it is padding
-    columns: Tensor  # [entries] int16: the place in the line
-    starts: Tensor  # [slices + 1] int32, in runs
-    places: Tensor  # [lines] uint8: which line of its block
+    source: Tensor  # [entries] int32: index of the value in the parameter; -1 for padding
+    columns: Tensor  # [entries] int16: position in the line
+    starts: Tensor  # [slices + 1] int32: first run of each slice
+    places: Tensor  # [lines] uint8: number of the line in its block, in sorted order
     num_inputs: int
-    tokens: int  # of the tile that it is laid out for
+    tokens: int  # tokens in a tile, for which the format is laid out
 
 
 def sliced_ell(view: CsrView, num_inputs: int, tokens: int) -> SlicedEll:
-    """The layout for tiles of ``tokens``, which decide how many lines a warp works on at once."""
-    height = 32 // (tokens // _TOKENS_OF_A_LANE)  # lines of a slice
+    """The layout for tiles of ``tokens`` tokens. This number decides how many lines a warp works on at once."""
+    height = 32 // (tokens // _TOKENS_OF_A_LANE)  # lines in a slice
     counts, columns, device = view.starts.diff(), view.indices.long(), view.starts.device
     lines = torch.arange(len(counts), device=device)
     most = int(counts.max())
     sorted_lines = torch.argsort(lines // _BLOCK * (most + 1) + most - counts, stable=True)
-    num_runs = (counts[sorted_lines].view(-1, height).amax(1) + _RUN - 1) // _RUN  # of each line of a slice
+    num_runs = (counts[sorted_lines].view(-1, height).amax(1) + _RUN - 1) // _RUN  # runs of each line, for every slice
     slice_starts = torch.cat([num_runs.new_zeros(1), (num_runs * height).cumsum(0)])
     position = torch.empty_like(sorted_lines)
     position[sorted_lines] = lines
-    # From here on one number for each non-zero: its line, and where that lies in its slice.
+    # The tensors below have one number for each non-zero: its line, the line's slice, and the line's position in the slice.
     line = lines.repeat_interleave(counts)
     slice_of, in_slice = position[line] // height, position[line] % height
-    # Lines that are read at once should not all want the same banks: each begins with features of other banks.
+    # To avoid bank conflicts, lines that are read at the same time start with features in different banks.
     banks = 64 // tokens
     order = torch.argsort(line * banks + (columns - in_slice) % banks, stable=True)
-    rank = torch.arange(len(columns), device=device) - view.starts[line]  # within the line: the order keeps lines together
+    rank = torch.arange(len(columns), device=device) - view.starts[line]  # within the line; ``order`` keeps lines together
     run = slice_starts[slice_of] + rank // _RUN * height + in_slice
     entry = run * _RUN + rank % _RUN
     num_entries = _RUN * (int(slice_starts[-1]) + height)
@@ -109,7 +109,7 @@ def sliced_ell(view: CsrView, num_inputs: int, tokens: int) -> SlicedEll:
 class TilesIndex(GpuIndex):
     forward: SlicedEll
     back: SlicedEll
-    places: Tensor  # of the non-zeros in the flattened matrix
+    places: Tensor  # positions of the non-zeros in the flattened matrix
 
 
 class Tiles(OnGpu):
@@ -138,12 +138,12 @@ class Tiles(OnGpu):
 
 
 def _size_refusal(shape: tuple[int, ...], device: torch.device) -> str | None:
-    """Why no tile fits the sizes; the places of the non-zeros do not matter."""
+    """Why no tile fits a matrix of this shape; None if one does."""
     if any(size % _BLOCK for size in shape):
-        return f"its sizes {shape} are no multiples of {_BLOCK}: choose such a width, or leave it dense"
+        return f"its sizes {shape} are not multiples of {_BLOCK}: choose such a width, or leave it dense"
     most = _TILES[-1][0]
     if max(shape) > most:
-        return f"its shape {shape} is beyond {most} features, of which a tile must fit into shared memory: leave it dense"
+        return f"its shape {shape} is beyond {most} features, and a tile of them must fit into shared memory: leave it dense"
     if any(tile_tokens(size, device) is None for size in shape):
         need = shared_bytes(max(shape), _TOKENS_OF_A_LANE)
         return f"a tile takes {need} bytes of shared memory, this GPU has {shared_limit(device)}: leave it dense"
@@ -151,7 +151,7 @@ def _size_refusal(shape: tuple[int, ...], device: torch.device) -> str | None:
 
 
 def pack(values: Tensor, layout: SlicedEll) -> Tensor:
-    """Entries of the matrix as ``multiply`` reads them: bfloat16 value and place in one word."""
+    """Entries of the matrix as ``multiply`` reads them: a bfloat16 value and its column in one word."""
     num = len(layout.source)
     entries = torch.empty(num, dtype=torch.int32, device=values.device)
     kernel = compiled(_SOURCE, "pack", values.device, F32=int(values.dtype == torch.float32))

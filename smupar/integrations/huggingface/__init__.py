@@ -1,11 +1,12 @@
-"""Hugging Face transformers: models, folders and the Trainer. It is imported only when it is used.
+"""Hugging Face transformers: models, folders and the Trainer. transformers is imported only when this package is used.
 
-families      what is known about each architecture: its widths, its attention scale, where queries come from
-models        ``parameterize``: a model of transformers follows a rule; the base is built from a config
-folders       ``save_pretrained`` keeps masks and plan, ``load`` puts them back, ``export`` folds every factor into the weights
+families      facts about each architecture: its widths, its attention scale, which parameters make the queries
+models        ``parameterize`` makes a model of transformers follow a rule; it builds the base from a config
+folders       ``save_pretrained`` saves masks and plan, ``load`` restores them, ``export`` folds every factor into the weights
 training      an optimizer from ``TrainingArguments`` and a callback, for ``transformers.Trainer``
 
-Names are imported on first use, after a check of transformers' version, since other versions lack what these files import.
+Names are imported on first use, after a check of transformers' version, because these files import names that other versions
+lack.
 """
 
 from __future__ import annotations

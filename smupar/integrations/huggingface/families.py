@@ -22,24 +22,24 @@ class Family:
     width."""
 
     intermediate: str  # the config's name for the width inside an MLP
-    queries: Callable[[Any], list[Tensor]]  # views of an attention's parameters that its queries are proportional to
+    queries: Callable[[Any], list[Tensor]]  # attention module -> views of its parameters; queries are proportional to these
 
 
 def _projected(attention: Any) -> list[Tensor]:
-    """The queries of Llama and similar models, and of ViT. If queries are normalised, only the weight of that norm scales
-    them."""
+    """The parameters that scale the queries of Llama and similar models, and of ViT. If the model normalises its queries, only
+    the weight of the norm scales them."""
     return _parts(attention.q_norm if hasattr(attention, "q_norm") else attention.q_proj)
 
 
 def _gpt2(attention: Any) -> list[Tensor]:
     if attention.is_cross_attention:
         return _parts(attention.q_attn)
-    # Conv1D keeps (in, out), and q, k, v side by side.
+    # Conv1D stores its weight as (in, out), with q, k and v concatenated along the outputs.
     return [attention.c_attn.weight[:, : attention.split_size], attention.c_attn.bias[: attention.split_size]]
 
 
 def _gpt_neox(attention: Any) -> list[Tensor]:
-    """The queries of GPT-NeoX, where each head has its q, k and v one after the other."""
+    """The parameters that scale the queries of GPT-NeoX, which stores q, k and v of each head one after the other."""
     return [part.view(-1, 3, attention.head_size, *part.shape[1:])[:, 0] for part in _parts(attention.query_key_value)]
 
 
@@ -57,7 +57,7 @@ FAMILIES = {  # by ``config.model_type``
     "gpt_neox": Family("intermediate_size", _gpt_neox),
     "vit": _LLAMA_LIKE,
 }
-_HEAD_SIZES = ("head_dim", "head_size", "attention_head_size")  # what attention modules call the size of a head
+_HEAD_SIZES = ("head_dim", "head_size", "attention_head_size")  # attributes in which attention modules store the head size
 
 
 def attentions(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -72,7 +72,7 @@ def head_dim(attention: Any) -> int:
 
 
 def set_attention_scale(model: nn.Module, plan: Plan) -> None:
-    """Puts the rule's scale into every attention module that keeps it as ``scaling``."""
+    """Sets the rule's scale in every attention module that stores its scale as ``scaling``."""
     every = [attention for _, attention in attentions(model)]
     refuse(
         not every,
@@ -81,7 +81,7 @@ def set_attention_scale(model: nn.Module, plan: Plan) -> None:
     )
     for attention in every:
         scale = plan.attention_scale(head_dim(attention))
-        if getattr(attention, "scale_attn_by_inverse_layer_idx", False):  # GPT-2's own option, beside any rule
+        if getattr(attention, "scale_attn_by_inverse_layer_idx", False):  # an option of GPT-2, on top of any rule
             scale /= attention.layer_idx + 1
         attention.scaling = scale
     plan.settle("attention_scale")
@@ -93,7 +93,7 @@ def base_config(config: PreTrainedConfig, width: int = 256) -> PreTrainedConfig:
     kind = config.model_type
     refuse(
         kind not in FAMILIES,
-        f"base_config knows {', '.join(FAMILIES)}, not {kind!r}: build the base's config yourself, other widths only "
+        f"base_config knows {', '.join(FAMILIES)}, not {kind!r}: build the base's config yourself, changing only widths "
         "(fewer heads of the same size), and pass it as parameterize(model, base=config)",
     )
     refuse(
@@ -101,14 +101,14 @@ def base_config(config: PreTrainedConfig, width: int = 256) -> PreTrainedConfig:
         f"the base width must be a positive whole number, got {width!r}",
     )
     ratio = Fraction(width, config.hidden_size)
-    # One head for all keys stays one.
+    # A single head for keys and values stays a single head at every width.
     every = {name: getattr(config, name, None) or 1 for name in ("num_attention_heads", "num_key_value_heads")}
     counts = {name: count for name, count in every.items() if count > 1}
     unit = Fraction(config.hidden_size, math.gcd(*counts.values()) if counts else 1)
     shown = " and ".join(f"{name} {count}" for name, count in counts.items()) or "one head"
     refuse(
         Fraction(width) % unit,
-        f"at width {width} the heads of this {kind} ({shown} at width {config.hidden_size}) would not come out whole: "
+        f"at width {width} the heads of this {kind} ({shown} at width {config.hidden_size}) would not be a whole number: "
         f"choose a multiple of {unit.numerator}",
     )
     base = deepcopy(config)

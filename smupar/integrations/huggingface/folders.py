@@ -1,5 +1,4 @@
-"""Folders of transformers, of two kinds: with masks and plan, as ``save_pretrained`` writes them here, or plain, for
-``from_pretrained``."""
+"""Reads and writes two kinds of model folders: ours, with masks and plan; and plain ones that ``from_pretrained`` reads."""
 
 from __future__ import annotations
 
@@ -27,15 +26,15 @@ from smupar.plan.plan import PLAN_FILE, Plan, PlanWarning
 from smupar.rules import SP, get_rule
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# What belongs to a tokenizer or an image processor, and travels with an export.
+# Files of a tokenizer or an image processor, which an export copies.
 _BESIDE = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.model",
            "preprocessor_config.json", "processor_config.json")  # fmt: skip
 
 
 class _Saving:
-    """A model's own ``save_pretrained``, with the plan beside the weights.
+    """A model's own ``save_pretrained``, which also writes the plan beside the weights.
 
-    It is an object that holds the model, so that a deepcopy of the model saves itself and not the original.
+    It is an object that holds the model. So after a deepcopy, the copy saves itself and not the original.
     """
 
     def __init__(self, model: PreTrainedModel, plan: Plan) -> None:
@@ -46,7 +45,7 @@ class _Saving:
             kwargs.get("push_to_hub"),
             "save_pretrained(push_to_hub=True) would not write the plan: use model.push_to_hub(repo_id)",
         )
-        # In the model's own names: masks go with their weights, and the Trainer reads checkpoints back without renaming.
+        # Tensors keep the model's own names, so that masks match their weights, and the Trainer can read checkpoints back.
         kwargs.setdefault("save_original_format", False)
         type(self.model).save_pretrained(self.model, save_directory, is_main_process=is_main_process, **kwargs)
         if is_main_process:
@@ -55,7 +54,7 @@ class _Saving:
 
 def keep_plan(model: PreTrainedModel, plan: Plan) -> None:
     """Makes ``save_pretrained`` write the plan as well, whoever calls it: you, the Trainer or a push to the hub."""
-    setattr(model, "save_pretrained", _Saving(model, plan))  # noqa: B010  # an instance's attribute in a method's place
+    setattr(model, "save_pretrained", _Saving(model, plan))  # noqa: B010  # an attribute of the instance replaces the method
 
 
 def save(model: PreTrainedModel, plan: Plan, folder: str | PathLike[str]) -> None:
@@ -75,7 +74,7 @@ def load(folder: str | PathLike[str], *, model_class: type[PreTrainedModel] | No
     config = AutoConfig.from_pretrained(path)
     tensors = _read_tensors(path)
     for row in plan:
-        if is_compressed(tensors, row.name):  # saved while sparsify_storage kept only non-zeros
+        if is_compressed(tensors, row.name):  # the model was saved with sparse storage
             expand_state(tensors, row.name, row.shape)
     masks = {row.name: tensors.pop(f"{row.name}{MASK}") for row in plan if f"{row.name}{MASK}" in tensors}
     kind: Any = model_class or _class_of(config, path)
@@ -83,7 +82,7 @@ def load(folder: str | PathLike[str], *, model_class: type[PreTrainedModel] | No
     lost = [name for name in info["missing_keys"] if name in plan]
     lost += [f"{row.name}{MASK}" for row in plan if row.masked and row.name not in masks]
     if lost:
-        raise ValueError(f"{path} is incomplete, it lacks {lost[0]!r} and {len(lost) - 1} more: save the model again")
+        raise ValueError(f"{path} is incomplete, it lacks {lost[0]!r} and {len(lost) - 1} more tensors: save the model again")
     if model.can_generate() and (path / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(path)
     _put_masks(model, plan, masks)
@@ -102,7 +101,7 @@ def load(folder: str | PathLike[str], *, model_class: type[PreTrainedModel] | No
 @torch.no_grad()
 def _put_masks(model: nn.Module, plan: Plan, masks: dict[str, Tensor]) -> None:
     attach(model, plan, masks={name: mask for name, mask in masks.items() if plan[name].masked})
-    if any(not plan[name].masked for name in masks):  # pruned from dense
+    if any(not plan[name].masked for name in masks):  # a sparsifier pruned weights that the plan keeps dense
         add_masks(model, plan)
         for name, mask in masks.items():
             weight = weight_of(model, name)
@@ -117,7 +116,7 @@ def export(folder: str | PathLike[str], out: str | PathLike[str], *, dtype: str 
     refuse(dtype not in _DTYPES, f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
     refuse_existing(target)
     model, plan = load(source)
-    plain = folded(model.float(), plan)  # factors are not rounded before the weights are
+    plain = folded(model.float(), plan)  # fold in fp32, then round once
     nn.Module.to(plain, _DTYPES[dtype])
     with whole_folder(target) as unfinished:
         plain.save_pretrained(unfinished)
@@ -132,8 +131,8 @@ def export(folder: str | PathLike[str], out: str | PathLike[str], *, dtype: str 
 
 @torch.no_grad()
 def folded(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
-    """A plain model with the same logits. Embedding and head take up their factors, and queries take up the difference in
-    attention scale. A tied table with two factors becomes two tables."""
+    """A plain model with the same logits. The weights of embedding and head are multiplied by their factors, and the queries by
+    the ratio of the two attention scales. A tied table with two factors becomes two tables."""
     family = FAMILIES.get(model.config.model_type)
     refuse(
         family is None and get_rule(plan.rule).attention_exponent != SP.attention_exponent,
@@ -145,7 +144,7 @@ def folded(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
         config.tie_word_embeddings = False
     plain = type(model)(config).eval()
     nn.Module.to(plain, model.dtype)
-    # By every name, so that what is tied in one and not in the other has a value of its own.
+    # Tensors are listed under all their names, because a tensor that is tied in one model may be untied in the other.
     tensors = {name: parameter.clone() for name, parameter in model.named_parameters(remove_duplicate=False)}
     scaled = {f"{path}.weight": factor for row in plan for path, factor in row.forward}
     for name, parameter in plain.named_parameters():
@@ -164,7 +163,7 @@ def folded(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
 
 
 def _has_two_factors(plan: Plan) -> bool:
-    """Whether a tied table is multiplied by one number as embedding and by another as head."""
+    """Whether a tied table has one factor as embedding and another as head."""
     return any(len({factor for _, factor in row.forward}) > 1 for row in plan)
 
 
@@ -172,8 +171,8 @@ def _read_plan(folder: Path) -> Plan:
     file = folder / PLAN_FILE
     refuse(
         not file.exists(),
-        f"{folder} has no {PLAN_FILE}: it was not written by save_pretrained of a model that was parameterized here. "
-        "A plain model is read by from_pretrained; save(model, plan, folder) is for one that smupar.parameterize changed.",
+        f"{folder} has no {PLAN_FILE}: it was not saved by save_pretrained of a model that this integration parameterized. "
+        "Read a plain model with from_pretrained. Use save(model, plan, folder) for a model that smupar.parameterize changed.",
     )
     try:
         return Plan.from_json(file.read_text())
@@ -183,7 +182,7 @@ def _read_plan(folder: Path) -> Plan:
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
     files = sorted(folder.glob("model*.safetensors"))
-    refuse(not files, f"{folder} has a plan and no model.safetensors: save the model again")
+    refuse(not files, f"{folder} has a plan but no model.safetensors: save the model again")
     try:
         return {name: tensor for file in files for name, tensor in load_file(file).items()}
     except SafetensorError as error:

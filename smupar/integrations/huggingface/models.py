@@ -19,7 +19,7 @@ from smupar.model import parameterize as apply
 from smupar.plan.make import Settings
 from smupar.plan.plan import Plan, PlanWarning
 
-# Keys and values of heads that are as many at every width look like readouts by their shape.
+# If the number of key and value heads is the same at every width, these matrices have the shape of readouts.
 _HIDDEN = ("*.k_proj.weight", "*.v_proj.weight")
 
 
@@ -70,16 +70,16 @@ def _check_model(model: nn.Module) -> None:
     """Refuses what cannot follow a rule, before anything changes."""
     refuse(
         _has_adapters(model),
-        "this model carries adapters (LoRA, PEFT), which train beside frozen weights, and no row of Table 1 is about them: "
+        "this model has adapters (LoRA, PEFT), which train beside frozen weights, and no row of Table 1 is about them: "
         "parameterize and train the model without them, or merge them first (merge_and_unload)",
     )
     if not isinstance(model, PreTrainedModel):
         is_wrapped = apply.unwrapped(model) is not model
         remedy = "parameterize first, then compile or wrap it" if is_wrapped else "use smupar.parameterize for others"
-        raise ValueError(f"a {type(model).__name__} is no model of transformers: {remedy}")
+        raise ValueError(f"a {type(model).__name__} is not a model of transformers: {remedy}")
     refuse(
         getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "quantization_config", None) is not None,
-        "this model is quantized: a rule sets init and learning rates of floating-point weights, load it as such",
+        "this model is quantized, but a rule is about floating-point weights: load the model without quantization",
     )
 
 
@@ -94,7 +94,7 @@ def _base_model(model: PreTrainedModel, base: int | PreTrainedConfig | nn.Module
     config = base if isinstance(base, PreTrainedConfig) else base_config(model.config, base)
     refuse(
         config.model_type != model.config.model_type,
-        f"the base's config is of a {config.model_type!r}, the model a {model.config.model_type!r}",
+        f"the base's config is for a {config.model_type!r}, but the model is a {model.config.model_type!r}: they must match",
     )
     return build(type(model), config)
 
@@ -102,21 +102,21 @@ def _base_model(model: PreTrainedModel, base: int | PreTrainedConfig | nn.Module
 def _check_attention(model: PreTrainedModel, family: Family) -> None:
     try:
         queries = [family.queries(attention) for _, attention in attentions(model)]
-    except AttributeError:  # other names inside, as in some earlier versions
+    except AttributeError:  # some earlier versions use other names inside
         queries = []
     refuse(
         not queries,
-        f"the attention of this {model.config.model_type} is not what current versions of transformers have (its scale as "
-        f"'scaling', its queries as known here; this is {transformers.__version__}): update transformers, or, for a copy "
-        "of your own, use smupar.parameterize and set the attention scale yourself",
+        f"the attention of this {model.config.model_type} is not what current versions of transformers have, which store its "
+        f"scale as 'scaling' (this is {transformers.__version__}): update transformers, or, for a copy of your own, use "
+        "smupar.parameterize and set the attention scale yourself",
     )
 
 
 def _with_known_roles(model: PreTrainedModel, base: nn.Module, settings: Settings) -> Settings:
-    """The settings, with what is known about the architecture beyond its shapes."""
+    """The settings, completed by what is known about the architecture: roles of keys and values, and a delta."""
     names = [name for name, _ in model.named_parameters()]
     hidden = {glob: "hidden" for glob in _HIDDEN if any(fnmatchcase(name, glob) for name in names)}
-    roles = dict(settings.get("roles") or {})  # the first match wins, so the user's own come first
+    roles = dict(settings.get("roles") or {})  # the first match wins, so the user's roles come first
     delta = settings.get("delta")
     config: Any = model.config
     if delta is None and getattr(base, "config", config).hidden_size == config.hidden_size:
@@ -139,6 +139,6 @@ def _to_confirm(model: PreTrainedModel) -> str:
         f"{kind!r} is not among the known architectures ({', '.join(FAMILIES)}), so its roles follow from shapes alone. "
         "Please confirm: 1. in print(plan), matrices inside the blocks are hidden, tables are embeddings and the head is the "
         "unembedding; 2. model and base differ in widths only, with heads of the same size; 3. set the attention scale to "
-        f"plan.attention_scale(head_dim) where the model has it{where} (set_attention_scale does so in fields 'scaling'); "
+        f"plan.attention_scale(head_dim) where the model has it{where} (set_attention_scale sets fields called 'scaling'); "
         "4. smupar.coord_check passes."
     )

@@ -1,4 +1,4 @@
-"""What an unchanged ``transformers.Trainer`` needs: an optimizer from its arguments, and a callback."""
+"""An optimizer made from ``TrainingArguments``, and a callback. An unchanged ``transformers.Trainer`` needs no more."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make_optimizer(model: PreTrainedModel, plan: Plan, args: TrainingArguments, 
         f"optim={str(args.optim)!r} builds groups of its own, in place of the plan's: choose adamw_torch, sgd or "
         "another plain optimizer",
     )
-    # The method looks at nothing but the model.
+    # The method does not use self.
     decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
     settings = {"no_decay": lambda name, _: name not in decayed, "optimizer": kind, **settings}
     groups = param_groups(model, plan, lr=options.pop("lr"), weight_decay=args.weight_decay, **settings)
@@ -54,8 +54,8 @@ class SmuparCallback(TrainerCallback):
         for part in (self.sparsifier, self.updates):
             refuse(
                 part is not None and optimizer not in part.optimizers,
-                "the Trainer has another optimizer than the sparsifier or the measured updates: make one by "
-                "make_optimizer and give it to them and to Trainer(optimizers=(optimizer, None))",
+                "the Trainer's optimizer is not the one that the sparsifier or the measured updates got: make one with "
+                "make_optimizer and pass it to them and to Trainer(optimizers=(optimizer, None))",
             )
         audit(model, self.plan, optimizer, trained=state.global_step > 0)
 

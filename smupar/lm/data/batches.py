@@ -24,18 +24,18 @@ from smupar.lm.config.validation import refuse
 from smupar.lm.data.shards import Tokens, open_tokens, read_index, verify
 from smupar.lm.data.tokenizer import TOKENIZER_FILE, Tokenizer
 
-# Share of the text, at its end, that is never trained on where no text for validation is given.
+# The last 5 % of the text are for validation and never trained on, unless a text for validation is given.
 _VALID_SHARE = 0.05
 _NOT_TEXT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
 @dataclass(frozen=True)
 class CorpusFacts:
-    """What a run remembers of its text: the content of data.json."""
+    """Facts about the text of a run: the content of data.json."""
 
     name: str
     num_tokens: int
-    sha256: str  # of all of it, validation too
+    sha256: str  # hash of all text, including validation
     largest_token: int
     tokenizer: dict[str, Any]
 
@@ -47,12 +47,12 @@ class Corpus:
     train: Tokens
     valid: Tokens
     facts: CorpusFacts
-    tokenizer_file: Path | None  # None: bytes
+    tokenizer_file: Path | None  # None if tokens are bytes
 
 
 def open_text(config: RunConfig, *, check: bool = True) -> Corpus:
-    """The text of a run, split into training and validation. It is refused if it does not fit the model. ``check`` also
-    compares shards with their checksums."""
+    """The text of a run, split into training and validation. Raises ValueError if the text does not fit the model. ``check``
+    also compares shards with their checksums."""
     tokens, facts = _open(config.data, check)
     if config.valid_data is None:
         train, valid = split(tokens)
@@ -77,7 +77,7 @@ def open_text(config: RunConfig, *, check: bool = True) -> Corpus:
         f"pass --vocab-size {padded_vocab(facts.tokenizer['vocab_size'])}",
     )
     for part, what in ((train, "training"), (valid, "validation")):
-        num_sequences(part, config.seq_len, what)  # raises if there is none
+        num_sequences(part, config.seq_len, what)  # raises if the text is too short for one sequence
     file = Path(config.data) / TOKENIZER_FILE
     return Corpus(train, valid, facts, file if config.data != STANDARD_LIBRARY and file.exists() else None)
 
@@ -146,14 +146,15 @@ def batch(
 
 @lru_cache(maxsize=64)
 def _epoch(seed: int, epoch: int, room: int) -> tuple[int, np.ndarray]:
-    """The position of an epoch's first cut, and the keys of its order. Both differ between epochs."""
+    """The position of an epoch's first cut, and the keys of its permutation. Both differ between epochs."""
     digest = hashlib.sha256(f"{seed}/epoch/{epoch}".encode()).digest()
     rng = np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "little")))
     return int(rng.integers(room)), rng.integers(2**63, size=_ROUNDS).astype(np.uint64)
 
 
 def num_sequences(tokens: Tokens, seq_len: int, what: str = "given") -> int:
-    """Sequences in an epoch. It is one fewer than would fit, so that epochs can cut at different places."""
+    """The number of sequences in an epoch. It is one fewer than would fit, so that epochs can cut the text at different
+    places."""
     refuse(
         len(tokens) <= seq_len,
         f"the {what} text has {len(tokens)} tokens, fewer than one sequence of {seq_len} and its target: "
@@ -166,9 +167,8 @@ _ROUNDS = 4
 
 
 def shuffled(positions: np.ndarray, count: int, keys: np.ndarray) -> np.ndarray:
-    """Where each position of 0 .. count - 1 goes under a permutation that the keys choose. It is computed one position at a
-    time, without memory, by a Feistel network over the next even number of bits. If the result is out of range, the network is
-    applied again."""
+    """Applies a permutation of 0 .. count - 1, which ``keys`` choose, to the positions. A Feistel network over an even number
+    of bits computes each position without a stored table. If a result is out of range, the network is applied again."""
     half = max(1, (int(count - 1).bit_length() + 1) // 2)
     low = np.uint64((1 << half) - 1)
     bits = np.uint64(half)

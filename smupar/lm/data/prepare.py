@@ -1,7 +1,7 @@
-"""Turns text into token shards: ``smupar data prepare``.
+"""Turns text into token shards, for ``smupar data prepare``.
 
-It can be resumed by counting. The content of a shard depends only on the pieces of text before and in it. So progress is the
-list of complete shards and the number of pieces in them. A preparation that was killed skips those pieces and goes on, and the
+A preparation that was killed can be resumed. The content of a shard depends only on the pieces of text up to its end. So
+progress is the list of complete shards and the number of pieces in them. The resumed preparation skips these pieces, and the
 result is the same to the byte.
 """
 
@@ -45,18 +45,18 @@ _OUR_TEMPORARY = re.compile(rf"({_OUR_FILES.pattern})(\.\d+)?\.tmp")
 _FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 _OPTIONS = ("field", "split", "encoding", "errors", "max_tokens", "shard_tokens")
 
-# One call of the tokenizer: enough text to keep its threads busy, little enough to hold in memory.
+# Characters for one call of the tokenizer: enough to keep its threads busy, few enough to hold in memory.
 _BATCH_CHARS = 1 << 22
 _BATCH_PIECES = 1 << 13
 
 
 @dataclass(frozen=True)
 class PreparationState(ShardIndex):
-    """The content of progress.json: an index of what is done, and where in the sources it goes on."""
+    """The content of progress.json: an index of the complete shards, and the place in the sources to resume from."""
 
-    num_units: int = 0  # files (or datasets) that are done
-    num_pieces: int = 0  # pieces of the next one that are done
-    # It stopped at input that it cannot read. Another command may then start over in the same folder.
+    num_units: int = 0  # finished files (or datasets)
+    num_pieces: int = 0  # finished pieces of the next file
+    # True if the preparation stopped at unreadable input. Then another command may start over in the same folder.
     failed: bool = False
 
     def write(self, folder: Path) -> None:
@@ -64,7 +64,7 @@ class PreparationState(ShardIndex):
 
 
 def prepare(config: PrepareConfig) -> ShardIndex:
-    """Tokenise the sources into ``config.out``; goes on where an earlier call with the same configuration was stopped."""
+    """Tokenises the sources into ``config.out``. Resumes where an earlier call with the same configuration was stopped."""
     folder = Path(config.out)
     refuse(not config.sources, "nothing to prepare: name at least one file, folder or dataset")
     _check_encoding(config)
@@ -118,7 +118,7 @@ def _prepare(
         index = ShardIndex(tokenizer.info, writer.largest_token, tuple(writer.shards), asked.source)
         write_atomic(folder / INDEX, index.to_json())
     except OSError as error:
-        # Reading has its own errors: this one is about the folder.
+        # Errors of reading have another type, so this error is about writing the folder.
         writer.abandon()
         remedy = "make space" if error.errno in _FULL else "see to it that the folder can be written"
         raise ValueError(
@@ -127,7 +127,7 @@ def _prepare(
         ) from error
     except ValueError as error:
         writer.abandon()
-        # The remedy for bad input is another command, and what this one leaves must not be in its way.
+        # The user has to run another command after bad input, so this command must not leave files in its way.
         if not isinstance(error, BrokenOffError):
             _leave_after_bad_input(folder, remove_folder=is_new)
         raise
@@ -162,7 +162,7 @@ def _fill(
     refuse(not writer.shards, f"no text in {', '.join(config.sources)}: every file or row is empty")
 
 
-# The number of the unit that a piece comes from, how many pieces of that unit there are up to and with it, the piece.
+# (number of the piece's unit, number of pieces of that unit up to and including this one, the piece)
 Numbered = tuple[int, int, TextPiece]
 
 
@@ -191,7 +191,7 @@ class _Bar:
     """A progress bar. It counts bytes of files, or documents if a dataset does not say how large it is."""
 
     def __init__(self, units: list[SourceUnit], progress: PreparationState):
-        self._before: list[int] | None = None  # bytes before each file, and at last all of them
+        self._before: list[int] | None = None  # bytes before each file, and finally the total
         scale: dict[str, Any] = {"initial": progress.num_documents, "unit": " documents"}
         if all(unit.size is not None for unit in units):
             self._before = np.cumsum([0, *(unit.size or 0 for unit in units)]).tolist()
@@ -220,7 +220,7 @@ def _check_encoding(config: PrepareConfig) -> None:
 
 
 def _resumed(folder: Path, units: Sequence[SourceUnit], asked: PreparationState) -> PreparationState:
-    """What an earlier call with the same configuration left, or the start. Anything else in the folder raises."""
+    """The state that an earlier call with the same configuration left, or a new one. Raises if the folder holds other files."""
     for path in folder.iterdir():
         if _OUR_TEMPORARY.fullmatch(path.name):
             path.unlink()
@@ -239,8 +239,8 @@ def _resumed(folder: Path, units: Sequence[SourceUnit], asked: PreparationState)
 
 
 def _say_if_newer(units: Sequence[SourceUnit], written: Path) -> None:
-    """Warns if a file is newer than the shards. It may hold another text of the same size; its time is no proof, so this is no
-    error."""
+    """Warns if a file is newer than the shards, since it may hold another text of the same size. This is not an error, because
+    a new time does not prove a new text."""
     newer = [unit.name for unit in units if unit.size is not None and Path(unit.name).stat().st_mtime > written.stat().st_mtime]
     if newer:
         more = f" and {len(newer) - 1} more were" if len(newer) > 1 else " was"
@@ -270,7 +270,7 @@ def _differences(there: ShardIndex, asked: ShardIndex) -> list[str]:
     if there.source.get("sources") != asked.source["sources"]:
         differences.append(f"sources {_named(there)}, not {_named(asked)}")
     options = there.source.get("options", {})
-    # With other --errors the shards before a mistake are the same, as no error was met in them.
+    # Shards before the first decoding error do not depend on --errors, so a failed preparation may go on with another value.
     lax = isinstance(there, PreparationState) and there.failed and options.get("errors") == "strict"
     for name, value in asked.source["options"].items():
         if options.get(name) != value and not (name == "errors" and lax):
@@ -301,8 +301,8 @@ def _leave_after_bad_input(folder: Path, *, remove_folder: bool) -> None:
 
 
 def _remove_ours(folder: Path) -> None:
-    """Removes our files, and progress.json last. If this is killed before the end, the next call still knows whose files these
-    are."""
+    """Removes our files, and progress.json last. If the process is killed meanwhile, the next call still knows from it that the
+    other files are ours."""
     for path in sorted(folder.iterdir(), key=lambda path: path.name == PROGRESS):
         if _OUR_FILES.fullmatch(path.name) or _OUR_TEMPORARY.fullmatch(path.name):
             path.unlink()

@@ -27,12 +27,12 @@ FORMAT = "smupar-tokens/1"
 INDEX, PROGRESS, VERIFIED = "index.json", "progress.json", "verified.json"
 
 _CHUNK = 1 << 22  # bytes that are read or written at a time
-_BAR_BYTES = 1 << 30  # below this hashing takes about a second, not worth a bar
+_BAR_BYTES = 1 << 30  # hashing fewer bytes takes about a second and needs no progress bar
 
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """Which tokenizer made the tokens. If ``sha256`` is equal, tokens are too."""
+    """The tokenizer that made the tokens. Tokenizers with equal ``sha256`` make equal tokens."""
 
     name: str
     vocab_size: int
@@ -44,7 +44,7 @@ class TokenizerInfo:
 class Shard:
     file: str
     num_tokens: int
-    num_documents: int  # documents that end in it
+    num_documents: int  # documents that end in this shard
     sha256: str
 
 
@@ -55,7 +55,7 @@ class ShardIndex:
     tokenizer: TokenizerInfo
     largest_token: int
     shards: tuple[Shard, ...]
-    source: dict[str, Any]  # what it was made from: the sources with their sizes, and the options
+    source: dict[str, Any]  # the sources with their sizes, and the options of the preparation
 
     @property
     def num_tokens(self) -> int:
@@ -84,7 +84,7 @@ class ShardIndex:
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The smallest type that holds every id."""
+    """The smallest integer type that holds every id of the vocabulary."""
     return np.dtype("u1" if vocab_size <= 1 << 8 else "<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
@@ -95,7 +95,7 @@ def read_index(folder: str | Path) -> ShardIndex:
     refuse(not folder.is_dir(), f"no folder {folder}: make it with smupar data prepare FILE --out {folder}")
     refuse(
         not path.is_file() and (folder / PROGRESS).is_file(),
-        f"the preparation of {folder} was interrupted: run the same prepare command again, it goes on",
+        f"the preparation of {folder} was interrupted: run the same prepare command again to resume",
     )
     refuse(
         not path.is_file(),
@@ -122,7 +122,7 @@ def read_index(folder: str | Path) -> ShardIndex:
 
 
 def check_sizes(folder: str | Path, index: ShardIndex) -> None:
-    """Checks that every shard exists and has its length. This is fast, since nothing is read."""
+    """Checks that every shard exists and has the expected length. This is fast, since no shard is read."""
     for shard in index.shards:
         path = Path(folder) / shard.file
         expected = shard.num_tokens * index.dtype.itemsize
@@ -135,7 +135,7 @@ def check_sizes(folder: str | Path, index: ShardIndex) -> None:
 
 
 def verify(folder: str | Path) -> ShardIndex:
-    """Check the size and hash of every shard. Hashes that were right are remembered, so that the next start is quick."""
+    """Checks the size and hash of every shard. Shards that passed are recorded, so that the next start is quick."""
     folder = Path(folder)
     index = read_index(folder)
     check_sizes(folder, index)
@@ -156,7 +156,7 @@ def verify(folder: str | Path) -> ShardIndex:
                     f"shard {folder / shard.file} has changed since it was prepared (sha256 {sha256[:12]}..., expected "
                     f"{shard.sha256[:12]}...): delete the folder and prepare it again"
                 )
-    # A folder that cannot be written is hashed again next time.
+    # In a read-only folder the record cannot be written, so shards are hashed again next time.
     with suppress(OSError):
         write_atomic(folder / VERIFIED, json.dumps(now, indent=1) + "\n")
     return index
@@ -188,7 +188,7 @@ class Tokens:
     needed."""
 
     def __init__(self, arrays: Sequence[np.ndarray]):
-        # Plain views: every slice of a np.memmap costs microseconds of Python.
+        # Plain ndarray views, because every slice of a np.memmap costs microseconds of Python.
         self._arrays = [np.asarray(array).view(np.ndarray) for array in arrays if len(array)]
         self._starts = np.cumsum([0, *(len(array) for array in self._arrays)])
 
@@ -196,7 +196,7 @@ class Tokens:
         return int(self._starts[-1])
 
     def slice(self, start: int, stop: int) -> Tokens:
-        """The tokens from ``start`` to before ``stop``: a view."""
+        """A view of the tokens from ``start`` up to, but not including, ``stop``."""
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"slice [{start}, {stop}) is outside the {len(self)} tokens")
         pairs = zip(self._arrays, self._starts.tolist(), strict=False)
@@ -222,7 +222,7 @@ class Tokens:
         offsets = starts - self._starts[shards]
         for window, shard, offset in zip(windows, shards.tolist(), offsets.tolist(), strict=True):
             filled = 0
-            while filled < length:  # a window may go on in the next shards
+            while filled < length:  # a window may continue in the next shards
                 part = self._arrays[shard][offset : offset + length - filled]
                 window[filled : filled + len(part)] = part
                 filled += len(part)
@@ -242,7 +242,7 @@ def open_tokens(folder: str | Path) -> Tokens:
 
 class ShardWriter:
     """Appends tokens and closes a shard as soon as it holds ``shard_tokens`` or more. ``shards`` and ``largest_token``
-    are what an earlier process completed."""
+    come from an earlier process that is resumed."""
 
     def __init__(
         self, folder: Path, *, vocab_size: int, shard_tokens: int, shards: Sequence[Shard] = (), largest_token: int = -1
@@ -309,7 +309,7 @@ class ShardWriter:
     def abandon(self) -> None:
         """Drops the current shard, which also frees its disk space."""
         if self._file is not None:
-            # What a full disk refused is still buffered, and closing tries once more to write it.
+            # Data that a full disk refused is still buffered, and closing the file tries to write it again.
             with suppress(OSError):
                 self._file.close()
             with suppress(OSError):

@@ -32,18 +32,18 @@ _UTF8_BOM = b"\xef\xbb\xbf"
 class TextPiece(NamedTuple):
     """A document, or a part of one."""
 
-    text: str  # empty for a row without text; such rows count as pieces, so that a resumed preparation can count them off
+    text: str  # empty for a row without text; empty pieces count too, so that a resumed preparation can skip by count
     ends_document: bool
     position: int  # bytes of the file read so far, for the progress bar
 
 
 class BrokenOffError(ValueError):
-    """The stream broke off, but the input is fine: the same command can go on."""
+    """The stream broke off, but the input is fine, so the same command can resume."""
 
 
 @dataclass(frozen=True)
 class SourceUnit:
-    """One file, or one dataset: a source that a user names may stand for many."""
+    """One file or one dataset. A source that the user names, such as a folder, may consist of many units."""
 
     name: str
     size: int | None = None  # bytes; None for a dataset
@@ -86,7 +86,7 @@ def find_units(source: str, *, out: Path) -> list[SourceUnit]:
 
 
 def describe(source: str, units: list[SourceUnit]) -> dict[str, Any]:
-    """Names and sizes, which identify a source without reading it."""
+    """Names and sizes of a source's units, which identify the source without reading it."""
     if units[0].size is None:
         return {"source": source}
     listing = "".join(f"{Path(unit.name).relative_to(source).as_posix()}\t{unit.size}\n" for unit in units)
@@ -100,7 +100,7 @@ def describe(source: str, units: list[SourceUnit]) -> dict[str, Any]:
 
 def _walk(root: Path, out: Path) -> list[Path]:
     paths: list[Path] = []
-    seen = {out, root.resolve()}  # links may lead in circles
+    seen = {out, root.resolve()}  # links may form cycles
     for folder, folders, files in os.walk(root, followlinks=True):
         here = Path(folder)
         new = {name: (here / name).resolve() for name in sorted(folders) if not name.startswith(".")}
@@ -112,10 +112,10 @@ def _walk(root: Path, out: Path) -> list[Path]:
 
 @contextmanager
 def _open(path: Path) -> Iterator[tuple[io.BufferedReader, io.FileIO]]:
-    """The content, decompressed, and the file itself, which knows how much of it was read."""
+    """The decompressed content, and the raw file, whose position says how much was read."""
     try:
         with io.FileIO(path) as raw:
-            # GzipFile is no RawIOBase to the type checker, and is one in all that counts.
+            # The type checker does not accept GzipFile as a RawIOBase, but it works as one.
             content: Any = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
             with io.BufferedReader(content, _PIECE) as stream:
                 yield stream, raw
@@ -142,7 +142,7 @@ def _read_text(path: Path, config: PrepareConfig, skip: int) -> Iterator[TextPie
     with _open(path) as (stream, raw):
         while True:
             chunk = stream.read(_PIECE)
-            before = num_bytes - len(decoder.getstate()[0])  # half a character may wait in the decoder
+            before = num_bytes - len(decoder.getstate()[0])  # the decoder may hold part of a character
             num_bytes += len(chunk)
             if before == 0 and is_utf8 and chunk.startswith(_UTF8_BOM):
                 before, chunk = len(_UTF8_BOM), chunk[len(_UTF8_BOM) :]
@@ -163,9 +163,9 @@ def _read_text(path: Path, config: PrepareConfig, skip: int) -> Iterator[TextPie
 
 
 def cut_at(text: str) -> int:
-    """Where to cut a long text: after a line end between two words if there is one in its second half. A byte-level BPE
-    splits there in any case, so that cutting does not change the tokens. Something is always left after the cut, so that
-    the end of a document is never an empty piece."""
+    """Where to cut a long text: after a line end between two words, if the second half has one. A byte-level BPE splits there
+    anyway, so the cut does not change the tokens. Some text always remains after the cut, so that the last piece of a document
+    is never empty."""
     half, end = len(text) // 2, len(text) - 1
     at = end
     while (at := text.rfind("\n", half, at)) > 0:
@@ -205,7 +205,7 @@ def _field_of_line(line: str, config: PrepareConfig, where: str) -> str:
             f"{where}: a JSON object is expected, found {type(row).__name__}; give each line a field that holds text"
         )
     text = _field(row, config.field, where)
-    # JSON may escape half a surrogate pair, which no encoding can write.
+    # JSON escapes may contain half a surrogate pair, which no encoding can represent.
     if "\\u" in line:
         try:
             text = text.encode(errors=config.errors).decode()
@@ -268,13 +268,13 @@ def _read_dataset(unit: SourceUnit, config: PrepareConfig, skip: int) -> Iterato
     datasets = optional("datasets", f"streaming the dataset {unit.name}")
     try:
         rows = datasets.load_dataset(unit.name, unit.config_name, split=config.split, streaming=True)
-    except Exception as error:  # every kind of missing dataset, configuration, split and network has its own type
+    except Exception as error:  # a missing dataset, configuration, split or network may raise any type
         raise ValueError(
             f"cannot open the dataset {unit.name} ({first_line(error)}): "
             "check its name and configuration, --split and the network"
         ) from error
     if config.field in (rows.column_names or ()):
-        rows = rows.select_columns([config.field])  # the others need not be read
+        rows = rows.select_columns([config.field])  # other columns need not be read
     stream = iter(rows.skip(skip) if skip else rows)
     for number in itertools.count(skip + 1):
         try:
@@ -282,7 +282,7 @@ def _read_dataset(unit: SourceUnit, config: PrepareConfig, skip: int) -> Iterato
         except Exception as error:
             raise BrokenOffError(
                 f"the dataset {unit.name} broke off after row {number - 1} ({first_line(error)}): run the same command again, "
-                "it goes on from the last finished shard"
+                "it resumes after the last finished shard"
             ) from error
         if row is None:
             return

@@ -17,7 +17,7 @@ from smupar.output.optional import first_line, optional
 
 TOKENIZER_FILE = "tokenizer.json"
 
-# What vocabularies call the token after a document, in the order in which they are looked for.
+# Names of the end-of-document token in common vocabularies. The first name that a vocabulary has is used.
 _END_OF_TEXT = ("<|endoftext|>", "</s>", "<eos>", "[EOS]")
 _KINDS = "bytes, gpt2, a tokenizers JSON file, or a folder with GPT-2 style vocabulary and merges"
 
@@ -35,7 +35,7 @@ class Tokenizer:
         else:
             self._library = _from_json(name, definition)
             vocabulary: dict[str, int] = self._library.get_vocab(with_added_tokens=True)
-            # Not their number: a vocabulary may have holes.
+            # The largest id counts, not the number of tokens, because a vocabulary may have gaps.
             self.vocab_size = max(vocabulary.values(), default=-1) + 1
             self.eot = next((vocabulary[token] for token in _END_OF_TEXT if token in vocabulary), None)
             refuse(not self.vocab_size, f"the tokenizer {name} has no vocabulary: get its file again")
@@ -49,7 +49,7 @@ class Tokenizer:
         """One array of ids per text, in the smallest type that holds them; no token is added at either end."""
         if self._library is None:
             return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
-        # Through int64, so that an id beyond the type is not wrapped around before anybody sees it.
+        # Convert through int64 and check, because an id that is too large for the type would wrap around silently.
         encoded = self._library.encode_batch_fast(texts, add_special_tokens=False)
         arrays = [np.array(text.ids, dtype=np.int64) for text in encoded]
         return [ids.astype(token_dtype(self.vocab_size)) if ids.max(initial=0) < self.vocab_size else ids for ids in arrays]
@@ -67,7 +67,7 @@ class Tokenizer:
         return self._library.decode(numbers.tolist(), skip_special_tokens=False)
 
     def save(self, folder: str | Path) -> None:
-        """Write tokenizer.json; bytes need none."""
+        """Writes tokenizer.json, unless the tokenizer is bytes."""
         if self._definition is not None:
             write_atomic(Path(folder) / TOKENIZER_FILE, self._definition)
 
@@ -80,7 +80,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
         return _gpt2_from_hub()
     path = Path(spec)
     if path.is_dir():
-        # A tokenizer.json is the whole story; vocabulary and merges leave the splitting into words to be guessed.
+        # A tokenizer.json is a complete definition. Vocabulary and merges do not say how text is split into words.
         return _from_file(path / TOKENIZER_FILE) if (path / TOKENIZER_FILE).is_file() else _from_vocabulary(path)
     if path.is_file():
         return _from_file(path)
@@ -88,7 +88,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
 
 
 def read_tokenizer(folder: Path, name: str) -> Tokenizer:
-    """The tokenizer of a run, an export or a prepared folder, which keeps its file unless it is bytes."""
+    """The tokenizer of a run, an export or a prepared folder. The folder holds tokenizer.json, unless tokens are bytes."""
     path = folder / TOKENIZER_FILE
     refuse(not path.is_file() and name != "bytes", f"{path} is missing: copy the JSON of the tokenizer {name} there")
     return Tokenizer(name, _read(path) if path.is_file() else None)
@@ -100,10 +100,10 @@ def _from_json(name: str, definition: str) -> Any:
         tokenizer = library.Tokenizer.from_str(definition)
     except Exception as error:  # the library raises nothing more specific
         raise ValueError(f"{name} is not a tokenizers JSON ({first_line(error)}): pass {_KINDS}") from error
-    # Files made for inference carry both, and they would cut or fill documents.
+    # Files made for inference may turn on truncation and padding, which would change documents.
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    # "<|endoftext|>" written out in a text is text: only we end documents.
+    # "<|endoftext|>" inside a text is encoded as plain text: only smupar adds the token that ends a document.
     tokenizer.encode_special_tokens = True
     return tokenizer
 
@@ -116,7 +116,7 @@ def _gpt2_from_hub() -> Tokenizer:
     library = optional("tokenizers", "the tokenizer gpt2")
     try:
         model = json.loads(library.Tokenizer.from_pretrained("gpt2").to_str())["model"]
-    except Exception as error:  # no network, a proxy, a hub that is down: each its own type
+    except Exception as error:  # a missing network, a proxy or a hub that is down may raise any type
         raise ValueError(
             f"cannot download the tokenizer gpt2 ({first_line(error)}): "
             "pass a folder with its encoder.json and vocab.bpe (or vocab.json and merges.txt) instead"
@@ -153,8 +153,8 @@ def _only(folder: Path, *endings: str) -> Path:
 
 
 def _byte_level_bpe(vocabulary: dict[str, int], merges: list[tuple[str, ...]]) -> str:
-    """GPT-2's way of splitting text, as ``tokenizers`` JSON. Written out here and not by the library, so that the hash does
-    not change with the library's version."""
+    """A tokenizer that splits text as GPT-2 does, as ``tokenizers`` JSON. The JSON is written here and not by the library, so
+    that its hash does not change with the library's version."""
     special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     end = _END_OF_TEXT[0]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -172,7 +172,7 @@ def _byte_level_bpe(vocabulary: dict[str, int], merges: list[tuple[str, ...]]) -
 
 def _read(path: Path) -> str:
     try:
-        # Bytes first: universal newlines would change the text and with it the hash.
+        # Decode the bytes here, because reading as text would convert newlines and so change the hash.
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not text in UTF-8 ({error.reason} at byte {error.start}): pass {_KINDS}") from error

@@ -1,1 +1,1 @@
-"""The GPT: its layers, many of them as one stack, loading, and what it costs."""
+"""The GPT (``gpt``), and an estimate of what a run costs (``cost``)."""

@@ -3,7 +3,7 @@ and needs no memory.
 
 Conventions: a multiplication and an addition are two FLOPs; backward is twice forward; attention counts all T keys of a
 query, masked or not, as the paper's figures do. Hours follow the usual share of peak, which counts 6 FLOPs per parameter and
-token and nothing else. Zeros are multiplied like other numbers today; "sparse" is what remains without them.
+token and nothing else. Dense layers multiply zeros like other numbers; "sparse" counts FLOPs without zeros.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from smupar.lm.model.gpt import plan_on_meta
 from smupar.plan.optimizers import facts_for_role, family_of
 from smupar.plan.plan import Plan, PlanRow
 
-# Dense bf16 TFLOP/s of the datasheets, by what the device's name contains.
+# Dense bf16 TFLOP/s from the datasheets. Keys are parts of device names.
 _PEAK_TFLOPS = {"H200": 990, "H100": 990, "B200": 2250, "A100": 312, "L40S": 362, "4090": 165, "V100": 125}
 _GIB = 2**30
-# Of a GPU's memory: estimates are rough, and torch keeps some back.
+# Usable share of a GPU's memory: estimates are rough, and torch reserves some memory.
 _USABLE = 0.8
 
 
@@ -32,11 +32,11 @@ class Cost:
     num_parameters: int
     num_nonzeros: int
     num_tokens: int
-    dense_flops: float  # of the whole run
+    dense_flops: float  # FLOPs of the complete run
     sparse_flops: float
     usual_flops: float  # 6 FLOPs per parameter and token
     state_bytes: float  # weights, gradients, optimizer state and masks, on each GPU
-    activation_bytes: float  # on each GPU, about, for one micro-batch
+    activation_bytes: float  # on each GPU, for one micro-batch; approximate
 
     def hours(self, *, num_gpus: int = 1, peak_tflops: float = 990, share: float = 0.45) -> float:
         return self.usual_flops / (num_gpus * peak_tflops * 1e12 * share) / 3600
@@ -62,8 +62,7 @@ def estimate(config: RunConfig, *, num_ranks: int = 1, micro_batch: int = 0, sha
 
 
 def fitting_micro_batch(config: RunConfig, *, num_ranks: int, sharded: bool, memory: float) -> int:
-    """The largest micro-batch that should fit into this many bytes, if a rank's sequences are split into equal parts; at least
-    one sequence."""
+    """The largest micro-batch that divides a rank's sequences and should fit into this many bytes; at least one sequence."""
     each = config.batch_size // num_ranks
     single = estimate(config, num_ranks=num_ranks, micro_batch=1, sharded=sharded)
     room = int((_USABLE * memory - single.state_bytes) / single.activation_bytes)
@@ -108,7 +107,7 @@ def report(config: RunConfig, how: Execution, *, gpus: int, gpu_gib: float, peak
 
 
 def _is_multiplied(row: PlanRow, config: RunConfig) -> bool:
-    """Whether a parameter takes part in a product: not in a lookup, but a tied table does as the unembedding."""
+    """Whether a parameter is used in a product. A lookup table is not, unless it is tied and so used as the unembedding."""
     unembedding = "embedding.weight" if config.model.tied else "unembedding.weight"
     return row.role == "hidden" or row.name == unembedding
 
@@ -118,17 +117,17 @@ def _kept(row: PlanRow) -> float:
 
 
 def _state_bytes(plan: Plan, config: RunConfig) -> float:
-    family_of(config.optimizer)  # refuses an unknown one
+    family_of(config.optimizer)  # raises if the optimizer is unknown
     total = 0.0
     for row in plan:
         moments = facts_for_role(row.role, config.optimizer, config.rest_lr).num_states_with(config.momentum)
-        copy = 2 if config.dtype == "bf16" and len(row.shape) == 2 else 0  # what the products read
+        copy = 2 if config.dtype == "bf16" and len(row.shape) == 2 else 0  # the bf16 copy that products read
         total += math.prod(row.shape) * (4 + 4 + 4 * moments + copy + row.masked)
     return total
 
 
 def _activation_bytes(config: RunConfig) -> float:
-    """Bytes per token that are kept for the backward pass, with fused attention. On an H200 this was within 15 % of the
+    """Bytes per token that are stored for the backward pass, with fused attention. On an H200 this was within 15 % of the
     measured memory."""
     model, size = config.model, 2 if config.dtype == "bf16" else 4
     inner = (3 if model.activation == "swiglu" else 2) * model.inner_width
@@ -143,8 +142,7 @@ def _hours(hours: float) -> str:
 
 
 def peak_flops(device: torch.device, dtype: str, given_tflops: float | None = None) -> float:
-    """The peak FLOP/s of one device: the given number, else that of its datasheet, else the measured speed of a large
-    product."""
+    """The peak FLOP/s of one device: the given number, else the datasheet's, else the measured speed of a large product."""
     if given_tflops:
         return given_tflops * 1e12
     if device.type == "cuda":

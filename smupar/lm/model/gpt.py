@@ -56,7 +56,7 @@ class Attention(nn.Module):
             q, k = rotate(q, start), rotate(k, start)
         if cache is not None:
             k, v = cache.extend(k, v)
-        q = (q * self.scale).to(v.dtype)  # batched over models, the scale is no scalar and would make fp32 of bf16
+        q = (q * self.scale).to(v.dtype)  # in a stack the scale is not a scalar, and would turn bf16 into fp32
         if self.plain and cache is None:
             scores = (q @ k.mT).float() + self.bias(q, length)
             y = torch.softmax(scores, -1).to(v.dtype) @ v
@@ -69,8 +69,8 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).reshape(batch, length, width))
 
     def bias(self, q: Tensor, num_keys: int) -> Tensor:
-        """What is added to the logits: -inf for the future, and ALiBi's slope times the distance. The last key belongs to the
-        last query."""
+        """The bias of the attention logits: -inf for the future, and ALiBi's slope times the distance. The last key is at the
+        position of the last query."""
         position = torch.arange(num_keys, device=q.device)
         distance = (position[None, :] - position[num_keys - q.shape[2] :, None]).to(q.dtype)
         slopes = alibi_slopes(self.num_heads, q.device) if self.positions == "alibi" else q.new_zeros(1)
@@ -181,7 +181,7 @@ def use_flex_attention(model: GPT, length: int) -> None:
 
 
 def use_plain_attention(model: GPT) -> None:
-    """Attention by products and a softmax: torch's fused kernels cannot be batched over models everywhere."""
+    """Computes attention by products and a softmax, because some of torch's fused kernels cannot be batched over models."""
     for attention in attentions(model):
         attention.plain = True
 
@@ -196,7 +196,7 @@ def build(config: RunConfig) -> tuple[GPT, Plan]:
 
 
 def parameterized(model: GPT, config: RunConfig, *, reset: bool | None = None) -> Plan:
-    """Parameterizes a GPT in place as the run says; ``reset`` is that of ``parameterize``."""
+    """Parameterizes a GPT in place with the run's settings; ``reset`` is passed to ``parameterize``."""
     plan = parameterize(model, base=_base(config), reset=reset, **_settings(config))
     set_attention_scale(model, plan)
     if config.prunes:
@@ -227,7 +227,7 @@ def _base(config: RunConfig) -> GPT:
 
 
 def allocated(config: RunConfig, density: float | None) -> float | Allocation | None:
-    """The density as the run divides it among layers."""
+    """The density, or the run's allocation of it among layers."""
     if config.allocation == "uniform" or density is None:
         return density
     return {"er": er, "erk": erk}[config.allocation](density)
@@ -242,7 +242,7 @@ def _settings(config: RunConfig) -> Settings:
         "init_std": config.init_std,
         "alpha_input": config.alpha_input,
         "alpha_output": config.alpha_output,
-        # A model as wide as its base does not show which dimensions grow with the width; a third, wider one does.
+        # If model and base are equally wide, a wider delta shows which dimensions scale.
         "delta": on_meta(replace(config.model, width=2 * config.base_width))
         if config.model.width == config.base_width
         else None,

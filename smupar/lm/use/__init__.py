@@ -1,1 +1,1 @@
-"""What is done with a trained model: generate, export, score; and the coordinate check of the GPT."""
+"""Uses of a trained model: load, generate, export and score. Also the coordinate check of the GPT."""

@@ -20,10 +20,10 @@ from smupar.output.files import locked, refuse_other_files
 
 
 def check_gpt(config: CheckConfig, *, lr: Mapping[str, float] | None = None) -> Report:
-    """Runs ``coord_check`` on GPTs; writes check.png, .html and .json. ``lr`` gives each rule its own learning rate, in place
-    of one for all."""
+    """Runs ``coord_check`` on GPTs; writes check.png, .html and .json. ``lr`` gives each rule its own learning rate instead
+    of the common one."""
     device, folder = pick_device(config.device), Path(config.out)
-    with locked(folder):  # which says before the work if it cannot be written to
+    with locked(folder):  # raises before any work if the folder cannot be written
         if not (folder / "check.json").exists():
             refuse_other_files(folder, "check")
 

@@ -67,8 +67,8 @@ def is_of_transformers(config: ExportConfig) -> bool:
 
 @torch.no_grad()
 def folded(model: GPT) -> dict[str, Tensor]:
-    """The state dict of an untied, plain GPT with the same logits: embedding and unembedding take up their factors, and queries
-    take up the rule's attention scale divided by the usual 1 / sqrt(head_dim)."""
+    """The state dict of an untied, plain GPT with the same logits. The weights of embedding and unembedding are multiplied by
+    their factors, and the queries by the rule's attention scale divided by the usual 1 / sqrt(head_dim)."""
     tensors = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     tensors["unembedding.weight"] = model.unembedding.weight.detach().clone()
     for path in ("embedding", "position", "unembedding"):
@@ -113,7 +113,7 @@ def model_card(run: LoadedRun) -> str:
 def _energy(run: LoadedRun, hours: float) -> str:
     summary = read_summary(run.folder)
     device, num_ranks = (summary.device, summary.num_ranks) if summary else ("an unknown device", 1)
-    watts = 100.0 if device == "cpu" else 700.0  # a guess for a processor, and the datasheet's of an H200 module
+    watts = 100.0 if device == "cpu" else 700.0  # a guess for a CPU, and the datasheet's value for an H200
     return (
         f"About {hours * watts * num_ranks / 1000:.3g} kWh: {hours:.3g} hours on {num_ranks} x {device}, at {watts:g} W each."
     )

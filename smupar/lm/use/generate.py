@@ -16,7 +16,7 @@ from smupar.lm.use.load import load_model
 
 
 def generate(config: GenerateConfig) -> Iterator[str]:
-    """The prompt and what the model makes of it, piece by piece."""
+    """Yields the prompt and then the generated text, piece by piece."""
     refuse(
         config.tokens < 1 or not 0 <= config.temperature < math.inf or config.top_k < 0,
         "--tokens must be above 0, --temperature and --top-k at least 0",
@@ -36,7 +36,7 @@ def generate(config: GenerateConfig) -> Iterator[str]:
             break
         ids.append(token)
         text = tokenizer.decode(ids)
-        if not text.endswith("\ufffd"):  # half a character: wait for the rest
+        if not text.endswith("\ufffd"):  # the last character may be incomplete: wait for the next token
             yield text[len(shown) :]
             shown = text
     if rest := tokenizer.decode(ids)[len(shown) :]:

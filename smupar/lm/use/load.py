@@ -25,7 +25,7 @@ EXPORT_FORMAT = "smupar-gpt/1"
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A run's model as it was trained, with masks and factors, at one of its checkpoints."""
+    """A run's model at one of its checkpoints, with masks and factors."""
 
     folder: Path
     step: int
@@ -49,7 +49,7 @@ def load_run(folder: str | Path, *, device: torch.device | None = None, best: bo
     if best:
         step = checkpoint.read_state(chosen)["best_step"]
         chosen = chosen.with_name(checkpoint.folder_name(step)) if step is not None else chosen
-    with warnings.catch_warnings(action="ignore", category=PlanWarning):  # it was said when the model was trained
+    with warnings.catch_warnings(action="ignore", category=PlanWarning):  # training has already shown these warnings
         model, plan = build_on_device(config, World(0, 1, device or torch.device("cpu"), "ddp"))
     checkpoint.load_weights(chosen, model)
     return LoadedRun(run, checkpoint.step_of(chosen), config, model, plan)
@@ -74,7 +74,7 @@ def is_export(path: Path) -> bool:
 
 
 def read_description(path: Path) -> dict[str, Any]:
-    """What config.json says about a run, an export or a model of transformers; empty if there is none."""
+    """The content of config.json of a run, an export or a model of transformers; empty if there is no such file."""
     try:
         described = json.loads((path / "config.json").read_text())
     except (OSError, ValueError):
@@ -83,7 +83,7 @@ def read_description(path: Path) -> dict[str, Any]:
 
 
 def load_export(path: Path) -> GPT:
-    """A plain GPT: the factors are inside the weights. Needs nothing of smupar but the model's code."""
+    """Loads an export as a plain GPT. Its factors are folded into the weights, so no plan is needed."""
     model = GPT(ModelConfig(**read_description(path)["model"]))
     stored = load_file(path / "model.safetensors")
     expand_export(stored, {name: parameter.shape[-1] for name, parameter in model.named_parameters()})

@@ -1,11 +1,12 @@
-"""Computes loglikelihoods of given texts, which is what downstream tasks ask of a model. This needs no harness, so it runs on a
-machine with a GPU and little else. Requests come from a file, and scores go to another.
+"""Computes loglikelihoods of texts for downstream tasks. This does not need the harness, so it also runs on a GPU machine
+without it. Requests come from one file, and scores go to another.
 
-It follows the harness's own ``HFLM``. Spaces at the end of a context belong to the continuation. The tokens of the continuation
-are those of the whole text that follow the tokens of the context. A text that is too long loses its beginning.
+It follows the harness's own ``HFLM``. Spaces at the end of a context belong to the continuation. Context and continuation are
+tokenised together, and the tokens after the context's tokens are the continuation's. A text that is too long is cut at its
+beginning.
 
 requests.jsonl   a header; then task, doc, index, context, continuation
-scores.jsonl     a header that says whose; then task, doc, index, key of the texts, loglikelihood, is_greedy
+scores.jsonl     a header that names the model; then task, doc, index, key of the texts, loglikelihood, is_greedy
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from smupar.output.files import write_atomic
 from smupar.output.optional import first_line, optional
 from smupar.plan.plan import PLAN_FILE
 
-_AT_ONCE = 1024  # places whose probabilities are in memory at a time
+_AT_ONCE = 1024  # number of positions whose probabilities are in memory at a time
 REQUESTS_FORMAT, SCORES_FORMAT = "smupar-requests/1", "smupar-scores/1"
 
 
@@ -63,21 +64,22 @@ class ScoreRequest:
 @dataclass(frozen=True)
 class Score:
     loglikelihood: float
-    is_greedy: bool  # every token of the continuation was the likeliest one
+    is_greedy: bool  # whether every token of the continuation was the most likely one
 
 
 @dataclass(frozen=True)
 class ScoringModel:
-    """A model and its tokenizer, as far as scoring needs them."""
+    """The parts of a model and its tokenizer that scoring uses."""
 
-    # (tokens, rows, positions) -> logits there. Our own models compute no others: those would take most of the time and memory.
+    # (tokens, rows, positions) -> logits at these positions. For our own models, only these logits are computed, because
+    # computing all of them would take most of the time and memory.
     logits: Callable[[Tensor, Tensor, Tensor], Tensor]
     encode: Callable[[str], list[int]]
-    encode_plain: Callable[[str], list[int]]  # without the token that some tokenizers put before a text
-    prefix: int | None  # the token that stands for an empty context
+    encode_plain: Callable[[str], list[int]]  # without the token that some tokenizers add before a text
+    prefix: int | None  # token to use as context if the context is empty
     vocab_size: int
-    positions: int | None  # how many positions the model has; None: any number
-    identity: dict[str, Any]  # which model it is, for the header of the scores
+    positions: int | None  # the largest number of positions; None if there is no limit
+    identity: dict[str, Any]  # identifies the model, in the header of the scores
 
 
 # Models
@@ -92,7 +94,7 @@ def refuse_without_model(folder: str | Path) -> None:
 
 
 def load_scoring_model(folder: str | Path, device: torch.device) -> ScoringModel:
-    """From a run, one of its checkpoints, an export, or a folder that transformers reads."""
+    """Loads a model from a run, one of its checkpoints, an export, or a folder that transformers reads."""
     path = Path(folder)
     refuse_without_model(path)
     if "model_type" in read_description(path):
@@ -124,12 +126,12 @@ def scoring_model_of(model: GPT, tokenizer: Tokenizer, identity: dict[str, Any])
 
 def _from_transformers(path: Path, device: torch.device) -> ScoringModel:
     transformers = optional("transformers", f"the model {path}", "eval")
-    # transformers alone would leave the factors out and say nothing.
+    # transformers would load this folder without its factors, and without an error.
     refuse((path / PLAN_FILE).exists(), f"{path} needs the factors of its plan: smupar export {path} OUT, then score OUT")
     try:
         tokenizer: Any = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=torch.float32)
-    except Exception as error:  # missing or damaged files, an unknown architecture: each its own type
+    except Exception as error:  # missing or damaged files and unknown architectures may raise any type
         raise ValueError(
             f"transformers cannot read {path} ({first_line(error)}): give a causal model and its tokenizer"
         ) from error
@@ -169,8 +171,8 @@ def _fingerprint(model: nn.Module) -> str:
 def score(
     model: ScoringModel, requests: Iterable[ScoreRequest], config: ScoringConfig, device: torch.device
 ) -> Iterator[list[tuple[ScoreRequest, Score]]]:
-    """Batch by batch, the longest first: what does not fit into memory fails at once. Texts that differ in their last token
-    alone, like yes and no, share a pass. The model is causal, so padding on the right changes nothing before it."""
+    """Yields scores batch by batch. The longest texts come first, so that a lack of memory shows at once. Texts that differ
+    only in their last token, such as yes and no, share a pass. The model is causal, so padding on the right changes nothing."""
     length = min(config.max_length, model.positions or config.max_length)
     asked: dict[tuple[int, ...], list[tuple[ScoreRequest, list[int]]]] = defaultdict(list)
     num_cut = 0
@@ -185,7 +187,7 @@ def score(
         batch = inputs[first : first + config.batch_size]
         tokens = nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids in batch], batch_first=True)
         places: list[tuple[int, int, int]] = []  # row, position, target
-        answers: list[tuple[ScoreRequest, int]] = []  # with the number of places that each one has
+        answers: list[tuple[ScoreRequest, int]] = []  # each request, with the number of its places
         for row, ids in enumerate(batch):
             for request, continuation in asked[ids]:
                 start = len(ids) - len(continuation)
@@ -210,7 +212,7 @@ def _judged(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def encode_pair(model: ScoringModel, request: ScoreRequest, length: int) -> tuple[list[int], list[int]]:
-    """Tokens of context and continuation, both at least one."""
+    """Tokens of context and continuation. Both have at least one token."""
     context, continuation = request.context, request.continuation
     if spaces := len(context) - len(context.rstrip()):
         context, continuation = context[:-spaces], context[-spaces:] + continuation
@@ -226,7 +228,7 @@ def encode_pair(model: ScoringModel, request: ScoreRequest, length: int) -> tupl
         not 0 < len(after) <= length,
         f"{request.where} has a continuation of {len(after)} tokens, the model takes 1 to {length}",
     )
-    largest = max(*before, *after)  # there is one of each
+    largest = max(*before, *after)  # both have at least one token
     refuse(
         largest >= model.vocab_size,
         f"{request.where} has token {largest}, beyond the model's vocabulary of {model.vocab_size}",
@@ -260,23 +262,23 @@ def score_file(folder: str, requests: str | Path, out: str | Path, config: Scori
             for request, answer in scored:
                 refuse(
                     not math.isfinite(answer.loglikelihood),
-                    f"{folder} gives {request.where} a loglikelihood that is no number: has it diverged?",
+                    f"{folder} gives {request.where} a loglikelihood that is not finite: has the model diverged?",
                 )
                 line = {"task": request.task, "doc": request.doc, "index": request.index, "key": request.key}
                 file.write(json.dumps(line | asdict(answer)) + "\n")
             file.flush()
             bar.update(len(scored))
-    return f"{folder}: {len(missing):,} scores, {len(answered):,} were there, in {path}"
+    return f"{folder}: {len(missing):,} scores, {len(answered):,} already computed, in {path}"
 
 
 def _begin(path: Path, header: dict[str, Any]) -> dict[str, Score]:
-    """The scores that exist already. They are refused if they belong to another model, or were computed in another way."""
+    """The scores that exist already. Raises if they belong to another model, or were computed with other settings."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists() or not path.read_text().strip():
         write_atomic(path, json.dumps(header) + "\n")
         return {}
     text = path.read_text()
-    if not text.endswith("\n"):  # killed while it wrote
+    if not text.endswith("\n"):  # the process was killed while writing this line
         write_atomic(path, text[: text.rfind("\n") + 1])
     old, answered = read_scores(path)
     for name in ("weights", "tokenizer", "dtype", "max_length"):

@@ -66,7 +66,7 @@ REFUSED = {
     "weight that is read without a call": (
         lambda: made(encoder, 64, {"*linear1.weight": 0.25, "*": 1.0}),
         "csr",
-        "without calling it when it evaluates",
+        "without calling the layer in evaluation",
     ),
     "tied weight": (lambda: made(tied, 32), "csr", "tied to another layer"),
     "half precision": (lambda: parameterized(dtype=torch.float16), "csr", r"'mix.weight'.*torch.float16"),

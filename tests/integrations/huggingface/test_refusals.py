@@ -60,12 +60,12 @@ MODELS = {
     "LoRA": (spoiled("llama", add_lora), 32, r"LoRA.*merge_and_unload"),
     "old attention": (spoiled("vit", without("scaling")), 32, OLD),
     "older attention": (spoiled("vit", without("q_proj")), 32, OLD),
-    "no model": (lambda: torch.nn.Linear(2, 2), 32, r"a Linear is no model of transformers: use smupar\.parameterize"),
+    "no model": (lambda: torch.nn.Linear(2, 2), 32, r"a Linear is not a model of transformers: use smupar\.parameterize"),
     "wrapped": (lambda: torch.nn.DataParallel(build("gpt2")), 32, "parameterize first, then compile or wrap it"),
     "base of another architecture": (
         lambda: build("gpt2"),
         LlamaConfig(**LLAMA),
-        "config is of a 'llama', the model a 'gpt2'",
+        "config is for a 'llama', but the model is a 'gpt2'",
     ),
 }
 

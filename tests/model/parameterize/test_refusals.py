@@ -66,7 +66,7 @@ BAD = {
     "block does not divide": ({"pattern": "block-24"}, "divisible by 24"),
     "unknown rule": ({"rule": "mu"}, "unknown rule 'mu'"),
     "unknown pattern": ({"pattern": "checkerboard"}, "unknown pattern 'checkerboard'"),
-    "mask of another model": ({"masks": {"layers.0.weight": ONES}}, "'layers.0.weight' is no parameter of this model"),
+    "mask of another model": ({"masks": {"layers.0.weight": ONES}}, "'layers.0.weight' is not a parameter of this model"),
     "mask of another width": ({"masks": {"hidden.0.weight": ONES[:16]}}, r"\(16, 32\), the parameter \(32, 32\)"),
     "mask without a one": ({"masks": {"hidden.0.weight": 0 * ONES}}, "'hidden.0.weight' keeps no weight"),
     "mask of other values": ({"masks": {"hidden.0.weight": 2 * ONES}}, "values other than 0 and 1"),

@@ -196,7 +196,7 @@ def test_frozen_table_is_overwritten_with_a_warning_or_kept():
         frozen = nn.Embedding.from_pretrained(torch.arange(4.0)[:, None].expand(4, width).clone())
         return nn.ModuleDict({"pos": frozen, "mix": nn.Linear(width, width), "head": nn.Linear(width, 3)})
 
-    with pytest.warns(smupar.PlanWarning, match="'pos.weight' is frozen and initialised all the same"):
+    with pytest.warns(smupar.PlanWarning, match="'pos.weight' is frozen, but initialised all the same"):
         smupar.make_plan(make(32), base=make(8))
     model = make(32)
     smupar.parameterize(model, base=make(8), roles={"pos.weight": "fixed"})
@@ -208,7 +208,7 @@ def test_readout_that_may_be_taken_for_hidden_is_named_before_it_is_made_sparse(
         layers = {"first": nn.Linear(8, width), "mix": nn.Linear(width, width)}
         return nn.ModuleDict({**layers, "policy": nn.Linear(width, 128), "value": nn.Linear(width, 1)})
 
-    with pytest.warns(smupar.PlanWarning, match="'policy.weight' is taken for hidden, and made sparse.*Pass delta="):
+    with pytest.warns(smupar.PlanWarning, match="'policy.weight' is taken for hidden, and made sparse.*pass delta="):
         smupar.make_plan(make(64), base=make(64), density=0.25)
     assert not any("policy" in str(note) for note in smupar.make_plan(make(64), base=make(64)).notes)
 

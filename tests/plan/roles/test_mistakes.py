@@ -83,11 +83,11 @@ REFUSED = {
     ),
     "tied in the model": (
         {"model": lambda: LM(32, tied=True), "base": lambda: LM(8)},
-        r"'head.weight' is tied to another parameter in one of model and base.*to_empty unties",
+        r"'head.weight' is tied to another parameter in only one of model and base.*to_empty unties",
     ),
     "tied in other places": (
         {"model": lambda: EncoderDecoder(16, share="weight"), "base": lambda: untied_decoder(4)},
-        r"'encoder.embed.weight' is tied in one of model and base",
+        r"'encoder.embed.weight' is tied in only one of model and base",
     ),
     "other dimensions": (
         {"model": lambda: with_scale(64, 64, 1), "base": lambda: with_scale(16, 16)},
@@ -96,7 +96,7 @@ REFUSED = {
     # A head of another vocabulary scales on both sides and would pass for a hidden weight.
     "other outputs": (
         {"model": lambda: sequential(64, num_out=100), "base": lambda: sequential(16, num_out=50)},
-        "do the outputs of model and base differ in number",
+        "do model and base have different numbers of outputs",
     ),
     "delta of another class": ({**MLP, "delta": lambda: LM(8)}, "delta is a LM, the model a Sequential"),
     "delta of another depth": ({**MLP, "delta": lambda: sequential(32)[:3]}, "delta has 4 parameters and the model 6"),
@@ -167,16 +167,16 @@ ASKS = {
     "two heads at base width": (TwoHeads, 4, 4, "cannot be inferred(.|\n)*policy.weight", None),
     "a second head": (second_head, 16, 4, "cannot be inferred", {"probe.weight"}),
     "a second head at base width": (second_head, 4, 4, "cannot be inferred", {"probe.weight"}),
-    "a head that is not last": (head_first, 16, 4, "reads a scaling input and writes a fixed output", {"head.weight"}),
+    "a head that is not last": (head_first, 16, 4, "has a scaling input and a fixed output", {"head.weight"}),
     "a flattened image": (cnn, 16, 16, "roles=", {"3.weight": "unembedding"}),
     "layers written by hand": (
-        by_hand, 128, 32, "does not tell whether it reads or writes",
+        by_hand, 128, 32, "may use the scaling dimension as input or as output",
         {"table.weight": "embedding", "head.weight": "unembedding"},
     ),
     # The norm of such a weight is a tensor of its own, so an init of the other would change nothing.
     "weight norm": (
         weight_norm(parametrizations.weight_norm), 64, 16,
-        r"original1 .*one of several tensors that make a weight; better remove", None,
+        r"original1 .*one of several tensors from which a weight is computed: it is better to remove", None,
     ),
     "old weight norm": (weight_norm(nn.utils.weight_norm), 64, 24, r"2\.weight_v", None),
 }  # fmt: skip

@@ -23,7 +23,7 @@ def test_raw_parameters_follow_their_scaling_dimensions():
 @pytest.mark.parametrize(("setting", "expected"), [(("hidden", 1), (6, 4)), (("hidden", 0), (4, 6))])
 def test_raw_matrix_that_is_not_square_asks_for_its_input_dimension(setting, expected):
     model, base = Raw(16, expand=3), Raw(4, expand=2)
-    error = refusal(model, base=base, match="does not tell its inputs")
+    error = refusal(model, base=base, match="whose input dimension smupar does not know")
     assert suggested(error) == {"expand": ("hidden", 1)}
     plan = smupar.make_plan(model, base=base, roles={"expand": setting})
     assert plan["expand"].role == "hidden"
