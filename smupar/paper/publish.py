@@ -86,7 +86,7 @@ def refuse_other_scale(into: str | Path, names: Iterable[str], scale: Scale) -> 
     for name in names:
         path = Path(into) / f"{name}.json"
         if path.exists() and (there := json.loads(path.read_text())["scale"]) != scale.name:
-            raise ValueError(f"{path} is of scale {there}: publish scale {scale.name} in another folder")
+            raise ValueError(f"{path} was made at scale {there}: publish scale {scale.name} in another folder")
 
 
 def index(folder: Path) -> str:
@@ -174,7 +174,7 @@ def _slopes(done: Reproduced) -> dict[str, Any]:
 
 
 def _fields(config: RunConfig) -> dict[str, Any]:
-    """The fields of a run by name; the model's begin with "model."."""
+    """The fields of a run by name. Names of the model's fields begin with "model."."""
     values = asdict(config.portable)
     model = {f"model.{name}": value for name, value in values.pop("model").items()}
     return {**model, **values, "betas": list(config.betas)}

@@ -1,7 +1,7 @@
 """Runs a figure or table: its runs, its picture, its rows, and whether the paper's claim about it holds here.
 
-All figures of a scale share one folder of runs, by the hash of their configurations, so Figures 1, 6, 8 and 14 train each model
-once.
+All figures of a scale share one folder of runs, which are named by the hash of their configurations. So Figures 1, 6, 8 and 14
+train each model once.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Reproduced:
 
 def figure(name: str) -> Figure:
     if name in ("fig02", "fig04"):
-        raise ValueError(f"{name} is a diagram, with nothing to run: docs/reproduce.md has it")
+        raise ValueError(f"{name} is a diagram, with nothing to run: see docs/reproduce.md")
     if name not in FIGURES:
         raise ValueError(f"no figure or table is called {name!r}: choose one of {', '.join(FIGURES)}")
     asked: Figure = import_module(f"smupar.paper.{name}").FIGURE
@@ -153,7 +153,7 @@ def _definition(fig: Figure, configs: Sequence[RunConfig], scale: Scale) -> Stud
 def _refuse_device(name: str, scale: Scale, configs: Sequence[RunConfig], device: torch.device, *, asked: bool) -> None:
     if device.type == "cpu":
         if scale.name != "cpu" and not asked:
-            raise ValueError(f"scale {scale.name} is for a GPU and torch sees none: try --scale cpu, or wait with --device cpu")
+            raise ValueError(f"scale {scale.name} is for a GPU and torch sees none: try --scale cpu, or pass --device cpu")
         return
     memory = torch.cuda.get_device_properties(device).total_memory
     needed = max(_bytes(estimate(config, micro_batch=1)) for config in unique(map(_cost_fields, configs)))
@@ -168,7 +168,7 @@ def _refuse_device(name: str, scale: Scale, configs: Sequence[RunConfig], device
 
 
 def dry_run(name: str, scale: Scale) -> str:
-    """Runs, parameters, tokens, FLOPs, hours and memory of a figure, and the command that would do it."""
+    """Runs, parameters, tokens, FLOPs, hours and memory of a figure, and the command that reproduces it."""
     fig = figure(name)
     if not fig.runs:
         return f"{name}: {fig.what(scale) if fig.what else 'nothing is trained'}"

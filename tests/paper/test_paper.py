@@ -475,7 +475,7 @@ def test_publishing_again_keeps_what_was_written_by_hand(tmp_path):
     page = publish.publish(done, CPU, tmp_path / "pages")
     page.write_text(page.read_text().replace("Nothing to note yet.", "Ours are *smaller*."))
     assert publish.publish(done, CPU, tmp_path / "pages").read_text().endswith("## Where they differ\n\nOurs are *smaller*.\n")
-    with pytest.raises(ValueError, match="is of scale cpu: publish scale paper in another folder"):
+    with pytest.raises(ValueError, match="was made at scale cpu: publish scale paper in another folder"):
         publish.refuse_other_scale(tmp_path / "pages", ["fig05", "fig06"], PAPER)
     publish.refuse_other_scale(tmp_path / "pages", ["fig05", "fig06"], CPU)
     facts = json.loads((tmp_path / "pages" / "fig06.json").read_text())

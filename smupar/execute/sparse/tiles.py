@@ -21,7 +21,7 @@ from smupar.model.csr import flat_places
 
 _BLOCK = 32  # lines that a warp processes at a time
 _RUN = 4  # entries of a line that a thread reads at once
-_STAGE = 72  # bytes of a token in a warp's stage; STRIDE in tiles.cu
+_STAGE = 72  # bytes for each token in a warp's staging buffer; STRIDE in tiles.cu
 _SOURCE = "tiles.cu"
 _WARPS = 32
 # (largest number of features, tokens in a tile), the fastest measured on an H200 with this number of warps.
