@@ -254,7 +254,7 @@ def test_other_base_width_than_that_of_the_search_is_refused(tmp_path, capsys):
     (tmp_path / "best.json").write_text(json.dumps(GOOD))
     with pytest.raises(SystemExit):
         main(["plan", "--hps", str(tmp_path), "--base-width", "128"])
-    assert "is for --base-width 64, not 128: leave the flag out" in capsys.readouterr().err
+    assert "was tuned at --base-width 64, not 128: leave the flag out" in capsys.readouterr().err
 
 
 def test_proxy_of_a_search_is_as_wide_as_its_base(tmp_path):
