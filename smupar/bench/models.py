@@ -22,7 +22,6 @@ from smupar.bench.sparse.run import bench_sparse
 from smupar.execute.timing import Call, best_of, in_turns, seconds_of
 from smupar.lm.config.presets import gpt_610m
 from smupar.lm.config.run import Execution, ModelConfig, RunConfig
-from smupar.lm.config.validation import refuse
 from smupar.lm.data import batches as data
 from smupar.lm.data.shards import TokenizerInfo, Tokens, open_tokens, write_tokens
 from smupar.lm.model.cost import peak_flops
@@ -31,6 +30,7 @@ from smupar.lm.run.distributed import World, pick_device
 from smupar.lm.run.stack import GPTStack
 from smupar.lm.run.step import Stepper, next_token_loss
 from smupar.model.parameterize import mask_of, parameterize
+from smupar.plan.settings import refuse
 from smupar.updates.trace import Trace
 
 _610M = ModelConfig(width=2048, depth=10, head_dim=64, vocab_size=50257)

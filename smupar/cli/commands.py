@@ -18,9 +18,9 @@ from smupar.cli.flags import Typed
 from smupar.cli.resolve import Request, resolve, resolve_training
 from smupar.lm.config.commands import CheckConfig, ExportConfig, GenerateConfig
 from smupar.lm.config.run import STANDARD_LIBRARY, Execution, MachineConfig, RunConfig
-from smupar.lm.config.validation import refuse
 from smupar.lm.run.signals import TERMINATED
 from smupar.output.tables import aligned
+from smupar.plan.settings import refuse
 from smupar.study.config import EngineConfig, TransferConfig, TuneConfig
 
 if TYPE_CHECKING:

@@ -2,7 +2,8 @@
 names to values, without defaults. ``resolve`` turns the dictionary into a configuration.
 
 A command is a plain function. A parameter annotated ``Annotated[Typed, RunConfig]`` receives RunConfig's flags; nested fields
-become flags of the same level. The example is ``smupar plan --width 64`` with ``def plan(..., config: Run)``:
+become flags of the same level. The example is ``smupar plan --width 64`` with ``def plan(..., config: Run)``, where
+``Run`` is short for ``Annotated[Typed, RunConfig]``:
 1. ``parser_of(plan)`` has the signature of ``plan``, but ``config`` is annotated with a dictionary type that ``_flags`` makes.
    It has a key, and so a flag, for each field of RunConfig, with the field's docstring as help.
 2. tyro parses argv into that dictionary. Flags that were not typed have no key: ``{"model": {"width": 64}}``.

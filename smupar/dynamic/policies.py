@@ -91,8 +91,8 @@ def key_of(seed: int, done: int, name: str) -> int:
 
 @dataclass(frozen=True)
 class DropAndGrow:
-    """Drops the active weights of smallest magnitude and grows as many. Every weight that was not kept is a candidate to grow,
-    so a weight that was just dropped may come back."""
+    """RigL and SET: drops the active weights of smallest magnitude and grows as many. Every weight that was not kept is a
+    candidate to grow, so a weight that was just dropped may come back."""
 
     times: Times
     grow: str

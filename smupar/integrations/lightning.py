@@ -4,7 +4,8 @@
     lightning.Trainer(callbacks=[callback]).fit(Net(width=256))
 
 ``configure_optimizers`` may stay as it is if it returns an optimizer over ``self.parameters()`` and no scheduler: the callback
-makes the groups. A scheduler must see the groups: with one, write ``torch.optim.AdamW(self.smupar.param_groups(lr=...))``.
+makes the groups. If you use a scheduler, it must be built on the groups: write
+``torch.optim.AdamW(self.smupar.param_groups(lr=...))``.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ except ModuleNotFoundError as error:
 from smupar.check.audit import audit
 from smupar.dynamic.sparsifiers import Sparsifier
 from smupar.integrations.state import carry_state
-from smupar.lm.config.validation import refuse
 from smupar.model.parameterize import add_masks, attach, is_parameterized, mask_of, parameterize
 from smupar.optim.groups import param_groups
 from smupar.plan.make import Settings
 from smupar.plan.plan import Plan
+from smupar.plan.settings import refuse
 from smupar.updates.meter import Follower, Recorder
 
 
 class SmuparCallback(Callback):
-    """Parameterizes the module, makes groups and audits before the first step. Moves masks and measures updates after each
-    step.
+    """Parameterizes the module, makes its parameter groups, and runs the audit before the first step. Moves masks and measures
+    updates after each step.
 
     base        the module at base width, or a function that builds it (on the meta device)
     plan        plan of a module that is already parameterized, in place of ``base`` and settings
@@ -43,7 +44,7 @@ class SmuparCallback(Callback):
     settings    settings of ``smupar.parameterize``
 
     The module finds this callback as ``self.smupar``, with ``plan`` and ``param_groups``. Lightning's checkpoints hold the
-    masks. With the state of optimizers, they also hold the state of sparsifiers and traces.
+    masks. The state of sparsifiers and traces is saved with the state of the optimizers.
     """
 
     def __init__(

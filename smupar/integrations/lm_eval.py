@@ -21,9 +21,9 @@ from typing import Any
 
 from smupar.integrations.eval_table import Number, Results, TaskResults
 from smupar.lm.config.commands import EvalConfig, TasksConfig
-from smupar.lm.config.validation import refuse
 from smupar.lm.use import score
 from smupar.output.optional import first_line, optional
+from smupar.plan.settings import refuse
 
 
 def evaluate(config: EvalConfig) -> Results:

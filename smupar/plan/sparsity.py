@@ -70,7 +70,7 @@ class Sparsity:
     def _base_density(self, role: ParamRole) -> Fraction:
         """The base density, rounded to a count of this tensor's weights, so that rho = rho_base gives exactly muP."""
         base = self.base_densities[role.name]
-        if base == 1 or not self.pattern.takes_any_density:  # a model with an N:M pattern may have any base density
+        if base == 1 or not self.pattern.takes_any_density:  # an N:M pattern has no mask of any base density to round to
             return base
         pattern = Pattern() if role.name in self.given else self.pattern
         count = pattern.count(role.shape, role.in_dims, base)

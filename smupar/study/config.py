@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from smupar.lm.config.run import ModelConfig, RunConfig
-from smupar.lm.config.validation import refuse
+from smupar.plan.settings import refuse
 
 # The hyperparameters that are searched on a dense proxy, and hold for other models.
 Tuned = Literal["lr", "init_std", "alpha_input", "alpha_output"]

@@ -18,7 +18,7 @@ LOSS = "loss (mean of the last 5 % of steps)"
 @dataclass(frozen=True)
 class Point:
     x: float
-    y: float  # infinite for a run that diverged; a triangle at the top stands for what lies above the axis
+    y: float  # infinite if the run diverged. Values above the plotted range are drawn as triangles at the top
     text: str = ""
 
 
@@ -28,7 +28,7 @@ class Line:
     points: tuple[Point, ...]
     colour: float | str = 0.0  # from 0, dark, to 1, or #rrggbb
     dashed: bool = False
-    best: float | None = None  # where the optimum lies, marked by a star; by a hollow one at the edge of the grid
+    best: float | None = None  # x of the optimum, drawn as a star; the star is hollow at the edge of the grid
     joined: bool = True  # whether the points are joined
 
 
@@ -38,7 +38,7 @@ class Panel:
     x_label: str
     y_label: str
     lines: tuple[Line, ...]
-    marked_x: float | None = None  # of a vertical line
+    marked_x: float | None = None  # x of a dotted vertical line
     marked_label: str = ""
     log_x: bool = True
     whole_y: bool = False  # whether every value is shown, and not only those near the best
@@ -74,7 +74,7 @@ def draw_png(panels: Sequence[Panel], path: Path, title: str = "", *, columns: i
     for unused in grid.flat[len(panels) :]:
         unused.set_visible(False)
     shared = [line.label for line in panels[-1].lines]  # one legend for all panels that have the same lines
-    many = max(len(panel.lines) for panel in panels) > 4  # a legend of so many would hide them: it stands beside all panels
+    many = max(len(panel.lines) for panel in panels) > 4  # a legend would cover them, so one goes beside the panels
     for number, (panel, axis) in enumerate(zip(panels, axes, strict=True)):
         _draw_panel(panel, axis, *y_range([other for other in panels if other.y_label == panel.y_label]))
         if not many and (panel is panels[-1] or [line.label for line in panel.lines] != shared):
@@ -190,7 +190,7 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _colour(line: Line) -> str:
-    """Grey where dashed; else the line's own, or one between the ends of viridis."""
+    """Grey for dashed lines; otherwise the given colour, or that of viridis at the given position."""
     if line.dashed:
         return "#777777"
     if isinstance(line.colour, str):

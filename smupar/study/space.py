@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from smupar.lm.config.run import ModelConfig, RunConfig, changed
-from smupar.lm.config.validation import refuse
+from smupar.plan.settings import refuse
 
 _Item = TypeVar("_Item")
 _MODEL = {field.name for field in dataclasses.fields(ModelConfig)}

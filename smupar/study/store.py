@@ -23,10 +23,10 @@ from typing import Any
 
 from smupar import __version__
 from smupar.lm.config.run import LATER_FIELDS, RunConfig, default_of, differences, flat
-from smupar.lm.config.validation import refuse
 from smupar.lm.run.folder import TRACE_FILE, Row, Summary, metrics_line, read_config, read_summary
 from smupar.output.files import locked, refuse_other_files, write_atomic
 from smupar.output.optional import optional
+from smupar.plan.settings import refuse
 from smupar.study.config import TransferConfig
 from smupar.study.space import unique
 from smupar.updates.trace import Trace

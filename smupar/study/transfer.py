@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from smupar.lm.config.run import RunConfig
-from smupar.lm.config.validation import refuse
+from smupar.plan.settings import refuse
 from smupar.rules import get_rule
 from smupar.study.comparison import as_rule, sp_init_std
 from smupar.study.config import TransferConfig

@@ -15,9 +15,9 @@ import numpy as np
 
 from smupar import __version__
 from smupar.lm.config.run import RunConfig, flat
-from smupar.lm.config.validation import refuse
 from smupar.output.files import write_atomic
 from smupar.output.optional import optional
+from smupar.plan.settings import refuse
 from smupar.study.config import TUNED, TuneConfig
 from smupar.study.curves import LOSS, Line, Panel, Point
 from smupar.study.definition import Findings, Stage, StudyDefinition, best_in_words

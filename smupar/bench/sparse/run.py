@@ -18,9 +18,9 @@ from smupar.bench.sparse import cpu, gpu
 from smupar.bench.sparse.rows import Machine, Part, Row, measure_machine
 from smupar.execute.sparse.cpu import NoKernel, library
 from smupar.lm.config.run import ModelConfig
-from smupar.lm.config.validation import refuse
 from smupar.output.files import write_atomic
 from smupar.output.pictures import new_figure
+from smupar.plan.settings import refuse
 
 _GPT = ModelConfig(width=1024, depth=8, head_dim=64, vocab_size=256)
 

@@ -133,8 +133,8 @@ def _sizes(num_rows: int, num_columns: int, leading: int) -> tuple[ctypes.c_int6
 
 
 def _destroy(matrix: Struct, rows: Struct, result: Struct, product: Struct, choice: Struct, plan: Struct) -> None:
-    """Frees the memory that the library holds for a plan. A product's descriptor is only its structure, so it needs no call.
-    For the choice of an algorithm, the library allocates memory from version 0.8 on."""
+    """Frees the memory that the library holds for a plan. The descriptor of a product owns no memory, so nothing
+    frees it. Since version 0.8 the choice of an algorithm owns memory."""
     library = _library()
     library.cusparseLtMatmulPlanDestroy(plan)
     if hasattr(library, "cusparseLtMatmulAlgSelectionDestroy"):

@@ -51,7 +51,7 @@ class SemiStructured(OnGpu):
     name = "2:4"
 
     def __init__(self) -> None:
-        # Plans by sizes and device, the most recently used last, each with the number of uses before its search.
+        # (sizes, device) -> (plan, how often it was used, up to its search), in the order of their last use
         self._plans: dict[tuple[object, ...], tuple[cslt.MatmulPlan, int]] = {}
         self._captured: set[cslt.MatmulPlan] = set()  # CUDA graphs may replay these plans, so they are never freed
 
@@ -72,7 +72,7 @@ class SemiStructured(OnGpu):
     def index(self, row_starts: Tensor, columns: Tensor, shape: tuple[int, int], out_dim: int) -> SemiIndex:
         mask = mask_of_index(row_starts, columns, shape[1])
         if why := self.refusal(mask):
-            raise ValueError(f"backend '2:4' cannot multiply a layer: {why}, or sparsify_storage with backend='dense'")
+            raise ValueError(f"backend '2:4' cannot multiply a layer: {why}")
         return SemiIndex(shape, out_dim, _metadata(mask), _metadata(mask.T.contiguous()), tile_codes(mask))
 
     def product(self, rows: Tensor, index: SemiIndex, values: Tensor, *, back: bool) -> Tensor:

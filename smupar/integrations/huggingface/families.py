@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from smupar.lm.config.validation import refuse
 from smupar.plan.plan import Plan
+from smupar.plan.settings import refuse
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from smupar.integrations.huggingface.families import FAMILIES, attentions, set_attention_scale
-from smupar.lm.config.validation import refuse
 from smupar.model.csr import MASK, expand_state, is_compressed
 from smupar.model.parameterize import add_masks, attach, let_masks_move
 from smupar.model.weights import weight_of
 from smupar.output.files import refuse_existing, whole_folder, write_atomic
 from smupar.plan.plan import PLAN_FILE, Plan, PlanWarning
+from smupar.plan.settings import refuse
 from smupar.rules import SP, get_rule
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -14,10 +14,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from smupar.integrations.huggingface.families import FAMILIES, Family, attentions, base_config, set_attention_scale
 from smupar.integrations.huggingface.folders import keep_plan
-from smupar.lm.config.validation import refuse
 from smupar.model import parameterize as apply
 from smupar.plan.make import Settings
 from smupar.plan.plan import Plan, PlanWarning
+from smupar.plan.settings import refuse
 
 # If the number of key and value heads is the same at every width, these matrices have the shape of readouts.
 _HIDDEN = ("*.k_proj.weight", "*.v_proj.weight")

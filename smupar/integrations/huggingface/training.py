@@ -10,10 +10,10 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerContr
 from smupar.check.audit import audit
 from smupar.dynamic.sparsifiers import Sparsifier
 from smupar.integrations.state import carry_state
-from smupar.lm.config.validation import refuse
 from smupar.model.seam import unwrap_optimizer
 from smupar.optim.groups import param_groups
 from smupar.plan.plan import Plan
+from smupar.plan.settings import refuse
 from smupar.updates.meter import Follower, Recorder
 
 

@@ -6,13 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from smupar.lm.config.run import RunConfig
-from smupar.lm.config.validation import (
-    check_choices,
-    check_not_negative,
-    check_positive,
-    check_sparsities,
-    refuse,
-)
+from smupar.lm.config.validation import check_choices, check_not_negative, check_positive, check_sparsities
+from smupar.plan.settings import refuse
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from smupar.lm.config.validation import (
     check_positive,
     check_run,
     n_of_m,
-    refuse,
 )
+from smupar.plan.settings import refuse
 
 _Config = TypeVar("_Config")
 _FEW_MOVES = 5

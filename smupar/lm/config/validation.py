@@ -8,8 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
-from smupar.plan.settings import UNSTRUCTURED
-from smupar.plan.settings import refuse as refuse
+from smupar.plan.settings import UNSTRUCTURED, refuse
 
 if TYPE_CHECKING:
     from smupar.lm.config.run import ModelConfig, RunConfig

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from smupar.lm.config.run import STANDARD_LIBRARY, RunConfig, padded_vocab
-from smupar.lm.config.validation import refuse
 from smupar.lm.data.shards import Tokens, open_tokens, read_index, verify
 from smupar.lm.data.tokenizer import TOKENIZER_FILE, Tokenizer
+from smupar.plan.settings import refuse
 
 # The last 5 % of the text are for validation and never trained on, unless a text for validation is given.
 _VALID_SHARE = 0.05

@@ -22,7 +22,6 @@ import numpy as np
 from tqdm import tqdm
 
 from smupar.lm.config.commands import PrepareConfig
-from smupar.lm.config.validation import refuse
 from smupar.lm.data.shards import (
     INDEX,
     PROGRESS,
@@ -38,6 +37,7 @@ from smupar.lm.data.shards import (
 from smupar.lm.data.sources import BrokenOffError, SourceUnit, TextPiece, describe, find_units
 from smupar.lm.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from smupar.output.files import locked, refuse_other_files, write_atomic
+from smupar.plan.settings import refuse
 
 _PROGRESS_FORMAT = "smupar-progress/1"
 _OUR_FILES = re.compile(rf"tokens-\d{{5,}}\.bin|{INDEX}|{PROGRESS}|{VERIFIED}|{TOKENIZER_FILE}")

@@ -20,8 +20,8 @@ from typing import IO, Any
 import numpy as np
 from tqdm import tqdm
 
-from smupar.lm.config.validation import refuse
 from smupar.output.files import sync_folder, write_atomic
+from smupar.plan.settings import refuse
 
 FORMAT = "smupar-tokens/1"
 INDEX, PROGRESS, VERIFIED = "index.json", "progress.json", "verified.json"

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from smupar.lm.config.commands import PrepareConfig
-from smupar.lm.config.validation import refuse
 from smupar.output.optional import first_line, optional
+from smupar.plan.settings import refuse
 
 # Bytes read and characters handed on at a time. Tokenizers run one thread per piece.
 _PIECE = 1 << 18

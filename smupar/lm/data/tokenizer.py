@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from smupar.lm.config.validation import refuse
 from smupar.lm.data.shards import TokenizerInfo, token_dtype
 from smupar.output.files import write_atomic
 from smupar.output.optional import first_line, optional
+from smupar.plan.settings import refuse
 
 TOKENIZER_FILE = "tokenizer.json"
 

@@ -27,10 +27,10 @@ import torch
 
 from smupar import __version__
 from smupar.lm.config.run import STANDARD_LIBRARY, RunConfig, differences, flat
-from smupar.lm.config.validation import refuse
 from smupar.lm.data.batches import Corpus, CorpusFacts
 from smupar.lm.data.tokenizer import TOKENIZER_FILE
 from smupar.output.files import locked, refuse_other_files, write_atomic
+from smupar.plan.settings import refuse
 from smupar.updates.trace import Trace
 
 Status = Literal["finished", "diverged", "interrupted", "terminated"]

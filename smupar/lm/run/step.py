@@ -15,7 +15,6 @@ from smupar.check.audit import audit
 from smupar.execute.cuda_graphs import Graphed, Upload, compile_static
 from smupar.execute.sparse.convert import StorageReport, sparsify_storage
 from smupar.lm.config.run import Execution, RunConfig
-from smupar.lm.config.validation import refuse
 from smupar.lm.data import batches as data
 from smupar.lm.data.shards import Tokens
 from smupar.lm.model.cost import fitting_micro_batch
@@ -25,6 +24,7 @@ from smupar.lm.run.dynamics import make_sparsifier, read_trace
 from smupar.lm.run.optimizers import make_optimizers, set_lr
 from smupar.lm.run.schedule import lr_share
 from smupar.plan.optimizers import facts_of
+from smupar.plan.settings import refuse
 from smupar.updates.meter import Follower, Recorder, follow_updates, record_updates
 from smupar.updates.trace import Trace
 

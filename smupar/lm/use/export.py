@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from smupar.lm.config.commands import ExportConfig
-from smupar.lm.config.validation import refuse
 from smupar.lm.data.tokenizer import TOKENIZER_FILE
 from smupar.lm.model.gpt import GPT, attentions
 from smupar.lm.run import checkpoint
@@ -23,6 +22,7 @@ from smupar.model.csr import compress_export
 from smupar.model.parameterize import FACTOR, mask_of
 from smupar.output.files import refuse_existing, whole_folder
 from smupar.plan.plan import PLAN_FILE
+from smupar.plan.settings import refuse
 
 
 def export(config: ExportConfig) -> str:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from smupar.lm.config.commands import GenerateConfig
-from smupar.lm.config.validation import refuse
 from smupar.lm.model.gpt import GPT, Cache
 from smupar.lm.run.distributed import pick_device
 from smupar.lm.use.load import load_model
+from smupar.plan.settings import refuse
 
 
 def generate(config: GenerateConfig) -> Iterator[str]:

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from smupar.lm.config.commands import ScoringConfig
-from smupar.lm.config.validation import refuse
 from smupar.lm.data.tokenizer import Tokenizer
 from smupar.lm.model.gpt import GPT
 from smupar.lm.run.distributed import pick_device
@@ -36,6 +35,7 @@ from smupar.lm.use.load import is_export, load_model, load_run, read_description
 from smupar.output.files import write_atomic
 from smupar.output.optional import first_line, optional
 from smupar.plan.plan import PLAN_FILE
+from smupar.plan.settings import refuse
 
 _AT_ONCE = 1024  # number of positions whose probabilities are in memory at a time
 REQUESTS_FORMAT, SCORES_FORMAT = "smupar-requests/1", "smupar-scores/1"
