@@ -64,7 +64,7 @@ def then(scale: Scale, study: Study) -> list[RunConfig]:
         return []
     swept = study.results(_sp_rates(scale))
     if not swept or not study.results([_proxy(scale)]):
-        raise ValueError("neither the sweep of SP nor the proxy may be missing: run them again")
+        raise ValueError("the sweep of SP or the proxy has not finished: the same command resumes it")
     lr = min(swept, key=_loss).config.lr
     ours, sparsities = scale.run("pretraining"), scale.size("pretraining").sparsities
     tuned = [replace(scale.run("pretraining", rule="sp", sparsity=sparsity), lr=lr) for sparsity in sparsities]

@@ -68,13 +68,13 @@ def draw_png(panels: Sequence[Panel], path: Path, title: str = "", *, columns: i
     """Draws all panels in one row, or in rows of ``columns``."""
     columns = min(columns or len(panels), len(panels))
     num_rows = -(-len(panels) // columns)
-    figure = new_figure(figsize=(3.6 * columns + 0.6, 3.9 * num_rows), layout="constrained")
+    many = max(len(panel.lines) for panel in panels) > 4  # a legend would cover them, so one goes beside the panels
+    figure = new_figure(figsize=(3.6 * columns + (2.8 if many else 0.6), 3.9 * num_rows), layout="constrained")
     grid = figure.subplots(num_rows, columns, sharey=len({panel.y_label for panel in panels}) == 1, squeeze=False)
     axes = grid.flat[: len(panels)]
     for unused in grid.flat[len(panels) :]:
         unused.set_visible(False)
     shared = [line.label for line in panels[-1].lines]  # one legend for all panels that have the same lines
-    many = max(len(panel.lines) for panel in panels) > 4  # a legend would cover them, so one goes beside the panels
     for number, (panel, axis) in enumerate(zip(panels, axes, strict=True)):
         _draw_panel(panel, axis, *y_range([other for other in panels if other.y_label == panel.y_label]))
         if not many and (panel is panels[-1] or [line.label for line in panel.lines] != shared):
