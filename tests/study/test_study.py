@@ -212,7 +212,7 @@ def test_losses_of_a_stack_are_fetched_every_fifty_steps(tmp_path):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_stack_that_a_signal_stops_begins_again(tmp_path, number, code):
+def test_stack_that_a_signal_stops_says_what_is_kept(tmp_path, number, code):
     folder, log = tmp_path / "study", tmp_path / "log"
     argv = ["sweep", "lr=0.01,0.02", *TINY_FLAGS, "--width", "32", "--steps", "1000000", "--out", str(folder)]
     process = PROCESSES.Process(target=_command, args=([*argv, "--engine", "stacked"], log))
@@ -225,7 +225,7 @@ def test_stack_that_a_signal_stops_begins_again(tmp_path, number, code):
     os.kill(process.pid, number)
     process.join()
     assert process.exitcode == code
-    assert "0 of 2 runs are done and kept; stacked ones that were running begin again" in log.read_text()
+    assert "0 of 2 runs are done and kept; those that were running go on from their last save" in log.read_text()
 
 
 # The store
