@@ -35,7 +35,7 @@ def write_report(study: Study, definition: StudyDefinition | None = None) -> str
     study.write_table()
     unfinished = ""
     if definition is None:
-        definition = _defined(study, described["definition"])
+        definition = definition_of(study)
         unfinished = _unfinished(study, definition)
     findings = Findings("", (), study.results()) if unfinished and definition.needs_all_runs else definition.read(study)
     sentence = " ".join(filter(None, (unfinished, _left_out(study), findings.sentence)))
@@ -45,8 +45,9 @@ def write_report(study: Study, definition: StudyDefinition | None = None) -> str
     return f"{sentence}\n{study.folder}/report.html, {'picture.png, ' if findings.panels else ''}table.csv"
 
 
-def _defined(study: Study, stored: dict[str, Any]) -> StudyDefinition:
-    """The study that study.json describes."""
+def definition_of(study: Study) -> StudyDefinition:
+    """The study that its study.json describes."""
+    stored = study.describe()["definition"]
     kind = stored.get("kind")
     try:
         return FROM_JSON.get(kind if isinstance(kind, str) else "", sweep_from_json)(stored)

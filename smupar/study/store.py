@@ -100,7 +100,7 @@ class Study:
         """Removes or restores the folder if a command fails before its first run. The command has a mistake, and the folder
         must be free for the corrected one."""
         file, begun = self.folder / "study.json", self._begun()
-        before = file.read_bytes() if file.exists() else None
+        before = file.read_bytes() if file.is_file() else None
         try:
             yield
         except BaseException:

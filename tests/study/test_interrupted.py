@@ -61,9 +61,12 @@ def run_whole(folder, configs, engine="stacked"):
 
 
 def interrupt(folder, configs, *, after, how=signal.SIGTERM, engine="stacked"):
-    with suppress(SystemExit, KeyboardInterrupt, ConnectionError), open_study(folder) as study:
-        with closing(StoppedProgress(configs, after, how)) as progress:
-            run_group(study, configs, engine, CPU, progress)
+    with (
+        suppress(SystemExit, KeyboardInterrupt, ConnectionError),
+        open_study(folder) as study,
+        closing(StoppedProgress(configs, after, how)) as progress,
+    ):
+        run_group(study, configs, engine, CPU, progress)
     return Study(folder)
 
 
@@ -126,6 +129,15 @@ def test_stack_stopped_by_a_signal_goes_on_to_the_same_bits(tmp_path, trace, cas
     interrupt(tmp_path / "study", configs, after=(47 - 31) * len(configs), how=signal.SIGINT)
     assert run_whole(tmp_path / "study", configs) == whole
     assert not list(study.stacks.glob("*/"))
+
+
+@pytest.mark.parametrize("rates", [(0.01, 0.02), (0.01, 1e12)], ids=["both end", "one diverges"])
+def test_stack_stopped_in_its_validation_has_the_same_rows(tmp_path, rates):
+    configs = [replace(RUN, optimizer="sgd", lr=lr) for lr in rates]
+    whole = run_whole(tmp_path / "whole", configs)
+    study = interrupt(tmp_path / "study", configs, after=60 * 2)  # shown before the validation
+    assert steps_of_states(study) == [60]
+    assert run_whole(tmp_path / "study", configs) == whole
 
 
 def steps_of_states(study):

@@ -147,7 +147,8 @@ class Loop:
         if not self._validate():
             return False
         for index, progress in enumerate(self.progress):
-            self.keeper.log(index, {"step": self.done, "valid_loss": progress.valid_loss})
+            if not progress.diverged:
+                self.keeper.log(index, {"step": self.done, "valid_loss": progress.valid_loss})
         self.keeper.save(self.progress)
         return True
 
