@@ -238,7 +238,9 @@ def largest_stack(config: RunConfig, device: torch.device, *, share: float = _US
     cost, model = estimate(config), config.model
     # Attention by products keeps its scores, in fp32 and as weights, in every layer.
     scores = 8 * model.depth * model.num_heads * config.batch_size * config.seq_len**2
-    each = cost.state_bytes + cost.activation_bytes + scores + cost.num_parameters * 8
+    # A stack's state is copied twice when it is saved, in the host's memory.
+    copies = 2 * cost.state_bytes if device.type == "cpu" else 0.0
+    each = cost.state_bytes + cost.activation_bytes + scores + cost.num_parameters * 8 + copies
     return min(_MOST, int(share * _free_bytes(device) / each))
 
 

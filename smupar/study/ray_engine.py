@@ -107,7 +107,7 @@ def _run_all(ray: Any, study: Study, todo: list[RunConfig], configs: list[RunCon
     left, failure = todo, ""
     for _ in range(_ROUNDS):
         pending = {}
-        tasks = _tasks(study, left, configs, num_slots=max(1, int(resources.get(resource, 1))), resource=resource)
+        tasks = tasks_of(study, left, configs, num_slots=max(1, int(resources.get(resource, 1))), resource=resource)
         for number, (part, others) in enumerate(tasks, start=len(parts.configs)):
             parts.configs[number] = part
             pending[task.remote(*where, part, others, parts.reports, number)] = number
@@ -123,7 +123,7 @@ def _run_all(ray: Any, study: Study, todo: list[RunConfig], configs: list[RunCon
     )
 
 
-def _tasks(
+def tasks_of(
     study: Study, todo: Sequence[RunConfig], configs: Sequence[RunConfig], **slots: Any
 ) -> list[tuple[list[RunConfig], list[RunConfig]]]:
     """Parts of what is to do, each with other runs that were begun in the same stacks. Those stay together."""

@@ -13,7 +13,7 @@ from smupar.output.json_files import DamagedFileError
 from smupar.plan.settings import refuse
 from smupar.study.curves import draw_png, draw_svg, legend
 from smupar.study.definition import Findings, StudyDefinition, cell, varied_columns
-from smupar.study.store import Result, Study, row_of
+from smupar.study.store import Result, Study, printable, row_of
 from smupar.study.sweep import sweep_from_json
 from smupar.study.transfer import transfer_from_json
 from smupar.study.tune import search_from_json
@@ -53,8 +53,8 @@ def definition_of(study: Study) -> StudyDefinition:
         return FROM_JSON.get(kind if isinstance(kind, str) else "", sweep_from_json)(stored)
     except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
         raise DamagedFileError(
-            f"{study.folder / 'study.json'} is damaged, or of another version ({error}): restore it from a copy, or start the "
-            "study's command again with another --out"
+            f"{study.folder / 'study.json'} is damaged, or of another version ({printable(str(error))}): restore it from a "
+            "copy, or start the study's command again with another --out"
         ) from error
 
 

@@ -245,14 +245,19 @@ def _has_grown(study: Study, here: dict[str, Any]) -> bool:
     """Whether a study asks for more runs than before. Raises if it is another study."""
     there = study.describe()
     refuse(
-        there.get("format") != FORMAT or there["version"] != here["version"],
-        f"{study.folder} was made by smupar {there.get('version')}, this is {here['version']}: choose another --out",
+        there["format"] != FORMAT or there["version"] != here["version"],
+        f"{study.folder} was made by smupar {printable(there['version'])}, this is {here['version']}: choose another --out",
     )
     old, new = (_comparable(described["definition"]) for described in (there, here))
     grown = {name for name in old.keys() & new.keys() if old[name] != new[name] and _grows(name, old[name], new[name])}
     other = differences(*({name: value for name, value in values.items() if name not in grown} for values in (old, new)))
-    refuse(other, f"{study.folder} holds another study ({other}): choose another --out")
+    refuse(other, f"{study.folder} holds another study ({printable(other)}): choose another --out")
     return bool(grown)
+
+
+def printable(text: str) -> str:
+    """Text from a file as part of a message: in one line, and without codes that a terminal obeys."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def _comparable(definition: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from smupar.study.engines import execute, run_group
 from smupar.study.stack_training import StudyProgress
 from smupar.study.stacks import recorded_divisions, remove_leftovers
 from smupar.study.store import Study
+from tests.studies import ends_of
 from tests.texts import words
 
 CPU = torch.device("cpu")
@@ -68,23 +69,6 @@ def interrupt(folder, configs, *, after, how=signal.SIGTERM, engine="stacked"):
     ):
         run_group(study, configs, engine, CPU, progress)
     return Study(folder)
-
-
-def ends_of(study):
-    """Everything that runs have left, but for times and speeds."""
-    ends = {}
-    for folder in study.runs.iterdir():
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        summary = json.loads((folder / "summary.json").read_text())
-        for name in ("seconds", "tokens_per_second", "sha256"):
-            summary.pop(name, None)
-        trace = folder / "trace.json"
-        ends[folder.name] = (
-            summary,
-            [{name: value for name, value in row.items() if name != "tokens_per_second"} for row in rows],
-            trace.read_bytes() if trace.exists() else None,
-        )
-    return ends
 
 
 @pytest.fixture(scope="module")

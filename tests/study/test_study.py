@@ -644,6 +644,18 @@ def test_further_seeds_follow_an_optimum_that_they_move(tmp_path):
         assert settle(study, lambda study: seeds, EngineConfig(device="cpu")) == seeds  # nothing is missing: nothing is run
 
 
+def test_further_seeds_do_not_depend_on_where_a_round_was_interrupted(tmp_path):
+    curve = [replace(TINY, lr=2.0**power) for power in range(-6, -1)]
+    with Study.open(tmp_path / "study", {"kind": "x"}, "") as study:
+        for config, loss in zip(curve, (5.0, 4.0, 4.5, 4.1, 4.6), strict=True):
+            study.add(config, summary(config, loss))
+        whole = more_seeds(study, curve, "lr", 3)
+        assert {config.lr for config in whole} == {2.0**-6, 2.0**-5, 2.0**-4}
+        for config in whole[2:4]:  # of the best value, which is no longer the best by now
+            study.add(config, summary(config, 5.0))
+            assert more_seeds(study, curve, "lr", 3) == whole
+
+
 def summary(config, loss):
     return Summary(
         id=config.id, status="finished", folder="", steps=config.steps, num_tokens=config.num_tokens, num_parameters=1,
