@@ -87,7 +87,7 @@ def kill_and_compare(kind, engine, folder, moments, num_kills, whole):
     longest, hits = min(whole.seconds[kind, each] for each in possible), []
     for _ in range(num_kills):
         process = start(kind, engine, folder)
-        process.join(timeout=moments.uniform(0.2, longest))
+        process.join(timeout=moments.uniform(0.2, longest / 2))
         number = moments.choice(list(CODES))
         if process.exitcode is None:
             os.kill(process.pid, number)
