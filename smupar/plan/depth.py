@@ -27,6 +27,7 @@ class Correspondence:
     names: Mapping[str, str]  # parameter name -> name of the parameter of the base that corresponds to it
     lists: Mapping[str, Fraction] = field(default_factory=dict)  # path of a list -> its number of blocks over the base's
     blocks: Mapping[str, Fraction] = field(default_factory=dict)  # path of a block of such a list -> the same
+    base_blocks: frozenset[str] = frozenset()  # paths of the blocks of such lists in the base
 
     def m_depth(self, path: str) -> Fraction:
         """The depth multiplier of a parameter or module: of the list whose block it is in, or 1."""
@@ -40,6 +41,7 @@ def correspond(model: nn.Module, base: nn.Module, what: str = "base") -> Corresp
     kind. Differences that are not of depth are left for the comparison of parameters."""
     lists: dict[str, Fraction] = {}
     blocks: dict[str, Fraction] = {}
+    base_blocks: set[str] = set()
     paths = {}
     waiting = [("", "")]
     while waiting:
@@ -52,12 +54,13 @@ def correspond(model: nn.Module, base: nn.Module, what: str = "base") -> Corresp
             pairs = _by_kind(layers, base_layers, path, what)
             lists[path] = Fraction(len(_blocks(layers)), len(_blocks(base_layers)))
             blocks |= {_joined(path, name): lists[path] for name in _blocks(layers)}
+            base_blocks |= {_joined(base_path, name) for name in _blocks(base_layers)}
         waiting += [(_joined(path, name), _joined(base_path, other)) for name, other in pairs.items()]
     names = {}
     for name, _ in model.named_parameters(remove_duplicate=False):
         path, _, leaf = name.rpartition(".")
         names[name] = _joined(paths[path], leaf) if path in paths else name
-    return Correspondence(names, lists, blocks)
+    return Correspondence(names, lists, blocks, frozenset(base_blocks))
 
 
 def _joined(path: str, name: str) -> str:
@@ -80,10 +83,16 @@ def _by_kind(layers: Mapping[str, nn.Module], base_layers: Mapping[str, nn.Modul
     """The base's layer for each layer: the one of the same kind that is as far along among its kind. Single layers of a kind
     must be equally many, or they have no counterpart."""
     kinds, base_kinds = _kinds(layers), _kinds(base_layers)
+    for kind, names in base_kinds.items():
+        refuse(
+            kind not in kinds and names[0] in _blocks(base_layers),
+            f"{_joined(path, names[0])} of {what} is a {kind[0]} whose parameters no layer of the model's {path or 'list'!r} has: "
+            "build both with the same kinds of layers",
+        )
     pairs: dict[str, str] = {}
     for kind, names in kinds.items():
         same = base_kinds.get(kind, [])
-        is_block = any(True for _ in layers[names[0]].children())
+        is_block = names[0] in _blocks(layers)
         refuse(
             is_block and not same,
             f"{_joined(path, names[0])} is a {kind[0]} whose parameters no layer of {path or 'the list'!r} in {what} has: "
@@ -152,5 +161,5 @@ def _guesses(model: nn.Module, depth: Correspondence) -> list[str]:
     for block in depth.blocks:
         for part, module in model.get_submodule(block).named_children():
             linear = [path for path, inner in module.named_modules() if kind_of(inner).is_linear]
-            guesses += [layer_glob(".".join(filter(None, (block, part, path)))) for path in linear[-1:]]
+            guesses += [".".join(filter(None, (block.rpartition(".")[0], "*", part, path))) for path in linear[-1:]]
     return list(dict.fromkeys(guesses))

@@ -216,7 +216,9 @@ def _in_names_of(
     if not depth.lists:
         return other_names, other_shapes
     counterparts = {name: depth.names[name] for name in names if depth.names[name] in other_names}
-    unmatched = other_names.keys() - counterparts.values()
+    # Not every block of a deeper base has a counterpart of its own.
+    inside = tuple(f"{block}." for block in depth.base_blocks)
+    unmatched = {name for name in other_names.keys() - counterparts.values() if not name.startswith(inside)}
     renamed = {name: other_names[name] for name in unmatched}
     for name, other in counterparts.items():
         first = other_names[other]
