@@ -31,9 +31,17 @@ class Correspondence:
 
     def m_depth(self, path: str) -> Fraction:
         """The depth multiplier of a parameter or module: of the list whose block it is in, or 1."""
+        return math.prod((self.blocks[block] for block in self._blocks_around(path)), start=Fraction(1))
+
+    def list_of(self, path: str) -> str | None:
+        """The path of the innermost such list that a module is in."""
+        around = self._blocks_around(path)
+        return around[-1].rpartition(".")[0] if around else None
+
+    def _blocks_around(self, path: str) -> list[str]:
         parts = path.split(".")
         around = (".".join(parts[:length]) for length in range(1, len(parts)))
-        return math.prod((self.blocks[block] for block in around if block in self.blocks), start=Fraction(1))
+        return [block for block in around if block in self.blocks]
 
 
 def correspond(model: nn.Module, base: nn.Module, what: str = "base") -> Correspondence:
@@ -131,7 +139,8 @@ def branch_factors(
     )
     refuse(branches is None, _question(model, depth))
     scaled = [path for path in paths if path in chosen and depth.m_depth(path) != 1]
-    missing = [path for path in depth.lists if not any(name.startswith(f"{path}.") for name in scaled)]
+    reached = {depth.list_of(path) for path in scaled}
+    missing = [path or "the model" for path in depth.lists if path not in reached]
     refuse(
         missing,
         f"branches names no module in {', '.join(map(repr, missing))}, where model and base have different numbers of layers: "

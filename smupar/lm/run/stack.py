@@ -48,7 +48,7 @@ def stack_key(config: RunConfig) -> str | None:
             **fixed,
             "clips": config.clip is not None,
             "two optimizers": config.rest_lr is not None,
-            "residual depth": config.residual_depth,
+            "residual depth": config.residual_depth if config.model.residual_factor else None,
             "round": config.round_steps,
         }
     )
