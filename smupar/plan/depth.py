@@ -94,8 +94,8 @@ def _by_kind(layers: Mapping[str, nn.Module], base_layers: Mapping[str, nn.Modul
     for kind, names in base_kinds.items():
         refuse(
             kind not in kinds and names[0] in _blocks(base_layers),
-            f"{_joined(path, names[0])} of {what} is a {kind[0]} whose parameters no layer of the model's {path or 'list'!r} has: "
-            "build both with the same kinds of layers",
+            f"{_joined(path, names[0])} of {what} is a {kind[0]} whose parameters no layer of the model's "
+            f"{path or 'list'!r} has: build both with the same kinds of layers",
         )
     pairs: dict[str, str] = {}
     for kind, names in kinds.items():

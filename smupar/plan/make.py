@@ -111,7 +111,7 @@ def planned(model: nn.Module, base: nn.Module, settings: Settings) -> Plan:
         alpha_output=numbers.alphas["unembedding"],
         output_factor=output_factor,
         live_neurons=sparsity.live_neurons,
-        depth=numbers.depth.name,
+        depth=numbers.depth.name if depth.lists else "none",
         branches=branches,
         notes=_notes(model, roles, sparsity, numbers, depth),
         pending=make_reminders(model, roles, numbers.rule, output_factor, numbers.forward("embedding", Fraction(1))),

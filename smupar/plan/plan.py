@@ -86,7 +86,7 @@ class Plan:
     alpha_output: float
     output_factor: float  # factor on the logits
     live_neurons: tuple[int, int] = (1, 1)  # (live neurons in each period, period), for pattern "neuron"
-    depth: str = "none"  # the depth rule
+    depth: str = "none"  # the depth rule, where model and base differ in depth
     branches: tuple[tuple[str, float], ...] = ()  # (module path, factor on its output), of residual branches
     notes: list[Note] = field(default_factory=list)
     pending: dict[str, str] = field(default_factory=dict)

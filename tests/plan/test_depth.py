@@ -200,7 +200,7 @@ def test_question_proposes_the_last_layer_of_each_part():
 
 
 def test_base_that_is_deeper_is_refused():
-    with pytest.raises(ValueError, match="base has more layers in 'blocks' than the model(.|\n)*depth='none'"):
+    with pytest.raises(ValueError, match=r"base has more layers in 'blocks' than the model(.|\n)*depth='none'"):
         plan_of(64, 2, base_depth=4, branches=BRANCHES)
     assert plan_of(64, 2, base_depth=4, depth="none").branches == ()
 
@@ -214,5 +214,5 @@ def test_lists_of_single_layers_must_be_equally_long():
     def make(width, depth):
         return nn.Sequential(nn.Linear(8, width), *(nn.Linear(width, width) for _ in range(depth)), nn.Linear(width, 4))
 
-    with pytest.raises(ValueError, match="only in the model: 5.bias"):
+    with pytest.raises(ValueError, match=r"only in the model: 5\.bias"):
         smupar.make_plan(make(16, 4), base=make(8, 3))

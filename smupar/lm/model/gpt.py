@@ -144,6 +144,10 @@ def attentions(model: nn.Module) -> list[Attention]:
     return [module for module in model.modules() if isinstance(module, Attention)]
 
 
+def blocks(model: nn.Module) -> list[TransformerBlock]:
+    return [module for module in model.modules() if isinstance(module, TransformerBlock)]
+
+
 # Positions
 
 
@@ -206,7 +210,7 @@ def parameterized(model: GPT, config: RunConfig, *, reset: bool | None = None) -
     """Parameterizes a GPT in place with the run's settings; ``reset`` is passed to ``parameterize``."""
     plan = parameterize(model, base=_base(config), reset=reset, **_settings(config))
     set_attention_scale(model, plan)
-    for block in model.blocks:
+    for block in blocks(model):
         block.factor = residual_factor(config.model, config.residual_depth)
     if config.prunes:
         add_masks(model, plan)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from smupar.lm.config.commands import ExportConfig
 from smupar.lm.data.tokenizer import TOKENIZER_FILE
-from smupar.lm.model.gpt import GPT, attentions, residual_factor
+from smupar.lm.model.gpt import GPT, attentions, blocks, residual_factor
 from smupar.lm.run import checkpoint
 from smupar.lm.run.folder import read_facts, read_summary
 from smupar.lm.use.load import EXPORT_FORMAT, LoadedRun, load_run
@@ -82,10 +82,9 @@ def folded(model: GPT) -> dict[str, Tensor]:
             if f"blocks.{number}.attention.qkv.{name}" in tensors:
                 tensors[f"blocks.{number}.attention.qkv.{name}"][: model.config.width] *= factor
     plain = residual_factor(model.config, model.config.depth)
-    for path, module in model.named_modules():
-        if hasattr(module, BRANCH):
-            block = model.get_submodule(path.rpartition(".")[0].rpartition(".")[0])
-            for name, _ in module.named_parameters():
+    for number, block in enumerate(blocks(model)):
+        for path, module in block.named_modules(prefix=f"blocks.{number}"):
+            for name, _ in module.named_parameters() if hasattr(module, BRANCH) else ():
                 tensors[f"{path}.{name}"] *= getattr(module, BRANCH) * (block.factor / plain)
     return tensors
 
