@@ -2,6 +2,8 @@
 
 import json
 
+from smupar.output.json_files import SEAL
+
 
 def ends_of(study):
     """What the runs of a study have left, by their ids: summary, rows and trace, without times and speeds."""
@@ -9,7 +11,7 @@ def ends_of(study):
     for folder in study.runs.iterdir():
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         summary = json.loads((folder / "summary.json").read_text())
-        for name in ("seconds", "tokens_per_second", "folder", "sha256"):
+        for name in ("seconds", "tokens_per_second", "folder", SEAL):
             summary.pop(name, None)
         trace = folder / "trace.json"
         ends[folder.name] = (

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from smupar.cli.main import main
-from smupar.output.json_files import DamagedFileError
+from smupar.output.json_files import SEAL, DamagedFileError, write_sealed
 from smupar.study.report import definition_of, write_report
 from smupar.study.store import Study
 from smupar.study.tune import FORMAT, doubts, read_hps
@@ -48,8 +48,9 @@ def change_digit(path, old, new):
 def unsealed(path):
     """A file as versions without seals wrote it."""
     values = json.loads(path.read_text())
-    values.pop("sha256", None)
+    values.pop(SEAL, None)
     path.write_text(json.dumps(values, indent=1))
+    return values
 
 
 DAMAGES = {
@@ -60,6 +61,10 @@ DAMAGES = {
     "summary of another run": lambda run: (
         unsealed(run / "summary.json"),
         change_digit(run / "summary.json", f'"id": "{run.name}"', '"id": "0123456789"'),
+    ),
+    "changed digit of a summary": lambda run: (
+        write_sealed(run / "summary.json", unsealed(run / "summary.json")),
+        change_digit(run / "summary.json", '"train_loss": 4.', '"train_loss": 3.'),
     ),
     "empty summary": lambda run: (run / "summary.json").write_text(""),
     "summary that is a list": lambda run: (run / "summary.json").write_text("[]"),
