@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from smupar.bench.sparse import cpu, gpu
 from smupar.bench.sparse.rows import Machine, Part, Row, measure_machine
-from smupar.execute.sparse.cpu import NoKernel, library
+from smupar.execute.sparse.library import NoKernel, library
 from smupar.lm.config.run import ModelConfig
 from smupar.output.files import write_atomic
 from smupar.output.pictures import new_figure
