@@ -30,6 +30,15 @@ def guard_compiler_cache() -> None:
         with private_folder(guessed):
             return
     except OSError:
+        os.environ[_SETTING] = _own_folder()
+
+
+def _own_folder() -> str:
+    try:
         own = cache_folder() / "torch"
         with private_folder(own.parent), private_folder(own):
-            os.environ[_SETTING] = str(own)
+            return str(own)
+    except OSError as error:
+        raise ValueError(
+            f"there is no private folder for what torch.compile makes ({error}): set {_SETTING} to a folder of your own"
+        ) from error

@@ -52,13 +52,19 @@ def writing(path: Path) -> Iterator[None]:
 
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Writes a file so that it has either the old or the new content, even if the power fails."""
+    data = content if isinstance(content, bytes) else content.encode()
+    path = path.resolve() if path.is_symlink() else path
+    if path.exists() and not path.is_file():  # a folder, which is refused, or a device or pipe, which must not be replaced
+        with writing(path):
+            path.write_bytes(data)
+        return
     # Several ranks may write the same file at the same time: the process id gives each its own temporary file.
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with writing(path):
         _remove_left_over(path)
         try:
             with temporary.open("wb") as file:
-                file.write(content if isinstance(content, bytes) else content.encode())
+                file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)
