@@ -2,8 +2,6 @@
 
 import errno
 import os
-import resource
-import signal
 import stat
 import subprocess
 import sys
@@ -14,17 +12,6 @@ import pytest
 from smupar.output.files import FULL, sentence_of, whole_folder, write_atomic, writing
 
 ROOM = "Make room there (delete files, or have the quota raised) or name another path, then run the same command again"
-
-
-@pytest.fixture
-def small_files():
-    """No file may grow beyond a page, which is how a full disk looks to a writer."""
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    signal.signal(signal.SIGXFSZ, handler)
 
 
 def ended_process():
@@ -62,7 +49,7 @@ def test_errors_about_other_things_stay_as_they_are():
 def test_file_that_does_not_fit_keeps_the_old_content(tmp_path, small_files):
     path = tmp_path / "table.csv"
     write_atomic(path, "old")
-    with pytest.raises(OSError) as caught:
+    with pytest.raises(OSError) as caught, small_files(4096):
         write_atomic(path, "x" * 5000)
     assert sentence_of(caught.value) == f"{path}: File too large. {ROOM}"
     assert path.read_text() == "old"
@@ -118,7 +105,7 @@ def test_folder_that_is_not_finished_is_removed(tmp_path, error):
 
 
 def test_folder_that_does_not_fit_is_removed_and_named(tmp_path, small_files):
-    with pytest.raises(OSError) as caught, whole_folder(tmp_path / "out") as folder:
+    with pytest.raises(OSError) as caught, small_files(4096), whole_folder(tmp_path / "out") as folder:
         (folder / "a").write_bytes(b"x" * 5000)
     assert sentence_of(caught.value) == f"{tmp_path / 'out'}: File too large. {ROOM}"
     assert list(tmp_path.iterdir()) == []
