@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ def new_figure(**settings: Any) -> Any:
     return optional("matplotlib.figure", "the picture", "plot").Figure(**settings)
 
 
-def save_figure(figure: Any, path: str | Path, *, dpi: int) -> None:
+def save_figure(figure: Any, path: str | PathLike[str], *, dpi: int) -> None:
     """Writes a figure in the format that the file's ending names; PNG if it has none."""
     content = io.BytesIO()
     figure.savefig(content, dpi=dpi, format=Path(path).suffix.removeprefix(".") or "png")
