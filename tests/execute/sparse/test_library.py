@@ -42,6 +42,7 @@ def places(compiler, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     library._library.cache_clear()
     yield tmp_path / "cache" / "smupar", tmp_path / "tmp"
     library._library.cache_clear()
@@ -54,6 +55,13 @@ def load():
         warnings.simplefilter("always")
         assert library.library().smupar_forward_f32
     return [str(each.message) for each in said]
+
+
+def load_in_a_new_process():
+    """The same in a process of its own, since the system does not load a library of the same name twice. Returns stderr."""
+    script = "from smupar.execute.sparse import library; library.library()"
+    done = subprocess.run([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, check=True)
+    return done.stderr
 
 
 def hostile(path, proof):
@@ -101,7 +109,7 @@ def test_damaged_kernel_is_compiled_again(cached, damage):
 def test_library_of_others_under_our_name_is_not_run(cached, tmp_path):
     cached.unlink()
     hostile(cached, tmp_path / "proof")
-    assert "is damaged: it is compiled again" in load()[0]
+    assert "is damaged: it is compiled again" in load_in_a_new_process()
     assert not (tmp_path / "proof").exists()
 
 
@@ -116,9 +124,9 @@ def test_what_is_not_a_plain_file_of_ours_is_not_run(cached, tmp_path, kind):
     else:
         cached.unlink()
         cached.symlink_to(tmp_path / "evil.so") if kind == "link" else os.mkfifo(cached)
-    said = load()
+    said = load_in_a_new_process()
     assert not (tmp_path / "proof").exists()
-    assert [kind != "old name"] == [bool(said)]
+    assert ("SparseWarning" in said) == (kind != "old name")
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o1777])
@@ -141,7 +149,7 @@ def test_kernel_of_another_user_is_not_run(places, cached, tmp_path, what):
     os.chown(evil, NOBODY, NOBODY)
     if what == "folder":
         os.chown(evil.parent, NOBODY, NOBODY)
-    (said,) = load()
+    said = load_in_a_new_process()
     assert ("belongs to another user" if what == "folder" else "is compiled again") in said
     assert not (tmp_path / "proof").exists()
     assert list(places[1].iterdir()) == []
