@@ -94,7 +94,9 @@ def claim(ratios: Ratios) -> Claim:
     step = max(last["no decay"])
     first, ends = last["no decay"][1], {way: own[step] for way, own in last.items()}
     return all_of(
-        _keeps_size({name.partition(", ")[2]: own[step] for name, own in ratios.items() if name.startswith("independent,")}, step),
+        _keeps_size(
+            {name.partition(", ")[2]: own[step] for name, own in ratios.items() if name.startswith("independent,")}, step
+        ),
         Claim(
             ends["no decay"] > 2 * first,
             f"without decay the effect of an update grows from {first:.2g}x the dense model's at step 1 to "

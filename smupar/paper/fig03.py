@@ -30,7 +30,7 @@ from smupar.paper.settings import Scale
 from smupar.study.comparison import as_rule
 from smupar.study.curves import Line, Panel, Point
 from smupar.study.space import unique
-from smupar.study.store import Result, Study
+from smupar.study.store import Study
 
 _CORRELATION = 0.8
 _PAPER_GAPS = {"SP": 11.9, "muP": 1.9}  # in %, at 16 weights per neuron

@@ -54,7 +54,10 @@ def measure(place: Place, rows: Rows) -> Sizes:
 
 def from_facts(facts: dict[str, Any]) -> Sizes:
     """The published slopes, which do not say everything about a place."""
-    slopes = [Slope(axis="density", at=math.nan, kind="block" if row["role"] == "block" else "layer", **row) for row in facts["slopes"]]
+    slopes = [
+        Slope(axis="density", at=math.nan, kind="block" if row["role"] == "block" else "layer", **row)
+        for row in facts["slopes"]
+    ]
     return Sizes(slopes, facts["verdicts"])
 
 

@@ -196,7 +196,12 @@ def panel(
         line_of(curve, label(curve) if label else _label(curve, with_width=varies), number / max(1, len(curves) - 1))
         for number, curve in enumerate(curves)
     )
-    return Panel(f"{heading}: best moves {move_in_words(curves)}", x_label, LOSS, lines, curves[0].best, "best when dense")
+    return Panel(moving(heading, curves), x_label, LOSS, lines, curves[0].best, "best when dense")
+
+
+def moving(heading: str, curves: Sequence[Curve]) -> str:
+    """The title of a panel, with how far the best value moves on a line of its own."""
+    return f"{heading}:\nbest moves {move_in_words(curves)}"
 
 
 def _label(curve: Curve, *, with_width: bool) -> str:

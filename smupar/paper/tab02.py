@@ -53,7 +53,9 @@ def labelled(results: Results, runs_by_id: dict[str, RunConfig]) -> Results:
 
 def _about(results: Results) -> str:
     num_documents = sum(results.documents.values())
-    return f"{len(results.models)} models, {len(results.documents)} tasks, {num_documents:,} documents, lm-eval {results.lm_eval}"
+    return (
+        f"{len(results.models)} models, {len(results.documents)} tasks, {num_documents:,} documents, lm-eval {results.lm_eval}"
+    )
 
 
 # Reading
@@ -98,7 +100,9 @@ def claim(table: str) -> Claim:
     ours = counts[title("smupar")]
     is_best = ours >= _ALMOST_ALL * len(compared) and ours == max(counts.values())
     words = ", ".join(f"{rule} {count}" for rule, count in counts.items())
-    text = f"best or within 0.01 of the best, of {len(compared)} tasks and sparsities: {words}; in {len(telling)} of them rules "
+    text = (
+        f"best or within 0.01 of the best, of {len(compared)} tasks and sparsities: {words}; in {len(telling)} of them rules "
+    )
     text += "differ by more than two standard errors"
     return Claim(is_best if len(telling) > len(compared) / 2 else None, f"{text}. {table.strip().splitlines()[-1]}")
 

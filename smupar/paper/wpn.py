@@ -24,7 +24,7 @@ def _optimum(curve: Curve) -> Point:
 
 
 def draw(rows: Rows) -> list[Panel]:
-    """The best learning rates, and where they would be if they grew in proportion. Fewer weights per neuron are on the right."""
+    """The best learning rates, and where they would be if they grew in proportion. Sparser models are on the right."""
     lines = []
     for rule in _RULES:
         own, name, colour = curves(rows, rule), title(rule), colour_of(title(rule))

@@ -87,7 +87,8 @@ def draw_png(panels: Sequence[Panel], path: Path, title: str = "", *, columns: i
             axis.set_ylabel(panel.y_label)
     if many:
         keys = {label: key for axis in axes for key, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-        figure.legend(keys.values(), keys.keys(), fontsize=8, loc="outside right center")
+        labels = dict.fromkeys([*(line.label for panel in panels for line in panel.lines), *keys])  # lines come first
+        figure.legend([keys[label] for label in labels], labels, fontsize=8, loc="outside right center")
     if title:
         figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=150)
@@ -112,7 +113,9 @@ def _draw_panel(panel: Panel, axis: Any, low: float, high: float) -> None:
         style = ("--" if line.dashed else "-") if line.joined else "none"
         ys = [p.y if math.isfinite(p.y) else math.nan for p in points]
         size = 3 if line.marker == "o" else 8
-        axis.plot([p.x for p in points], ys, linestyle=style, marker=line.marker, markersize=size, label=line.label, color=colour)
+        axis.plot(
+            [p.x for p in points], ys, linestyle=style, marker=line.marker, markersize=size, label=line.label, color=colour
+        )
         dots = [(p.x, seed) for p in points for seed in p.seeds if len(p.seeds) > 1]
         axis.plot([x for x, _ in dots], [y for _, y in dots], "o", markersize=3.2, alpha=0.5, markeredgewidth=0, color=colour)
         above = [p.x for p in points if p.y > high]
