@@ -137,7 +137,7 @@ def _falls(smupar: list[Curve], method: str) -> Claim:
     steadily = all(later <= earlier for earlier, later in itertools.pairwise(optima))
     step = smupar[0].values[1] / smupar[0].values[0]
     text = (
-        f"{method}: SmuPar's best learning rate falls with sparsity ({_listed(optima)}), by {optima[0] / optima[-1]:.2f}x in "
+        f"{method}: SmuPar's best learning rate falls with sparsity ({_listed(optima)}), by {optima[0] / optima[-1]:.4g}x in "
         f"all: more than {step:g}x, one step of the grid, asked"
     )
     return Claim(steadily and optima[-1] < optima[0] / step, text)
@@ -149,7 +149,7 @@ def _rises(curves: list[Curve], whose: str) -> Claim:
     optima, step = [curve.best for curve in curves], curves[0].values[1] / curves[0].values[0]
     rise = optima[-1] / optima[0]
     text = (
-        f"{whose}'s best learning rate rises with sparsity ({_listed(optima)}), by {rise:.2f}x in all{edge(curves[-1:])}: more "
+        f"{whose}'s best learning rate rises with sparsity ({_listed(optima)}), by {rise:.3g}x in all{edge(curves[-1:])}: more "
         f"than {step:g}x, one step of the grid, asked"
     )
     return Claim(True if rise > step else None if curves[-1].on_edge and rise > 1 else False, text)
