@@ -18,14 +18,14 @@ _FLAT = LAYER_AT_STEP_1[0]  # a layer whose slope is below this passes the check
 
 
 @dataclass(frozen=True)
-class Sizes:
+class SlopesOverDensity:
     """How sizes in hidden layers and blocks change with density, and what the check says about each rule."""
 
     slopes: Sequence[Slope]
     verdicts: Mapping[str, str]
 
 
-def measure(place: Place, rows: Rows) -> Sizes:
+def measure(place: Place, rows: Rows) -> SlopesOverDensity:
     """Runs the check, which writes its picture and pages."""
     scale = place.scale
     size, run = scale.size("coordinates"), scale.run("coordinates")
@@ -49,16 +49,18 @@ def measure(place: Place, rows: Rows) -> Sizes:
         ),
         lr={rule: scale.run("coordinates", rule=rule).lr for rule in RULES},
     )
-    return Sizes([slope for slope in report.slopes if slope.axis == "density" and not slope.is_mean], report.verdicts)
+    return SlopesOverDensity(
+        [slope for slope in report.slopes if slope.axis == "density" and not slope.is_mean], report.verdicts
+    )
 
 
-def from_facts(facts: dict[str, Any]) -> Sizes:
+def from_facts(facts: dict[str, Any]) -> SlopesOverDensity:
     """The published slopes, which do not say everything about a place."""
     slopes = [
         Slope(axis="density", at=math.nan, kind="block" if row["role"] == "block" else "layer", **row)
         for row in facts["slopes"]
     ]
-    return Sizes(slopes, facts["verdicts"])
+    return SlopesOverDensity(slopes, facts["verdicts"])
 
 
 def what(scale: Scale) -> str:
@@ -71,7 +73,7 @@ def what(scale: Scale) -> str:
     )
 
 
-def claim(sizes: Sizes) -> Claim:
+def claim(sizes: SlopesOverDensity) -> Claim:
     """Activations are read at attention and feed-forward blocks, as in the paper, and gradients at each layer. Gradients are
     read at the first step, since later gradients also depend on how far a model has been trained."""
     last = max(slope.step for slope in sizes.slopes)
@@ -83,7 +85,7 @@ def claim(sizes: Sizes) -> Claim:
     return all_of(*parts, smupar_keeps, _independent(sizes))
 
 
-def _vanish(sizes: Sizes, rule: str, quantity: str, role: str, steps: tuple[int, ...]) -> Claim:
+def _vanish(sizes: SlopesOverDensity, rule: str, quantity: str, role: str, steps: tuple[int, ...]) -> Claim:
     """Whether sizes fall with density everywhere, by more than what the check would call flat in a layer."""
     slopes = _chosen(sizes, rule, quantity, role, steps)
     falling = [slope for slope in slopes if slope > _FLAT]
@@ -94,7 +96,7 @@ def _vanish(sizes: Sizes, rule: str, quantity: str, role: str, steps: tuple[int,
     return Claim(len(falling) == len(slopes), text)
 
 
-def _independent(sizes: Sizes) -> Claim:
+def _independent(sizes: SlopesOverDensity) -> Claim:
     """Whether gradients behave at init as if they were independent of the weights, which the paper assumes and leaves open. If
     they were not, the sum over a neuron's weights would not grow as the root of their number, and under SmuPar, which divides
     by that root, sizes would depend on density."""
@@ -107,7 +109,7 @@ def _independent(sizes: Sizes) -> Claim:
     )
 
 
-def _chosen(sizes: Sizes, rule: str, quantity: str, role: str, steps: tuple[int, ...]) -> list[float]:
+def _chosen(sizes: SlopesOverDensity, rule: str, quantity: str, role: str, steps: tuple[int, ...]) -> list[float]:
     wanted = rule, quantity, role
     return [s.slope for s in sizes.slopes if (s.rule, s.quantity, s.role) == wanted and s.step in steps]
 

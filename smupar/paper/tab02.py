@@ -61,7 +61,7 @@ def _about(results: Results) -> str:
 # Reading
 
 
-class Cell(NamedTuple):
+class Compared(NamedTuple):
     """Accuracies of the rules on one task at one sparsity, in percent."""
 
     values: dict[str, float]  # by the title of the rule
@@ -78,15 +78,15 @@ class Cell(NamedTuple):
         return self.values[rule] >= max(self.values.values()) - 1
 
 
-def cells(table: str) -> list[Cell]:
+def cells(table: str) -> list[Compared]:
     """A cell for each task and sparsity above 0, from the table as text."""
     lines = [re.split(r" {2,}", line) for line in table.partition("\n\n")[0].splitlines()]
-    found: dict[tuple[str, int], Cell] = {}
+    found: dict[tuple[str, int], Compared] = {}
     for name, *numbers in lines[2:]:  # after the titles and random guessing
         rule, _, sparsity = name.rpartition(" ")
         for task, number in enumerate(numbers[:-1]):  # the last is the average
             value, _, error = number.partition(" ± ")
-            cell = found.setdefault((sparsity, task), Cell({}, {}))
+            cell = found.setdefault((sparsity, task), Compared({}, {}))
             cell.values[rule], cell.errors[rule] = float(value), float(error or 0)
     return [cell for (sparsity, _), cell in found.items() if float(sparsity) > 0]
 

@@ -109,26 +109,11 @@ def _has_seeds(panel: Panel) -> bool:
 
 def _draw_panel(panel: Panel, axis: Any, low: float, high: float) -> None:
     for line in panel.lines:
-        points, colour = sorted(line.points, key=lambda point: point.x), _colour(line)
-        style = ("--" if line.dashed else "-") if line.joined else "none"
-        ys = [p.y if math.isfinite(p.y) else math.nan for p in points]
-        size = 3 if line.marker == "o" else 8
-        axis.plot(
-            [p.x for p in points], ys, linestyle=style, marker=line.marker, markersize=size, label=line.label, color=colour
-        )
-        dots = [(p.x, seed) for p in points for seed in p.seeds if len(p.seeds) > 1]
-        axis.plot([x for x, _ in dots], [y for _, y in dots], "o", markersize=3.2, alpha=0.5, markeredgewidth=0, color=colour)
-        above = [p.x for p in points if p.y > high]
-        for artist in axis.plot(above, [high] * len(above), "^", markersize=5, color=colour, clip_on=False):
-            artist.set_in_layout(False)
-        if line.best is not None and points:
-            best = min(points, key=lambda point: abs(_x(point.x, panel) - _x(line.best, panel)))  # type: ignore[arg-type]
-            fill, edge = ("white", colour) if best in (points[0], points[-1]) else (colour, "white")
-            axis.plot(best.x, best.y, marker="*", markersize=13, markerfacecolor=fill, markeredgecolor=edge)
+        _draw_line(line, panel, axis, high)
     if _has_best(panel):
         axis.plot([], [], "*", color="0.3", markersize=9, label="best (hollow: at the edge)")
     if _has_seeds(panel):
-        axis.plot([], [], "o", color="0.3", markersize=3.2, alpha=0.5, markeredgewidth=0, label="single seeds; lines are means")
+        axis.plot([], [], color="0.3", label="single seeds; lines are means", **_SEEDS)
     if panel.marked_x is not None:
         axis.axvline(panel.marked_x, color="0.6", linewidth=1, linestyle=":", label=panel.marked_label)
     if panel.log_x:
@@ -139,6 +124,26 @@ def _draw_panel(panel: Panel, axis: Any, low: float, high: float) -> None:
     axis.set_title(panel.title, fontsize=10)
     axis.set_xlabel(panel.x_label)
     axis.grid(True, alpha=0.25)
+
+
+_SEEDS: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 3.2, "alpha": 0.5, "markeredgewidth": 0}
+
+
+def _draw_line(line: Line, panel: Panel, axis: Any, high: float) -> None:
+    points, colour = sorted(line.points, key=lambda point: point.x), _colour(line)
+    style = ("--" if line.dashed else "-") if line.joined else "none"
+    size = 3 if line.marker == "o" else 8
+    ys = [p.y if math.isfinite(p.y) else math.nan for p in points]
+    axis.plot([p.x for p in points], ys, linestyle=style, marker=line.marker, markersize=size, label=line.label, color=colour)
+    dots = [(p.x, seed) for p in points for seed in p.seeds if len(p.seeds) > 1]
+    axis.plot([x for x, _ in dots], [y for _, y in dots], color=colour, **_SEEDS)
+    above = [p.x for p in points if p.y > high]
+    for artist in axis.plot(above, [high] * len(above), "^", markersize=5, color=colour, clip_on=False):
+        artist.set_in_layout(False)
+    if line.best is not None and points:
+        best = min(points, key=lambda point: abs(_x(point.x, panel) - _x(line.best, panel)))  # type: ignore[arg-type]
+        fill, edge = ("white", colour) if best in (points[0], points[-1]) else (colour, "white")
+        axis.plot(best.x, best.y, marker="*", markersize=13, markerfacecolor=fill, markeredgecolor=edge)
 
 
 # A page

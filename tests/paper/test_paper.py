@@ -203,7 +203,7 @@ def sizes(**changed):
 
     slopes = [slope(rule, what, role, step) for rule in RULES for what in ("Y", "grad X", "dY") for role in ("block", "hidden")
               for step in (1, 10)]  # fmt: skip
-    return fig05_module.Sizes(slopes, {"sp": "fail", "mup": "fail", "smupar": "pass"})
+    return fig05_module.SlopesOverDensity(slopes, {"sp": "fail", "mup": "fail", "smupar": "pass"})
 
 
 @pytest.mark.parametrize(
