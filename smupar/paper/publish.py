@@ -110,8 +110,8 @@ def index(folder: Path) -> str:
     lines = [
         _INDEX_HEADING,
         "",
-        f"What has been run at scale {scales}. A claim that does not hold stays here as it is. Runs have weight decay and",
-        "clipped gradients where the table does not say otherwise.",
+        f"What has been run at scale {scales}. A claim that does not hold stays here as it is. Claims have parts, and all must",
+        "hold: (5 of 6) means that five do. Runs have weight decay and clipped gradients where the table does not say otherwise.",
         "How to run them, and what the scales are: [reproduce](../reproduce.md).",
         "",
         "| | what | finding | holds here | runs | GPU minutes |",
@@ -132,7 +132,11 @@ def index(folder: Path) -> str:
 
 
 def _holds(facts: dict[str, Any]) -> str:
-    return _ANSWERS[facts["holds"]] + _without(facts)
+    """The answer, with how many parts of the claim hold if some do and some do not."""
+    answers = [part["holds"] for part in facts["claims"]]
+    num_yes = answers.count(True)
+    parts = f" ({num_yes} of {len(answers)})" if 0 < num_yes < len(answers) else ""
+    return _ANSWERS[facts["holds"]] + parts + _without(facts)
 
 
 def _facts(done: Reproduced, scale: Scale) -> dict[str, Any]:
