@@ -110,8 +110,9 @@ def index(folder: Path) -> str:
     lines = [
         _INDEX_HEADING,
         "",
-        f"What has been run at scale {scales}. A claim that does not hold stays here as it is. Claims have parts, and all must",
-        "hold: (5 of 6) means that five do. Runs have weight decay and clipped gradients where the table does not say otherwise.",
+        f"What has been run at scale {scales}. A claim that does not hold stays here as it is. Claims have parts, and all",
+        "must hold: (5 of 6) means that five do. Runs have weight decay and clipped gradients where the table does not say",
+        "otherwise.",
         "How to run them, and what the scales are: [reproduce](../reproduce.md).",
         "",
         "| | what | finding | holds here | runs | GPU minutes |",
