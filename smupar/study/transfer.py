@@ -138,7 +138,7 @@ def panels(config: TransferConfig, verdicts: Sequence[Verdict]) -> list[Panel]:
         curves = sorted(verdict.targets, key=lambda curve: (curve.width, curve.sparsity))
         lines = [line_of(verdict.proxy, f"dense proxy, width {verdict.proxy.width}", 0.0)]
         for number, curve in enumerate(curves):
-            label = f"sparsity {curve.sparsity:.4g}" + (f", width {curve.width}" if len(config.widths) > 1 else "")
+            label = f"width {curve.width}, sparsity {curve.sparsity:.4g}"
             lines.append(line_of(curve, label, number / max(1, len(curves) - 1)))
         best = verdict.proxy.best
         drawn.append(
@@ -148,7 +148,7 @@ def panels(config: TransferConfig, verdicts: Sequence[Verdict]) -> list[Panel]:
                 y_label=LOSS,
                 lines=tuple(lines),
                 marked_x=best,
-                marked_label=f"best on the proxy: {best:.4g}",
+                marked_label="best on the proxy",
             )
         )
     return drawn
