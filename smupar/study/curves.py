@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from smupar.output.pictures import new_figure
+from smupar.output.pictures import new_figure, save_figure
 from smupar.study.optima import Curve
 
 LOSS = "loss (mean of the last 5 % of steps)"
@@ -91,7 +91,7 @@ def draw_png(panels: Sequence[Panel], path: Path, title: str = "", *, columns: i
         figure.legend([keys[label] for label in labels], labels, fontsize=8, loc="outside right center")
     if title:
         figure.suptitle(title, fontsize=11)
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path, dpi=150)
 
 
 def _num_keys(panel: Panel) -> int:
