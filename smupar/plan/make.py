@@ -16,11 +16,13 @@ from typing import TypedDict, Unpack
 from torch import Tensor, nn
 
 from smupar.plan.allocations import Allocation, as_density, uniform
+from smupar.plan.evidence import Note
+from smupar.plan.forward import Example
 from smupar.plan.neighbours import RoleSetting
 from smupar.plan.patterns import parse_pattern, read_masks
 from smupar.plan.plan import Plan, PlanRow, PlanWarning
 from smupar.plan.reminders import attentions, make_reminders
-from smupar.plan.roles import GUESSED, Note, ParamRole, infer_roles
+from smupar.plan.roles import GUESSED, ParamRole, infer_roles
 from smupar.plan.settings import match_globs, refuse
 from smupar.plan.sparsity import DensitySetting, Sparsity, make_sparse
 from smupar.rules import Rule, get_rule
@@ -46,6 +48,7 @@ class Settings(TypedDict, total=False):
     masks: MaskSetting
     roles: Mapping[str, RoleSetting] | None
     delta: nn.Module | None
+    example: Example | None
 
 
 def make_plan(model: nn.Module, *, base: nn.Module, **settings: Unpack[Settings]) -> Plan:
@@ -62,8 +65,10 @@ def make_plan(model: nn.Module, *, base: nn.Module, **settings: Unpack[Settings]
     alpha_input   tuned factor on the embedding's output
     alpha_output  tuned factor on the unembedding's output
     masks         your own masks: {"name": bool tensor}, or a file with these or with a state dict; they set the densities
-    roles         {"glob": role or ("hidden", in_dim)}, for parameters whose role cannot be inferred
+    roles         {"glob": role, ("hidden", in_dim) or ("hidden", (in_dim, in_dim))}, for parameters whose role cannot be inferred
     delta         the same model at any other width; shows which dimensions scale if model and base are equally wide
+    example       a batch for the model: a tensor, a tuple of arguments, or a dict of keyword arguments. One forward pass of
+                  copies of base and model shows how each parameter is used, so that hardly any role has to be asked for
     """
     settings["masks"] = read_masks(settings.get("masks"))
     plan = planned(model, base, settings)
@@ -82,7 +87,9 @@ def planned(model: nn.Module, base: nn.Module, settings: Settings) -> Plan:
         raise TypeError(f"unknown setting {sorted(unknown)[0]!r}; settings are {known} (density is 1 - sparsity)")
     numbers = _Numbers.read(settings)
     pattern = parse_pattern(settings.get("pattern", "random"))
-    roles = infer_roles(model, base, delta=settings.get("delta"), roles=settings.get("roles"))
+    roles, notes = infer_roles(
+        model, base, delta=settings.get("delta"), roles=settings.get("roles"), example=settings.get("example")
+    )
     density = settings.get("density")
     masks = settings.get("masks") or {}
     assert isinstance(masks, Mapping)
@@ -102,7 +109,7 @@ def planned(model: nn.Module, base: nn.Module, settings: Settings) -> Plan:
         alpha_output=numbers.alphas["unembedding"],
         output_factor=output_factor,
         live_neurons=sparsity.live_neurons,
-        notes=_notes(model, roles, sparsity, numbers),
+        notes=[*_notes(model, roles, sparsity, numbers), *notes],
         pending=make_reminders(model, roles, numbers.rule, output_factor, numbers.forward("embedding", Fraction(1))),
     )
 
@@ -224,7 +231,8 @@ def _notes(model: nn.Module, roles: list[ParamRole], sparsity: Sparsity, numbers
             noted.setdefault(role.note, []).append(repr(role.name))
     for note, names in noted.items():
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        notes.append(Note(note.kind, f"{', '.join(names[:4])}{more} {'is' if len(names) == 1 else 'are'} {note}"))
+        text = f"{', '.join(names[:4])}{more} {'is' if len(names) == 1 else 'are'} {note}"
+        notes.append(Note(note.kind, text, note.is_caution))
     if not numbers.rule.has_alphas and any(alpha != 1 for alpha in numbers.alphas.values()):
         notes.append(Note("alphas", f"{numbers.rule.title} has no alpha_input and alpha_output: they are not used", False))
     attention = any(attentions(model))

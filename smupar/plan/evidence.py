@@ -1,0 +1,240 @@
+"""What an example shows about the roles of parameters: one forward pass at base width says how each parameter is used, and a
+second pass at another width says which sizes of activations follow the width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+
+from torch import nn
+
+from smupar.plan.forward import CannotRun, Example
+from smupar.plan.parameters import ParameterView, Seen
+from smupar.plan.settings import layer_glob
+from smupar.plan.uses import Dims, Event, Product, Usage, Use, watch
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something the reader of a plan should know; ``kind`` is for programs, the text for people."""
+
+    kind: str
+    text: str
+    is_caution: bool = True  # also worth a warning when the plan is made
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What an example showed. ``notes`` belong to the whole plan, ``about`` to single parameters."""
+
+    tensors: list[ParameterView]
+    notes: list[Note] = field(default_factory=list)
+    about: dict[str, Note] = field(default_factory=dict)
+    usage: Usage | None = None
+    is_given: bool = True  # the user passed an example
+
+
+def look(tensors: list[ParameterView], base: nn.Module, other: nn.Module, example: Example | None) -> Evidence:
+    """Adds to each parameter how the example's forward pass uses it. ``other`` is the model at another width than the base."""
+    if example is None:
+        return Evidence(tensors, is_given=False)
+    if not any(tensor.scaling for tensor in tensors):
+        text = "the example was not used: model and base are equally wide. Pass delta=, the same model at any other width"
+        return Evidence(tensors, [Note("example", text)])
+    scaling = {tensor.name: tensor.scaling for tensor in tensors}
+    reads = {tensor.name: tensor.in_dims for tensor in tensors if tensor.layout == "matrix" and not tensor.layer.is_lookup}
+    try:
+        usage = watch(base, example, scaling=scaling, reads=reads)
+    except CannotRun as error:
+        text = f"the example could not be run through base, so roles come from shapes and modules alone ({error})"
+        return Evidence(tensors, [Note("example", text)])
+    seen = _from_siblings([_with_evidence(tensor, usage) for tensor in tensors])
+    notes = list(_about_the_pass(seen, usage))
+    try:
+        wider = watch(other, example, scaling=scaling, reads=reads)
+    except CannotRun as error:
+        text = f"the example could not be run at a second width, so sizes of activations were not compared ({error})"
+        return Evidence(seen, [*notes, Note("example", text)], usage=usage)
+    pairs = _pairs(usage, wider)
+    if pairs is None:
+        text = (
+            "the example takes another path through the model than through base, so sizes of activations were not compared: "
+            "concatenations and dot products over the width were not looked for"
+        )
+        return Evidence(seen, [*notes, Note("example", text)], usage=usage)
+    return Evidence(seen, [*notes, *_dots(usage, pairs)], _partly_scaling(seen, usage, pairs), usage)
+
+
+# How each parameter is used
+
+
+def _with_evidence(tensor: ParameterView, usage: Usage) -> ParameterView:
+    seen = _seen(tensor, usage.uses[tensor.name])
+    if seen is None or tensor.layout == "vector":
+        return replace(tensor, seen=seen)
+    if tensor.layout == "raw" and seen.how == "product":
+        return replace(tensor, seen=seen, layout="seen", in_dims=seen.in_dims, out_dims=seen.out_dims)
+    return replace(tensor, seen=seen)
+
+
+def _seen(tensor: ParameterView, use: Use) -> Seen | None:
+    """What the uses of one parameter amount to; None if it was not used."""
+    if tensor.layer.is_lookup and tensor.layout == "matrix":
+        return Seen("lookup") if use.looked_up else None
+    if use.products:
+        return _seen_product(tensor, use)
+    if use.unclear:
+        return Seen("unclear", why=f"is used in {use.unclear}, which smupar does not follow")
+    if use.looked_up:
+        return Seen("lookup")
+    return Seen("element") if use.by_element else None
+
+
+def _seen_product(tensor: ParameterView, use: Use) -> Seen:
+    ways = {_way(tensor, product) for product in use.products}
+    known = tensor.layout == "matrix" and tuple(dim for dim in tensor.in_dims if dim in tensor.scaling)
+    first = use.products[0]
+    if use.looked_up & set(tensor.scaling) or use.unclear:
+        why = f"is used in {use.unclear or 'a lookup'} and in a product"
+    elif len(ways) > 1 and not _is_same_either_way(tensor):
+        why = "is used in products that sum over different dimensions"
+    elif tensor.layout == "matrix" and known != _way(tensor, first)[0] and not _is_same_either_way(tensor):
+        why = f"is summed over another dimension than a {type(tensor.module).__name__} sums over"
+    else:
+        ones = tuple(dim for dim, size in enumerate(tensor.shape) if size == 1 and dim not in first.out_dims)
+        return Seen(
+            "product",
+            in_dims=first.in_dims or ones[:1],
+            out_dims=first.out_dims,
+            reads_input=any(product.reads_input for product in use.products),
+            reads_inside=any(not product.reads_input for product in use.products),
+            makes_output=use.makes_output,
+            is_inside=use.is_inside,
+        )
+    return Seen("unclear", why=why)
+
+
+def _way(tensor: ParameterView, product: Product) -> tuple[Dims, Dims]:
+    """The scaling dimensions that a product reads and writes."""
+    ins, outs = (tuple(dim for dim in dims if dim in tensor.scaling) for dims in (product.in_dims, product.out_dims))
+    return ins, outs
+
+
+def _is_same_either_way(tensor: ParameterView) -> bool:
+    """Whether a square matrix gets the same numbers whichever dimension it reads."""
+    return tensor.scaling == (0, 1) and len(tensor.shape) == 2 and len({*tensor.shape}) == len({*tensor.base_shape}) == 1
+
+
+def _from_siblings(tensors: list[ParameterView]) -> list[ParameterView]:
+    """Parameters that the pass did not use, such as experts that no token chose, are taken to be used as the same parameter of
+    other blocks is."""
+    examples = {_kin(tensor): tensor for tensor in tensors if tensor.seen is not None}
+    return [
+        replace(
+            tensor, seen=kin.seen, layout=kin.layout, in_dims=kin.in_dims, out_dims=kin.out_dims
+        ) if tensor.seen is None and (kin := examples.get(_kin(tensor))) is not None else tensor
+        for tensor in tensors
+    ]
+
+
+def _kin(tensor: ParameterView) -> tuple[str, Dims, Dims, str]:
+    return layer_glob(tensor.name), tensor.shape, tensor.base_shape, type(tensor.module).__name__
+
+
+def _about_the_pass(tensors: list[ParameterView], usage: Usage) -> Iterator[Note]:
+    """Notes about parameters that the pass did not use, and about vectors that it sums over."""
+    unused = [tensor.name for tensor in tensors if tensor.seen is None and tensor.scaling]
+    if unused:
+        shown = ", ".join(map(repr, unused[:4])) + (f" and {len(unused) - 4} more" if len(unused) > 4 else "")
+        yield Note("unused", f"the example's forward pass does not use {shown}: roles there come from shapes and modules alone")
+    for tensor in tensors:
+        if len(tensor.shape) == 1 and tensor.scaling and any(product.in_dims for product in usage.uses[tensor.name].products):
+            yield Note(
+                "summed vector",
+                f"{tensor.name!r} is multiplied with a layer's output and summed, so it is a matrix with one output: store it "
+                f"with shape (1, {tensor.shape[0]}), as nn.Linear does, to get the numbers of a matrix",
+            )
+
+
+# Which sizes follow the width
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """One event at base width and at another width."""
+
+    base: Event
+    other: Event
+
+    def ratio(self, place: int) -> Fraction:
+        return Fraction(self.other.sizes[place], max(self.base.sizes[place], 1))
+
+    @property
+    def ratios(self) -> set[Fraction]:
+        return {self.ratio(place) for place in range(len(self.base.sizes))}
+
+
+def _pairs(usage: Usage, other: Usage) -> list[_Pair] | None:
+    """The events of both passes side by side; None if the passes took different paths."""
+    if len(usage.events) != len(other.events):
+        return None
+    pairs = [_Pair(*events) for events in zip(usage.events, other.events, strict=True)]
+    alike = all(
+        (pair.base.kind, pair.base.path, len(pair.base.sizes)) == (pair.other.kind, pair.other.path, len(pair.other.sizes))
+        for pair in pairs
+    )
+    return pairs if alike else None
+
+
+def _dots(usage: Usage, pairs: list[_Pair]) -> Iterator[Note]:
+    paths = [
+        pair.base.path
+        for number, pair in enumerate(pairs)
+        if pair.base.kind == "dot" and pair.ratios != {1} and not pair.base.is_normalised and number not in usage.attention
+    ]
+    if paths:
+        shown = ", ".join(dict.fromkeys(repr(path) if path else "the model itself" for path in paths))
+        yield Note(
+            "dot product",
+            f"two layers' outputs are multiplied and summed over the width in {shown}. Such a sum grows with the width, and no "
+            "layer shows it: divide it by the width over the base's, as plan.output_factor does for logits",
+        )
+
+
+def _partly_scaling(tensors: list[ParameterView], usage: Usage, pairs: list[_Pair]) -> dict[str, Note]:
+    """Notes about weights that read or write a concatenation of which only a part follows the width."""
+    notes = {}
+    for tensor in tensors:
+        if tensor.seen is None or tensor.seen.how != "product":
+            continue
+        read, written = tensor.ratio(tensor.in_dims), tensor.ratio(tensor.out_dims)
+        joins = frozenset[int]().union(*(product.joins for product in usage.uses[tensor.name].products))
+        if read != 1 and any(_is_mixed(pairs[number], read) for number in joins):
+            notes[tensor.name] = PART_READ
+        parts = (pair for pair in pairs if pair.base.kind == "part" and pair.base.weights == {tensor.name})
+        if written != 1 and any(pair.ratio(0) == written != pair.ratio(1) for pair in parts):
+            notes.setdefault(tensor.name, PART_WRITTEN)
+    return notes
+
+
+def _is_mixed(pair: _Pair, ratio: Fraction) -> bool:
+    """Whether a concatenation has parts that grow differently, and grows as a whole by ``ratio``."""
+    return len(pair.ratios) > 1 and Fraction(sum(pair.other.sizes), max(sum(pair.base.sizes), 1)) == ratio
+
+
+PART_READ = Note(
+    "reads in part",
+    "reading a concatenation of which only a part follows the width: one m_in stands for both parts, so the part that does not "
+    "scale gets smaller numbers than it should. A layer for each part would be exact",
+)
+PART_WRITTEN = Note(
+    "writes in part",
+    "writing several outputs at once, of which only a part follows the width: one m_out stands for all, which matters for "
+    "SGD's learning rate alone",
+    is_caution=False,
+)
