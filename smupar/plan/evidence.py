@@ -75,9 +75,7 @@ def look(tensors: list[ParameterView], base: nn.Module, other: nn.Module, exampl
 
 def _with_evidence(tensor: ParameterView, usage: Usage) -> ParameterView:
     seen = _seen(tensor, usage.uses[tensor.name])
-    if seen is None or tensor.layout == "vector":
-        return replace(tensor, seen=seen)
-    if tensor.layout == "raw" and seen.how == "product":
+    if seen is not None and seen.how == "product" and tensor.layout != "matrix" and len(tensor.shape) > 1:
         return replace(tensor, seen=seen, layout="seen", in_dims=seen.in_dims, out_dims=seen.out_dims)
     return replace(tensor, seen=seen)
 
@@ -97,14 +95,16 @@ def _seen(tensor: ParameterView, use: Use) -> Seen | None:
 
 def _seen_product(tensor: ParameterView, use: Use) -> Seen:
     ways = {_way(tensor, product) for product in use.products}
-    known = tensor.layout == "matrix" and tuple(dim for dim in tensor.in_dims if dim in tensor.scaling)
     first = use.products[0]
+    known = _way(tensor, replace(first, in_dims=tensor.in_dims))[0]
     if use.looked_up & set(tensor.scaling) or use.unclear:
         why = f"is used in {use.unclear or 'a lookup'} and in a product"
     elif len(ways) > 1 and not _is_same_either_way(tensor):
         why = "is used in products that sum over different dimensions"
     elif tensor.layout == "matrix" and known != _way(tensor, first)[0] and not _is_same_either_way(tensor):
         why = f"is summed over another dimension than a {type(tensor.module).__name__} sums over"
+    elif tensor.layout == "raw" and any(tensor.base_shape[dim] == 1 for dim in tensor.scaling):
+        why = "has a scaling dimension of size 1 in base, where its use cannot be followed"
     else:
         ones = tuple(dim for dim, size in enumerate(tensor.shape) if size == 1 and dim not in first.out_dims)
         return Seen(
@@ -120,8 +120,9 @@ def _seen_product(tensor: ParameterView, use: Use) -> Seen:
 
 
 def _way(tensor: ParameterView, product: Product) -> tuple[Dims, Dims]:
-    """The scaling dimensions that a product reads and writes."""
-    ins, outs = (tuple(dim for dim in dims if dim in tensor.scaling) for dims in (product.in_dims, product.out_dims))
+    """The scaling dimensions that a product reads and writes. A dimension of size 1 leaves no trace in the pass of the base."""
+    followed = [dim for dim in tensor.scaling if tensor.base_shape[dim] > 1]
+    ins, outs = (tuple(dim for dim in dims if dim in followed) for dims in (product.in_dims, product.out_dims))
     return ins, outs
 
 
@@ -135,9 +136,9 @@ def _from_siblings(tensors: list[ParameterView]) -> list[ParameterView]:
     other blocks is."""
     examples = {_kin(tensor): tensor for tensor in tensors if tensor.seen is not None}
     return [
-        replace(
-            tensor, seen=kin.seen, layout=kin.layout, in_dims=kin.in_dims, out_dims=kin.out_dims
-        ) if tensor.seen is None and (kin := examples.get(_kin(tensor))) is not None else tensor
+        replace(tensor, seen=kin.seen, layout=kin.layout, in_dims=kin.in_dims, out_dims=kin.out_dims)
+        if tensor.seen is None and (kin := examples.get(_kin(tensor))) is not None
+        else tensor
         for tensor in tensors
     ]
 

@@ -80,11 +80,9 @@ def _copy(model: nn.Module, device: str) -> nn.Module:
 
 @contextmanager
 def _quiet(device: str) -> Iterator[None]:
-    """No gradients, no change of the random state, and no fused kernels, which hide what torch's transformer layers and
-    LSTMs do."""
+    """No gradients, no change of the random state, and no fused kernels that hide what torch's transformer layers do."""
     fused = torch.backends.mha.get_fastpath_enabled()
-    no_mkldnn = torch.backends.mkldnn.flags(enabled=False)
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device(device), no_mkldnn:
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device(device):
         try:
             torch.backends.mha.set_fastpath_enabled(False)
             yield

@@ -25,11 +25,16 @@ class Neighbours:
         self.matrices = [tensor for tensor in self.tensors if tensor.layout == "matrix"]
         self.read_sizes = {tensor.read_size for tensor in self.matrices if not tensor.layer.is_lookup}
         self.readouts = [tensor for tensor in self.matrices if _may_be_readout(tensor, asked.get(tensor.name))]
-        self.readouts += [tensor for tensor in self.tensors if tensor.layout != "matrix" and asked.get(tensor.name) == "unembedding"]
+        self.readouts += [
+            tensor for tensor in self.tensors if tensor.layout != "matrix" and asked.get(tensor.name) == "unembedding"
+        ]
+        self.answers = [_as_answered(tensor, asked[tensor.name]) for tensor in self.tensors if tensor.name in asked]
         self.inputs = _input_layers(self.matrices)
         self.linear = [tensor for tensor in self.matrices if not tensor.layer.is_lookup]
         # What reads the data for certain: tables that scale, and what the user says.
-        self.has_input = any(tensor.is_input and tensor.writes_scaling for tensor in self.matrices) or "embedding" in asked.values()
+        self.has_input = (
+            any(tensor.is_input and tensor.writes_scaling for tensor in self.matrices) or "embedding" in asked.values()
+        )
 
     def is_side_table(self, tensor: ParameterView) -> bool:
         """Whether the parameter is a lookup table whose output no layer reads, while layers read another table's output."""
@@ -53,9 +58,12 @@ class Neighbours:
         narrow = [other for other in self.linear if other.reads_scaling and not other.writes_scaling and not other.is_output]
         wide = [other for other in self.linear if other.writes_scaling and not other.reads_scaling]
         if not self.has_input and len(narrow) == 1 and self.readouts == narrow:
-            return False
-        others, size = (narrow, tensor.read_size) if tensor.writes_scaling else (wide, tensor.written_size)
-        return any((other.written_size if tensor.writes_scaling else other.read_size) == size for other in others)
+            narrow, wide = [], []
+        if tensor.writes_scaling:
+            sizes = {other.written_size for other in narrow}.union(*(written for read, written in self.answers if read))
+            return tensor.read_size in sizes
+        sizes = {other.read_size for other in wide}.union(*(read for read, written in self.answers))
+        return tensor.written_size in sizes
 
     def may_read_data(self, tensor: ParameterView) -> bool:
         """Whether a weight of fixed input seems to read the data: no layer inside the network writes the size that it reads, or
@@ -75,7 +83,9 @@ class Neighbours:
             return False
         size = tensor.written_size
         heads = [other for other in self.matrices if other.is_output and other.read_size == size and not other.reads_scaling]
-        heads += [other for other in self.matrices if other.makes_logits and other.written_size == size and not other.writes_scaling]
+        heads += [
+            other for other in self.matrices if other.makes_logits and other.written_size == size and not other.writes_scaling
+        ]
         writers = [other for other in self.linear if other.written_size == size and not other.is_output]
         return bool(heads) and all(other.reads_scaling for other in writers)
 
@@ -96,6 +106,15 @@ class Neighbours:
     def is_guess(self, tensor: ParameterView) -> bool:
         """Whether only the sizes of other parameters suggest that this parameter's output scales."""
         return tensor.name in self.sizes and self.sizes[tensor.name].is_guess
+
+
+def _as_answered(tensor: ParameterView, setting: RoleSetting) -> tuple[set[int], set[int]]:
+    """Sizes that a tensor of an unknown module reads and writes, if the user says over which dimensions it is summed."""
+    if tensor.layout != "raw" or isinstance(setting, str):
+        return set(), set()
+    in_dims = setting[1] if isinstance(setting[1], tuple) else (setting[1],)
+    sizes = dict(enumerate(tensor.shape))
+    return {sizes[dim] for dim in in_dims}, {size for dim, size in sizes.items() if dim not in in_dims}
 
 
 def _may_be_readout(tensor: ParameterView, setting: RoleSetting | None) -> bool:

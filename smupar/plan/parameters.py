@@ -224,7 +224,9 @@ def _shapes_like(
     return other_shapes
 
 
-def _layout(module: nn.Module, leaf: str, shape: Shape, scaling: tuple[int, ...]) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+def _layout(
+    module: nn.Module, leaf: str, shape: Shape, scaling: tuple[int, ...]
+) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
     """(layout, input dimensions, output dimensions) of a parameter, from the kind of the module that owns it."""
     layer = kind_of(module)
     if len(shape) < 2 or (layer.owns(leaf) and is_depthwise(module, scaling)):

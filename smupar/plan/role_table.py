@@ -72,6 +72,11 @@ def _inputs_of_linear(tensor: ParameterView) -> int | Shape:
     return 1 if len(tensor.shape) == 2 else tuple(range(1, len(tensor.shape)))
 
 
+def _input_dims(tensor: ParameterView) -> int | Shape:
+    """The input dimensions, where they are known."""
+    return tensor.in_dims[0] if len(tensor.in_dims) == 1 else tensor.in_dims
+
+
 def _last_dim(tensor: ParameterView) -> int:
     return len(tensor.shape) - 1
 
@@ -126,6 +131,7 @@ ROLE_TABLE = (
             and n.is_last(t)
             and not n.readouts
             and t.written_size not in n.read_sizes
+            and not _seen(t).is_inside
         ),
         ASK,
         "is the last layer, and no layer reads its output size: do model and base have different numbers of outputs?",
@@ -143,7 +149,7 @@ ROLE_TABLE = (
         ASK,
         "makes a part of the model's output, and other layers read it too",
         "hidden",
-        lambda tensor: tensor.in_dims[0] if len(tensor.in_dims) == 1 else tensor.in_dims,
+        _input_dims,
     ),
     Case(
         "has a scaling input and a fixed output, from which the example makes the model's output",
@@ -156,6 +162,14 @@ ROLE_TABLE = (
         lambda t, n: t.reads_scaling and _seen(t).is_inside,
         "hidden",
         "it is inside the network",
+    ),
+    Case(
+        "has a scaling input and a fixed output, which the example's forward pass does not use",
+        lambda t, n: t.reads_scaling and _seen(t).how == "product",
+        ASK,
+        "has a scaling input and a fixed output, which the example's forward pass does not use",
+        "hidden",
+        _input_dims,
     ),
     Case(
         "has a scaling input and a fixed output, and is the last layer and the only such layer",
@@ -190,7 +204,7 @@ ROLE_TABLE = (
         ASK,
         "reads both the model's input and what other layers wrote",
         "hidden",
-        lambda tensor: tensor.in_dims[0] if len(tensor.in_dims) == 1 else tensor.in_dims,
+        _input_dims,
     ),
     Case(
         "has a fixed input and a scaling output, and reads the example through no other weight that scales",

@@ -98,7 +98,9 @@ def _may_scale_in_part(neighbours: Neighbours) -> dict[str, Note]:
 
 def _check_setting(tensor: ParameterView, setting: RoleSetting) -> None:
     role, in_dims = _parsed(setting)
-    names_dims = all(isinstance(dim, int) and not isinstance(dim, bool) and 0 <= dim < len(tensor.shape) for dim in in_dims or ())
+    names_dims = all(
+        isinstance(dim, int) and not isinstance(dim, bool) and 0 <= dim < len(tensor.shape) for dim in in_dims or ()
+    )
     some_left = in_dims is None or 0 < len(set(in_dims)) == len(in_dims) < len(tensor.shape)
     fits = in_dims is None or (role == "hidden" and names_dims and some_left)
     refuse(

@@ -117,7 +117,7 @@ class _Flow:
     joins: frozenset[int] = frozenset()
     scores: frozenset[int] = frozenset()  # dot products from which it was computed element by element
     shares: frozenset[int] = frozenset()  # dot products of which it is a softmax
-    mark: str = ""  # "norm": a length; "unit": divided by it; "product": of activations; "weighted": times a parameter
+    mark: str = ""  # "norm": a length; "unit": divided by it; "square"; "product"; "weighted": times a parameter
     past: int = 0  # a bit for each result from which it was computed, and for itself
     stream: int = 0  # bits of the results of which it is a residual sum, and its own
 
@@ -172,7 +172,7 @@ _PRODUCTS = {
 }
 _SLICES = ("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "slice")
 _NORMS = ("linalg_vector_norm", "norm")
-_KEEP_LENGTH = ("clone", "_to_copy", "clamp", "clamp_min", "add", "sqrt")
+_KEEP_LENGTH = ("clone", "_to_copy", "clamp", "clamp_min", "add", "sqrt", "rsqrt", "reciprocal", "pow")
 _SOFTMAX = ("_softmax", "_safe_softmax")
 
 
@@ -189,6 +189,10 @@ class _Watcher(TorchDispatchMode):
         for path, module in model.named_modules():
             module.register_forward_pre_hook(lambda *_, path=path: self._paths.append(path), prepend=True)
             module.register_forward_hook(self._leave)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # skipping it would import torch's compiler, which takes seconds
 
     def _leave(self, *_: object) -> None:
         self._paths.pop()
@@ -226,6 +230,9 @@ class _Watcher(TorchDispatchMode):
             first, second, *dims = _PRODUCTS[name]
             flow = self._product((args[first], (dims[0],)), (args[second], (dims[1],)), name)
             flow = self._plus(flow, list(args[:first]))
+        elif name == "mkldnn_rnn_layer":
+            state = self._product((args[5], (-1,)), (args[2], (1,)), name)
+            flow = self._plus(state | self._product((args[0], (-1,)), (args[1], (1,)), name), list(args[3:5]))
         elif name == "convolution":
             flow = self._plus(self._convolution(args), inputs[2:])
         elif name in ("embedding", "_embedding_bag", "_embedding_bag_forward_only", "index", "index_select"):
@@ -265,6 +272,9 @@ class _Watcher(TorchDispatchMode):
         ]
         if len(named) == 2 and len({self._of(tensor).flow.is_data for tensor, _ in factors}) == 2:
             named = [place for place in named if not self._of(factors[place][0]).flow.is_data]
+        elif len(named) == 2 and self._of(factors[0][0]).flow.is_data:
+            # Both were looked up: rows of a table have one dimension of it, chosen matrices have several.
+            named = [place for place in named if sum(map(bool, self._labels(factors[place][0]))) > 1]
         if len(named) == 2:
             summed = [frozenset().union(*(self._labels(tensor)[dim] for dim in dims)) for tensor, dims in factors]
             named = [place for place in named if any(dim in self.reads.get(name, ()) for name, dim in summed[place])]
@@ -345,12 +355,16 @@ class _Watcher(TorchDispatchMode):
         read = reduce(_Flow.__or__, (self._of(index).flow for index in indices), _CONSTANT)
         if not names:
             return replace(read, is_data=True), rest
+        for owner in read.writers:  # such as a router, which chooses experts
+            self.usage.uses[owner].is_inside = True
         return _Flow(is_data=True, is_inside=True, writers=frozenset(names), past=read.past), rest
 
     def _activation(self, name: str, args: Any, inputs: list[Tensor], output: Tensor) -> tuple[_Flow, Labels]:
         """An operation on activations, maybe with parameters, that is neither a product nor a lookup."""
         flows = [self._of(tensor).flow for tensor in inputs]
-        flow = self._sum(args, inputs[0]) if name == "sum" else self._mixed(inputs)
+        if name == "sum":
+            return self._sum(args, inputs[0]), ()
+        flow = self._mixed(inputs)
         if name == "cat":
             dim = args[1] if len(args) > 1 else 0
             sizes = [tensor.shape[dim] for tensor in inputs if tensor.ndim == output.ndim]
@@ -363,17 +377,23 @@ class _Watcher(TorchDispatchMode):
         if name == "mul" and len(data) == 1 and len(inputs) == 2:
             labels = _aligned([self._labels(tensor) for tensor in inputs if tensor is not data[0]], output.ndim)
             return replace(flow, mark="weighted" if any(labels) else flows[0].mark), labels
-        return replace(flow, mark=self._mark(name, flows, inputs, data)), ()
+        return replace(flow, mark=self._mark(name, args, inputs, data)), ()
 
-    def _mark(self, name: str, flows: list[_Flow], inputs: list[Tensor], data: list[Tensor]) -> str:
-        marks = [flow.mark for flow in flows]
+    def _mark(self, name: str, args: Any, inputs: list[Tensor], data: list[Tensor]) -> str:
+        """What a result is made of, as far as dot products are concerned: lengths, vectors of length 1, products."""
+        marks = [self._of(tensor).flow.mark for tensor in inputs]
         if name in _NORMS:
             return "norm"
-        if name == "div" and len(inputs) == 2 and marks[1] == "norm":
+        if (name == "pow" and args[1] == 2) or (name == "mul" and len(data) == 2 and self._is_same(*data)):
+            return "square"
+        if name in ("div", "mul") and len(inputs) == 2 and marks.count("norm") == 1:
             return "unit"
-        if name == "mul" and len(data) == 2 and data[0].shape == data[1].shape and flows[0].past != flows[1].past:
+        if name == "mul" and len(data) == 2 and data[0].shape == data[1].shape:
             return "" if marks == ["unit", "unit"] else "product"
         return marks[0] if len(data) == 1 and marks[0] in ("norm", "unit") and name in _KEEP_LENGTH else ""
+
+    def _is_same(self, first: Tensor, second: Tensor) -> bool:
+        return StorageWeakRef(first.untyped_storage()) == StorageWeakRef(second.untyped_storage())
 
     def _sum(self, args: Any, tensor: Tensor) -> _Flow:
         """A sum over an activation. It may complete a product that was taken element by element."""
@@ -384,7 +404,7 @@ class _Watcher(TorchDispatchMode):
             return self._weigh([labels[dim] for dim in sorted(dims)], rest, flow)
         if flow.mark == "product":
             self._event("dot", [math.prod(tensor.shape[dim] for dim in dims)])
-        return flow | _CONSTANT
+        return replace(flow | _CONSTANT, mark="norm" if flow.mark == "square" else "")
 
     def _residual(self, flow: _Flow, first: _Flow, second: _Flow) -> _Flow:
         for stream, branch in ((first, second), (second, first)):
