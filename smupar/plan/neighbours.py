@@ -19,6 +19,7 @@ class Neighbours:
     """The parameters of a model, and the place of each among the others. ``asked`` holds the roles that the user gave."""
 
     def __init__(self, tensors: list[ParameterView], asked: Mapping[str, RoleSetting]) -> None:
+        self.asked = asked
         self.equal_widths = not any(tensor.scaling for tensor in tensors)
         # ``sizes`` holds the matrices whose scaling dimensions are inferred from sizes alone.
         self.tensors, self.sizes = scaling_from_sizes(tensors, asked) if self.equal_widths else (tensors, {})
@@ -55,8 +56,9 @@ class Neighbours:
     def is_bottleneck(self, tensor: ParameterView) -> bool:
         """Whether the fixed size that a weight reads or writes may be a bottleneck inside the network: one layer narrows to this
         size and another one widens from it. In a model without tables these may be the ends, as in an autoencoder."""
-        narrow = [other for other in self.linear if other.reads_scaling and not other.writes_scaling and not other.is_output]
-        wide = [other for other in self.linear if other.writes_scaling and not other.reads_scaling]
+        inner = [other for other in self.linear if self.asked.get(other.name) not in ("embedding", "unembedding")]
+        narrow = [other for other in inner if other.reads_scaling and not other.writes_scaling and not other.is_output]
+        wide = [other for other in inner if other.writes_scaling and not other.reads_scaling]
         if not self.has_input and len(narrow) == 1 and self.readouts == narrow:
             narrow, wide = [], []
         if tensor.writes_scaling:
@@ -72,7 +74,7 @@ class Neighbours:
             return False
         size = tensor.read_size
         writers = [other for other in self.linear if other.written_size == size and not other.is_output]
-        if not any(other.reads_scaling for other in writers if self.readouts != [other]):
+        if not any(other.reads_scaling for other in writers if not (self.readouts == [other] and self.is_last(other))):
             return True
         tables = (other for other in self.matrices if other.layer.is_lookup and other.written_size == size)
         return any(tables) and all(other.reads_scaling for other in writers)
