@@ -149,10 +149,10 @@ def square(width, rng):
 
 def bottleneck(width, rng):
     size = rng.choice((NARROW, FEATURES))
-    return Part(
-        {"down": (nn.Linear(width, size), HIDDEN), "up": (nn.Linear(size, width), HIDDEN)},
-        lambda p, x, *_: p.up(torch.tanh(p.down(x))),
-    )
+    weights = {"down": (nn.Linear(width, size), HIDDEN), "up": (nn.Linear(size, width), HIDDEN)}
+    if rng.random() < 0.5:
+        weights = dict(reversed(weights.items()))
+    return Part(weights, lambda p, x, *_: p.up(torch.tanh(p.down(x))))
 
 
 def raw_bottleneck(width, rng):
@@ -365,7 +365,7 @@ def narrowing_head(width, rng):
 
 
 HEADS = (linear_head, linear_head, raw_head, two_heads, narrowing_head)
-WITH_FIXED_OUTPUT = (bottleneck, gate, experts, token_mixing, chosen, stacked)
+WITH_FIXED_OUTPUT = (gate, experts, token_mixing, chosen, stacked)
 
 
 class Model(nn.Module):

@@ -368,6 +368,26 @@ def test_vector_that_is_summed_is_noted():
     assert "(1, 64)" in str(note)
 
 
+class LogitsByHand(nn.Module):
+    """The layer that leads into a bottleneck is registered last, where a readout would be."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.table, self.up, self.down = nn.Embedding(40, width), nn.Linear(6, width), nn.Linear(width, 6)
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        return F.linear(x + self.up(torch.tanh(self.down(x))), self.table.weight)
+
+
+def test_bottleneck_that_is_registered_last_is_not_taken_for_the_readout():
+    error = refusal(LogitsByHand(64), base=LogitsByHand(16))
+    assert suggested(error).keys() == {"up.weight", "down.weight"}
+    plan = smupar.make_plan(LogitsByHand(64), base=LogitsByHand(16), example=TOKENS)
+    assert plan["up.weight"].role == plan["down.weight"].role == "hidden"
+    assert "output_factor" in plan.pending
+
+
 # What an example cannot decide
 
 
