@@ -10,10 +10,12 @@ from fractions import Fraction
 
 from torch import nn
 
-from smupar.plan.forward import CannotRun, Example
+from smupar.plan.flows import Dims
+from smupar.plan.forward import CannotRunError, Example
 from smupar.plan.parameters import ParameterView, Seen
 from smupar.plan.settings import layer_glob
-from smupar.plan.uses import Dims, Event, Product, Usage, Use, watch
+from smupar.plan.uses import Event, Usage, Use, WeightProduct
+from smupar.plan.watcher import watch
 
 
 @dataclass(frozen=True)
@@ -50,14 +52,14 @@ def look(tensors: list[ParameterView], base: nn.Module, other: nn.Module, exampl
     reads = {tensor.name: tensor.in_dims for tensor in tensors if tensor.layout == "matrix" and not tensor.layer.is_lookup}
     try:
         usage = watch(base, example, scaling=scaling, reads=reads)
-    except CannotRun as error:
+    except CannotRunError as error:
         text = f"the example could not be run through base, so roles come from shapes and modules alone ({error})"
         return Evidence(tensors, [Note("example", text)])
     seen = _from_siblings([_with_evidence(tensor, usage) for tensor in tensors])
     notes = list(_about_the_pass(seen, usage))
     try:
         wider = watch(other, example, scaling=scaling, reads=reads)
-    except CannotRun as error:
+    except CannotRunError as error:
         text = f"the example could not be run at a second width, so sizes of activations were not compared ({error})"
         return Evidence(seen, [*notes, Note("example", text)], usage=usage)
     pairs = _pairs(usage, wider)
@@ -119,7 +121,7 @@ def _seen_product(tensor: ParameterView, use: Use) -> Seen:
     return Seen("unclear", why=why)
 
 
-def _way(tensor: ParameterView, product: Product) -> tuple[Dims, Dims]:
+def _way(tensor: ParameterView, product: WeightProduct) -> tuple[Dims, Dims]:
     """The scaling dimensions that a product reads and writes. A dimension of size 1 leaves no trace in the pass of the base."""
     followed = [dim for dim in tensor.scaling if tensor.base_shape[dim] > 1]
     ins, outs = (tuple(dim for dim in dims if dim in followed) for dims in (product.in_dims, product.out_dims))

@@ -1,4 +1,4 @@
-"""Runs one forward pass of a copy of a model on an example, so that the model, its buffers and the random state stay as they are.
+"""Runs one forward pass of a copy of a model on an example. The model, its buffers and the random state stay as they are.
 
 A small model runs on the CPU. A large one runs on the meta device, where a pass costs no memory and hardly any time, but where
 control flow that needs values fails.
@@ -21,12 +21,12 @@ R = TypeVar("R")
 SMALL = 5_000_000
 
 
-class CannotRun(Exception):
+class CannotRunError(Exception):
     """The forward pass could not be run on a copy; the text says why."""
 
 
 def run_copy(model: nn.Module, example: Example, run: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], R]) -> R:
-    """Calls ``run(copy of the model, args, kwargs)`` in evaluation mode without gradients. Raises ``CannotRun``."""
+    """Calls ``run(copy of the model, args, kwargs)`` in evaluation mode without gradients. Raises ``CannotRunError``."""
     num_values = sum(parameter.numel() for parameter in model.parameters())
     devices = ["cpu"] if num_values <= SMALL else ["meta", "cpu"] if num_values <= 10 * SMALL else ["meta"]
     failures: list[str] = []
@@ -38,7 +38,7 @@ def run_copy(model: nn.Module, example: Example, run: Callable[[nn.Module, tuple
         except Exception as error:  # whatever the user's code or torch raises, the plan can do without the look
             failures.append(f"{type(error).__name__}: {error}".partition("\n")[0])
     more = "; it was tried without values, since it is large" if devices == ["meta"] else ""
-    raise CannotRun(failures[-1][:300] + more)
+    raise CannotRunError(failures[-1][:300] + more)
 
 
 def _arguments(example: Example, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:

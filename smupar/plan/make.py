@@ -65,7 +65,8 @@ def make_plan(model: nn.Module, *, base: nn.Module, **settings: Unpack[Settings]
     alpha_input   tuned factor on the embedding's output
     alpha_output  tuned factor on the unembedding's output
     masks         your own masks: {"name": bool tensor}, or a file with these or with a state dict; they set the densities
-    roles         {"glob": role, ("hidden", in_dim) or ("hidden", (in_dim, in_dim))}, for parameters whose role cannot be inferred
+    roles         {"glob": role or ("hidden", in_dim)}, for parameters whose role cannot be inferred; in_dim is the dimension
+                  that is summed over, or a tuple of several
     delta         the same model at any other width; shows which dimensions scale if model and base are equally wide
     example       a batch for the model: a tensor, a tuple of arguments, or a dict of keyword arguments. One forward pass of
                   copies of base and model shows how each parameter is used, so that hardly any role has to be asked for

@@ -54,8 +54,8 @@ class Neighbours:
         return tensor is self.matrices[-1]
 
     def is_bottleneck(self, tensor: ParameterView) -> bool:
-        """Whether the fixed size that a weight reads or writes may be a bottleneck inside the network: one layer narrows to this
-        size and another one widens from it. In a model without tables these may be the ends, as in an autoencoder."""
+        """Whether the fixed size that a weight reads or writes may be a bottleneck inside the network: one layer narrows to
+        this size and another one widens from it. In a model without tables these may be the ends, as in an autoencoder."""
         inner = [other for other in self.linear if self.asked.get(other.name) not in ("embedding", "unembedding")]
         narrow = [other for other in inner if other.reads_scaling and not other.writes_scaling and not other.is_output]
         wide = [other for other in inner if other.writes_scaling and not other.reads_scaling]

@@ -1,7 +1,7 @@
 """Decides roles by an ordered table of conditions, ROLE_TABLE: the first line that holds decides. docs/any_model.md prints it.
 
-The forward pass of an example shows how a parameter is used (``ParameterView.seen``). Without one, shapes, modules and the order
-of parameters have to do, and where these do not decide, the user is asked.
+The forward pass of an example shows how a parameter is used (``ParameterView.seen``). Without one, shapes, modules and the
+order of parameters have to do, and where these do not decide, the user is asked.
 
 If a model is as wide as its base, the table DOUBTS is read first. It lists the cases in which sizes do not decide the role.
 """
@@ -306,8 +306,8 @@ ROLE_TABLE = (
         "belongs to an unknown module, has one dimension that scales, and does not just broadcast like (1, ..., d)",
         lambda t, n: _is_half_scaling(t),
         ASK,
-        "belongs to a {owner}, which may sum over the scaling dimension (hidden, unembedding), write it (hidden, embedding), or "
-        "act element by element (vector)",
+        "belongs to a {owner}, which may sum over the scaling dimension (hidden, unembedding), write it (hidden, embedding), "
+        "or act element by element (vector)",
         "hidden",
         _last_dim,
     ),
@@ -321,7 +321,7 @@ ROLE_TABLE = (
         "belongs to an unknown module and has several dimensions that scale",
         lambda t, n: t.layout == "raw" and len(t.scaling) > 1,
         ASK,
-        "belongs to a {owner}, whose input dimension smupar does not know; it could be any, as x @ W and W @ x are alike in shape",
+        "belongs to a {owner}, whose input dimension smupar does not know: it is the first in x @ W and the last in W @ x",
         "hidden",
         lambda tensor: tensor.scaling[-1],
     ),

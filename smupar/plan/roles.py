@@ -23,7 +23,6 @@ from smupar.plan.role_table import ASK, Case, case_of
 from smupar.plan.settings import layer_glob, match_globs, refuse
 from smupar.rules import ROLES
 
-
 GUESSED = Note(
     "guessed",
     "taken for hidden, and made sparse, because the output size is a multiple of a size that layers read. A readout would look "
@@ -105,8 +104,8 @@ def _check_setting(tensor: ParameterView, setting: RoleSetting) -> None:
     fits = in_dims is None or (role == "hidden" and names_dims and some_left)
     refuse(
         role not in ROLES or not fits,
-        f"roles: {tensor.name!r} of shape {tensor.shape} got {setting!r}; use one of {', '.join(ROLES)}, ('hidden', in_dim), or "
-        "('hidden', (in_dim, in_dim)) for a weight that sums over several dimensions",
+        f"roles: {tensor.name!r} of shape {tensor.shape} got {setting!r}; use one of {', '.join(ROLES)}, or "
+        "('hidden', in_dim), where in_dim may be a tuple of several dimensions",
     )
     refuse(
         role == "hidden" and len(tensor.shape) < 2,
@@ -149,8 +148,8 @@ def _question(neighbours: Neighbours, questions: list[tuple[ParameterView, Case]
         "to show which dimensions scale."
     )
     example = (
-        "\nOr pass example=, a batch for the model (a tensor, a tuple of arguments, or a dict of keyword arguments): a look at its "
-        "forward pass shows which weights read the input, which make the output, and over what they sum."
+        "\nOr pass example=, a batch for the model (a tensor, a tuple of arguments, or a dict of keyword arguments): a look at "
+        "its forward pass shows which weights read the input, which make the output, and over what they sum."
     )
     failed = "".join(f"\n{note}" for note in evidence.notes if note.kind == "example")
     return (

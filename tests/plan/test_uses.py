@@ -9,9 +9,9 @@ from torch import nn
 
 import smupar
 from smupar.plan.evidence import look
-from smupar.plan.forward import CannotRun
+from smupar.plan.forward import CannotRunError
 from smupar.plan.parameters import view_parameters
-from smupar.plan.uses import watch
+from smupar.plan.watcher import watch
 from tests.models import VOCAB, TokenNet, on_meta
 from tests.plan.roles.nets import TOKENS
 
@@ -96,7 +96,7 @@ def test_large_model_is_looked_at_without_values():
     found = watch(on_meta(make, 8192), TEXT, scaling=scaling, reads={})
     assert [product.in_dims for product in found.uses["1.weight"].products] == [(1,)]
     assert found.uses["2.weight"].makes_output
-    with pytest.raises(CannotRun, match="without values"):
+    with pytest.raises(CannotRunError, match="without values"):
         watch(on_meta(make, 8192), TEXT.float(), scaling=scaling, reads={})
 
 

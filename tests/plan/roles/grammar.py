@@ -1,7 +1,7 @@
 """Random small models whose right roles are known by construction, for the fuzz test of roles.
 
-A model is a stem, some blocks and a head. Each part says of every weight that it adds which role it has and over which dimensions it
-is summed (``Truth``). Sizes: tokens (2, 5), features (2, 5, 6), bottlenecks of 6 or 4.
+A model is a stem, some blocks and a head. Each part says of every weight that it adds which role it has and over which
+dimensions it is summed (``Truth``). Sizes: tokens (2, 5), features (2, 5, 6), bottlenecks of 6 or 4.
 """
 
 import random
@@ -333,9 +333,9 @@ def there_and_back(width, rng):
 
 
 BLOCKS = (
-    linear, mlp, raw_mlp, raw_mlp, square, bottleneck, bottleneck, raw_bottleneck, conv, gate, glu, experts, experts, concatenation,
-    partial_concatenation, attention, token_mixing, vectors, positions, shared, stacked, fused, by_hand, raw_conv, chosen,
-    recurrent, normed, low_rank_change,
+    linear, mlp, raw_mlp, raw_mlp, square, bottleneck, bottleneck, raw_bottleneck, conv, gate, glu, experts, experts,
+    concatenation, partial_concatenation, attention, token_mixing, vectors, positions, shared, stacked, fused, by_hand,
+    raw_conv, chosen, recurrent, normed, low_rank_change,
 )  # fmt: skip
 
 
