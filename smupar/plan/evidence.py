@@ -4,12 +4,13 @@ second pass at another width says which sizes of activations follow the width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from torch import nn
 
+from smupar.plan.depth import correspond
 from smupar.plan.flows import Dims
 from smupar.plan.forward import CannotRunError, Example
 from smupar.plan.parameters import ParameterView, Seen
@@ -41,35 +42,33 @@ class Evidence:
     is_given: bool = True  # the user passed an example
 
 
-def look(tensors: list[ParameterView], base: nn.Module, other: nn.Module, example: Example | None) -> Evidence:
-    """Adds to each parameter how the example's forward pass uses it. ``other`` is the model at another width than the base."""
+def look(
+    tensors: list[ParameterView], model: nn.Module, base: nn.Module, delta: nn.Module | None, example: Example | None
+) -> Evidence:
+    """Adds to each parameter of the model how the example's forward pass through base uses it."""
     if example is None:
         return Evidence(tensors, is_given=False)
     if not any(tensor.scaling for tensor in tensors):
         text = "the example was not used: model and base are equally wide. Pass delta=, the same model at any other width"
         return Evidence(tensors, [Note("example", text)])
-    scaling = {tensor.name: tensor.scaling for tensor in tensors}
-    reads = {tensor.name: tensor.in_dims for tensor in tensors if tensor.layout == "matrix" and not tensor.layer.is_lookup}
+    names = correspond(model, base).names  # of base's parameters, which differ if the model is deeper
+    scaling = dict.fromkeys((name for name, _ in base.named_parameters()), ()) | {
+        names[tensor.name]: tensor.scaling for tensor in tensors
+    }
+    known = [tensor for tensor in tensors if tensor.layout == "matrix" and not tensor.layer.is_lookup]
+    reads = {names[tensor.name]: tensor.in_dims for tensor in known}
     try:
         usage = watch(base, example, scaling=scaling, reads=reads)
     except CannotRunError as error:
         text = f"the example could not be run through base, so roles come from shapes and modules alone ({error})"
         return Evidence(tensors, [Note("example", text)])
+    usage = replace(usage, uses={tensor.name: usage.uses.get(names[tensor.name], Use()) for tensor in tensors})
     seen = _from_siblings([_with_evidence(tensor, usage) for tensor in tensors])
     notes = list(_about_the_pass(seen, usage))
-    try:
-        wider = watch(other, example, scaling=scaling, reads=reads)
-    except CannotRunError as error:
-        text = f"the example could not be run at a second width, so sizes of activations were not compared ({error})"
-        return Evidence(seen, [*notes, Note("example", text)], usage=usage)
-    pairs = _pairs(usage, wider)
-    if pairs is None:
-        text = (
-            "the example takes another path through the model than through base, so sizes of activations were not compared: "
-            "concatenations and dot products over the width were not looked for"
-        )
-        return Evidence(seen, [*notes, Note("example", text)], usage=usage)
-    return Evidence(seen, [*notes, *_dots(usage, pairs)], _partly_scaling(seen, usage, pairs), usage)
+    pairs, note = _compared(usage, base, model if delta is None else delta, example, scaling, reads)
+    if note is not None:
+        return Evidence(seen, [*notes, note], usage=usage)
+    return Evidence(seen, [*notes, *_dots(usage, pairs)], _partly_scaling(seen, usage, pairs, names), usage)
 
 
 # How each parameter is used
@@ -174,6 +173,11 @@ class _Pair:
     base: Event
     other: Event
 
+    @property
+    def is_one_event(self) -> bool:
+        first, second = ((event.kind, event.path, len(event.sizes)) for event in (self.base, self.other))
+        return first == second
+
     def ratio(self, place: int) -> Fraction:
         return Fraction(self.other.sizes[place], max(self.base.sizes[place], 1))
 
@@ -182,16 +186,26 @@ class _Pair:
         return {self.ratio(place) for place in range(len(self.base.sizes))}
 
 
-def _pairs(usage: Usage, other: Usage) -> list[_Pair] | None:
-    """The events of both passes side by side; None if the passes took different paths."""
-    if len(usage.events) != len(other.events):
-        return None
-    pairs = [_Pair(*events) for events in zip(usage.events, other.events, strict=True)]
-    alike = all(
-        (pair.base.kind, pair.base.path, len(pair.base.sizes)) == (pair.other.kind, pair.other.path, len(pair.other.sizes))
-        for pair in pairs
+def _compared(
+    usage: Usage, base: nn.Module, other: nn.Module, example: Example, scaling: Mapping[str, Dims], reads: Mapping[str, Dims]
+) -> tuple[list[_Pair], Note | None]:
+    """The events of base's pass beside those of a pass at another width. Without them a note says why."""
+    if correspond(other, base).lists:
+        text = "model and base differ in depth, so concatenations and dot products over the width were not looked for"
+        return [], Note("example", f"{text}; pass delta=, base at any other width", is_caution=False)
+    try:
+        wider = watch(other, example, scaling=scaling, reads=reads)
+    except CannotRunError as error:
+        text = f"the example could not be run at a second width, so sizes of activations were not compared ({error})"
+        return [], Note("example", text)
+    pairs = [_Pair(*events) for events in zip(usage.events, wider.events, strict=False)]
+    if len(usage.events) == len(wider.events) and all(pair.is_one_event for pair in pairs):
+        return pairs, None
+    text = (
+        "the example takes another path through the model than through base, so sizes of activations were not compared: "
+        "concatenations and dot products over the width were not looked for"
     )
-    return pairs if alike else None
+    return [], Note("example", text)
 
 
 def _dots(usage: Usage, pairs: list[_Pair]) -> Iterator[Note]:
@@ -209,7 +223,9 @@ def _dots(usage: Usage, pairs: list[_Pair]) -> Iterator[Note]:
         )
 
 
-def _partly_scaling(tensors: list[ParameterView], usage: Usage, pairs: list[_Pair]) -> dict[str, Note]:
+def _partly_scaling(
+    tensors: list[ParameterView], usage: Usage, pairs: list[_Pair], names: Mapping[str, str]
+) -> dict[str, Note]:
     """Notes about weights that read or write a concatenation of which only a part follows the width."""
     notes = {}
     for tensor in tensors:
@@ -219,7 +235,7 @@ def _partly_scaling(tensors: list[ParameterView], usage: Usage, pairs: list[_Pai
         joins = frozenset[int]().union(*(product.joins for product in usage.uses[tensor.name].products))
         if read != 1 and any(_is_mixed(pairs[number], read) for number in joins):
             notes[tensor.name] = PART_READ
-        parts = (pair for pair in pairs if pair.base.kind == "part" and pair.base.weights == {tensor.name})
+        parts = (pair for pair in pairs if pair.base.kind == "part" and pair.base.weights == {names[tensor.name]})
         if written != 1 and any(pair.ratio(0) == written != pair.ratio(1) for pair in parts):
             notes.setdefault(tensor.name, PART_WRITTEN)
     return notes

@@ -72,7 +72,7 @@ def infer_roles(
 ) -> tuple[list[ParamRole], list[Note]]:
     """The role of every parameter, in the model's order, and notes. Raises ValueError with the ``roles={...}`` line that would
     help."""
-    evidence = look(view_parameters(model, base, delta), base, model if delta is None else delta, example)
+    evidence = look(view_parameters(model, base, delta), model, base, delta, example)
     asked = match_globs(roles or {}, [tensor.name for tensor in evidence.tensors], what="roles", among="parameters")
     for tensor in evidence.tensors:
         if tensor.name in asked:

@@ -20,7 +20,7 @@ TEXT = TOKENS % VOCAB
 
 def usage(make, example, width=32, base_width=8):
     tensors = view_parameters(make(width), make(base_width), None)
-    found = look(tensors, make(base_width), make(width), example).usage
+    found = look(tensors, make(width), make(base_width), None, example).usage
     assert found is not None
     return found
 
