@@ -31,6 +31,7 @@ from smupar.model.relayout import watch_optimizers
 from smupar.model.seam import Step, on_every_step, optimizers, seam_of
 from smupar.model.sharding import is_sharded, zero_off_mask
 from smupar.model.weights import hidden_weights, weight_of
+from smupar.plan.disguise import set_multiplier
 from smupar.plan.layers import kind_of
 from smupar.plan.make import MaskSetting, Settings, cautions, planned, warn
 from smupar.plan.optimizers import facts_of
@@ -65,11 +66,12 @@ def parameterize(model: nn.Module, *, base: nn.Module, reset: bool | None = None
     """
     _refuse(model)
     settings["masks"] = given = read_masks(settings.get("masks"))  # so that the planner need not read a file again
-    plan = planned(model, base, settings)
-    _refuse_used_names(model, plan)
     parameters = dict(model.named_parameters())
+    is_empty = reset or (reset is None and all(parameter._version == 0 for parameter in parameters.values()))
+    plan = planned(model, base, settings, has_values=not is_empty)
+    _refuse_used_names(model, plan)
     resets, messages = None, cautions(plan)
-    if reset or (reset is None and all(parameter._version == 0 for parameter in parameters.values())):
+    if is_empty:
         resets = plan_resets(model, plan, sure=reset is True)
         messages += resets.cautions if reset is None else []
     # Before anything changes: a mask that cannot be drawn, or a warning raised as an error, must leave the model as it is.
@@ -297,6 +299,9 @@ def _scale_output(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> T
 def _attach(model: nn.Module, plan: Plan, masks: Mapping[str, Tensor]) -> None:
     """The work of ``attach``. ``masks`` are the masks that the model still misses."""
     _let_compilers_see_hooks()
+    for number in plan.multipliers:
+        if number.is_set:
+            set_multiplier(model, number.path, number.name, number.base_value)
     on_every_step("mask", mask_updates, lambda optimizer: facts_of(optimizer).mixes_entries)
     rows = [(row, weight_of(model, row.name)) for row in plan]
     for row, weight in rows:
