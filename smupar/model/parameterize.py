@@ -24,6 +24,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
+from smupar.model.attention import apply_attention
 from smupar.model.csr import MASK, expand_state, is_compressed
 from smupar.model.gradients import gradient_mask
 from smupar.model.init import initialise, padding_rows, plan_resets
@@ -302,6 +303,7 @@ def _attach(model: nn.Module, plan: Plan, masks: Mapping[str, Tensor]) -> None:
     for number in plan.multipliers:
         if number.is_set:
             set_multiplier(model, number.path, number.name, number.base_value)
+    apply_attention(model, plan)
     on_every_step("mask", mask_updates, lambda optimizer: facts_of(optimizer).mixes_entries)
     rows = [(row, weight_of(model, row.name)) for row in plan]
     for row, weight in rows:

@@ -15,9 +15,9 @@ from torch.nn.modules.conv import _ConvNd
 
 from smupar.plan.roles import Note, ParamRole
 
-# Powers of the width that an initial size may follow. Others are reported, not corrected.
+# Powers of the width that an initial size may follow, the likeliest first. Others are reported, not corrected.
 _EXPONENTS = (0.5, 1.0, -0.5, -1.0)
-_SIGMAS = 5.0
+_SIGMAS = 4.0
 
 
 def kept_factors(model: nn.Module, base: nn.Module, roles: Iterable[ParamRole]) -> tuple[dict[str, float], list[Note]]:
@@ -117,11 +117,15 @@ def _by_size(value: Tensor, base: Tensor, widths: set[float]) -> float | None:
     sizes = [float(each.square().mean().sqrt()) for each in (value, base)]
     if min(sizes) == 0 or not all(map(math.isfinite, sizes)):
         return None if max(sizes) > 0 else 1.0
-    # Twice the standard error of a normal sample's rms, since other distributions have heavier tails.
-    error = _SIGMAS * math.sqrt(2 / value.numel() + 2 / base.numel())
+    error = _SIGMAS * math.hypot(*(_relative_error(each) for each in (value, base)))
     wanted = sizes[1] / sizes[0]
     if abs(math.log(wanted)) <= max(error, math.log(1.1)):
         return 1.0
-    powers = {round(width**exponent, 9) for width in widths for exponent in _EXPONENTS}
-    near = [power for power in powers if abs(math.log(wanted / power)) <= error]
-    return near[0] if len(near) == 1 else None
+    powers = (width**exponent for exponent in _EXPONENTS for width in sorted(widths))
+    return next((power for power in powers if abs(math.log(wanted / power)) <= error), None)
+
+
+def _relative_error(value: Tensor) -> float:
+    """The standard error of an rms, relative to it."""
+    squares = value.square()
+    return float(squares.std() / (2 * squares.mean() * math.sqrt(value.numel())))
