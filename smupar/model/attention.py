@@ -43,6 +43,7 @@ def call(model: nn.Module, example: Any) -> Any:
     return model(*example) if isinstance(example, tuple) else model(example)
 
 
+@torch.no_grad()
 def set_scales(model: nn.Module, plan: Plan, runs: Sequence[Run]) -> None:
     """The work of ``set_attention_scale``. Each of ``runs`` is a forward pass; some attention may run in only one of them."""
     every = find_attentions(model) if plan.rule != SP.name else []

@@ -105,13 +105,15 @@ def _rows(model: nn.Module, attention: Attention, layer: str, runs: Sequence[Run
     it do not depend on its own key."""
     outputs: list[Tensor] = []
 
-    def cut(_: nn.Module, args: Any, output: Any) -> Tensor:
+    def cut(_: nn.Module, args: Any, output: Tensor) -> Tensor:
+        if outputs:  # a layer that is used again, after the logits that are watched
+            return output
         outputs.append(output.detach().requires_grad_())
-        return outputs[-1]
+        return outputs[0]
 
     with torch.enable_grad(), attention.module.get_submodule(layer).register_forward_hook(cut):
         seen = _watched(model, attention, runs)
-        if seen is None or seen.signal is None or len(outputs) != 1 or not seen.signal.requires_grad:
+        if seen is None or seen.signal is None or not outputs or not seen.signal.requires_grad:
             return None
         signal = seen.signal if seen.is_fused else seen.signal[..., -1, :-1]
         noise = torch.linspace(1, 2, signal.numel(), dtype=signal.dtype, device=signal.device).reshape(signal.shape)
@@ -122,14 +124,14 @@ def _rows(model: nn.Module, attention: Attention, layer: str, runs: Sequence[Run
     return (gradient[:, -1] if by_position else gradient).flatten(0, -2).ne(0).any(0)
 
 
-def _scale_if_linear(
-    model: nn.Module, attention: Attention, layer: str, rows: Tensor, runs: Sequence[Run]
-) -> float | None:
+def _scale_if_linear(model: nn.Module, attention: Attention, layer: str, rows: Tensor, runs: Sequence[Run]) -> float | None:
     """The number that the model multiplies q.k by, NaN if it is not known; None if these rows do not scale the logits."""
     seen = []
     for factor in (0.0, 1.0, 2.0):
         vector = torch.where(rows, factor, 1.0)
-        with attention.module.get_submodule(layer).register_forward_hook(lambda _, args, output, v=vector: output * v.to(output)):
+        with attention.module.get_submodule(layer).register_forward_hook(
+            lambda _, args, output, v=vector: output * v.to(output)
+        ):
             one = _watched(model, attention, runs)
         if one is None or one.signal is None:
             return None

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from smupar.plan.source import divides_by
+
 # Names of modules that are attention, or a part of it.
 _ATTENTION = re.compile(r"att(ention|n)|qkv|query|q_proj|(^|_)(to_)?w?q$", re.IGNORECASE)
 # Names of layers and parameters that make queries, alone or together with keys and values.
@@ -125,16 +127,21 @@ def head_size(module: nn.Module) -> int | None:
 
 
 def _field(module: nn.Module, size: int | None) -> tuple[str, bool, float] | None:
-    """(attribute, whether it divides, its value). A number that is a power of the head size is preferred to a name."""
+    """(attribute, whether it divides, its value). A number that is a power of the head size is preferred to a name. Whether it
+    divides is in the source; where that cannot be read, a number above 1 divides."""
     whole = {name: float(value) for name, value in vars(module).items() if type(value) is int and name in _SCALES}
     found = {name: value for name, value in (numbers(module) | whole).items() if not _NOT_SCALES.search(name)}
-    if size is not None and size > 1:
-        powers = {-0.5: False, -1.0: False, 0.5: True, 1.0: True}
-        for name, value in found.items():
-            for exponent, divides in powers.items():
-                if _MAY_SCALE.search(name) and math.isclose(value, size**exponent, rel_tol=1e-2):
-                    return name, divides, value
-    return next(((name, False, found[name]) for name in _SCALES if name in found and found[name] > 0), None)
+    powers = [size**exponent for exponent in (-0.5, -1.0, 0.5, 1.0)] if size is not None and size > 1 else []
+    likely = [
+        name
+        for name, value in found.items()
+        if _MAY_SCALE.search(name) and any(math.isclose(value, power, rel_tol=1e-2) for power in powers)
+    ]
+    named = [name for name in _SCALES if found.get(name, 0) > 0]
+    for name in (*likely, *named):
+        is_above_1 = name in likely and found[name] > 1
+        return name, divides_by(type(module), name) or is_above_1, found[name]
+    return None
 
 
 def numbers(module: nn.Module) -> dict[str, float]:

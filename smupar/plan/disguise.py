@@ -8,15 +8,9 @@ them, or divides by them.
 
 from __future__ import annotations
 
-import ast
-import inspect
 import math
-import textwrap
-import operator
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, reduce
 from typing import Any
 
 import torch
@@ -24,14 +18,8 @@ from torch import Tensor, nn
 
 from smupar.plan.attention import find_attentions, numbers
 from smupar.plan.settings import refuse
+from smupar.plan.source import evaluated, powers_in_source
 
-_ARITHMETIC: dict[type[ast.operator], Any] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-    ast.Div: operator.truediv,
-}
 CHOICES = ("ask", "base", "own")
 
 
@@ -125,97 +113,13 @@ def _as_config(value: Any) -> Mapping[str, Any] | None:
 
 def _powers(module: nn.Module, other: nn.Module) -> Iterator[_Pair]:
     for power in powers_in_source(type(module)):
-        value, base_value = _evaluated(power.expression, module), _evaluated(power.expression, other)
+        value, base_value = evaluated(power.expression, module), evaluated(power.expression, other)
         if type(value) in (int, float) and type(base_value) in (int, float) and _differ(value, base_value):
             yield power.source, value, base_value, power.can_be_set
 
 
-def _evaluated(node: ast.AST, root: object) -> Any:
-    """The value of arithmetic with attributes of self; None if there is anything else in it."""
-    if isinstance(node, ast.Constant):
-        return node.value
-    if isinstance(node, ast.Attribute):
-        chain = _chain(node)
-        return None if chain is None else reduce(lambda owner, name: getattr(owner, name, None), chain.split("."), root)
-    if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
-        sides = [_evaluated(side, root) for side in (node.left, node.right)]
-        if all(type(side) in (int, float) for side in sides) and sides[1]:
-            return _ARITHMETIC[type(node.op)](*sides)
-    return None
-
-
 def _differ(value: float, other: float) -> bool:
     return not math.isclose(value, other, rel_tol=1e-5) and math.isfinite(value) and math.isfinite(other)
-
-
-# The source of the forward pass
-
-
-@dataclass(frozen=True)
-class _Power:
-    expression: ast.expr
-    source: str
-    can_be_set: bool  # it is an attribute of the module, and the class does nothing else with it
-
-
-@cache
-def powers_in_source(kind: type[nn.Module]) -> tuple[_Power, ...]:
-    """Expressions of which a class takes a root or a power, or by which it divides, outside of its init."""
-    methods = list(_methods(kind))
-    bases = [base for method in methods for node in ast.walk(method) if (base := _base_of_power(node)) is not None]
-    sources = Counter(ast.unparse(base).removeprefix("self.") for base in bases)
-    anywhere = Counter(chain for method in methods for chain in _chains(method))
-    return tuple(
-        _Power(base, source, source.isidentifier() and anywhere[source] == sources[source])
-        for source, base in {ast.unparse(base).removeprefix("self."): base for base in bases}.items()
-    )
-
-
-def _methods(kind: type[nn.Module]) -> Iterator[ast.AST]:
-    classes = [each for each in kind.__mro__ if issubclass(each, nn.Module) and not each.__module__.startswith("torch.")]
-    for each in classes:
-        for name, function in vars(each).items():
-            if not inspect.isfunction(function) or any(word in name for word in ("init", "reset")):
-                continue
-            try:
-                yield ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
-            except (OSError, TypeError, SyntaxError):  # typed at a prompt, or made by a decorator
-                continue
-
-
-def _base_of_power(node: ast.AST) -> ast.expr | None:
-    """The part of an expression whose root, power or reciprocal it takes."""
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
-        return node.left
-    if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in ("sqrt", "rsqrt"):
-        return node.args[0] if node.args else None
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and _is_tensor(node.left):
-        return node.right
-    return None
-
-
-def _is_tensor(node: ast.AST) -> bool:
-    """Whether an expression has a part besides numbers and attributes of self, so that it is not arithmetic with sizes."""
-    return any(isinstance(part, ast.Name) and part.id not in ("self", "math", "int", "float") for part in ast.walk(node))
-
-
-def _chains(node: ast.AST) -> Iterator[str]:
-    """The attributes of self in an expression, each at its full length."""
-    if isinstance(node, ast.Attribute):
-        chain = _chain(node)
-        if chain is not None:
-            yield chain
-            return
-    for child in ast.iter_child_nodes(node):
-        yield from _chains(child)
-
-
-def _chain(node: ast.Attribute) -> str | None:
-    inside = node.value
-    if isinstance(inside, ast.Name):
-        return node.attr if inside.id == "self" else None
-    outer = _chain(inside) if isinstance(inside, ast.Attribute) else None
-    return None if outer is None else f"{outer}.{node.attr}"
 
 
 # Putting the base's values into a model
@@ -224,9 +128,7 @@ def _chain(node: ast.Attribute) -> str | None:
 def chosen(multipliers: list[Multiplier], choice: str) -> tuple[Multiplier, ...]:
     """What the plan records, after the user's choice."""
     refuse(choice not in CHOICES, f"multipliers must be one of {', '.join(CHOICES)}, got {choice!r}")
-    return tuple(
-        replace(each, is_set=choice == "base" and each.can_be_set) for each in multipliers
-    )
+    return tuple(replace(each, is_set=choice == "base" and each.can_be_set) for each in multipliers)
 
 
 @torch.no_grad()

@@ -276,7 +276,9 @@ def _notes(model: nn.Module, roles: list[ParamRole], sparsity: Sparsity, numbers
             noted.setdefault(role.note, []).append(repr(role.name))
     for note, names in noted.items():
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        notes.append(Note(note.kind, f"{', '.join(names[:4])}{more} {'is' if len(names) == 1 else 'are'} {note}", note.is_caution))
+        notes.append(
+            Note(note.kind, f"{', '.join(names[:4])}{more} {'is' if len(names) == 1 else 'are'} {note}", note.is_caution)
+        )
     if not numbers.rule.has_alphas and any(alpha != 1 for alpha in numbers.alphas.values()):
         notes.append(Note("alphas", f"{numbers.rule.title} has no alpha_input and alpha_output: they are not used", False))
     attention = any(named_like_attention(model))

@@ -50,9 +50,9 @@ def _about_attention(model: nn.Module, rule: Rule) -> str:
     if rule.attention_exponent != -1 or not any(named_like_attention(model)):
         return ""
     return (
-        "attention logits are q.k / d_head under this rule: set your model's scale to plan.attention_scale(head_dim), then "
-        "plan.settle('attention_scale'). If the scale cannot be set (nn.MultiheadAttention) and head_dim is the same at every "
-        "width, settle the reminder as well."
+        "attention logits are q.k / d_head under this rule: smupar.set_attention_scale(model, plan, example=batch) makes them so, in "
+        "the model's own field or by a factor on the queries. Or set your model's scale to plan.attention_scale(head_dim) yourself, "
+        "then plan.settle('attention_scale')."
     )
 
 

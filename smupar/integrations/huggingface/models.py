@@ -93,12 +93,13 @@ def _with_small_values(model: nn.Module) -> nn.Module:
             if parameter.is_meta and parameter.numel() <= _FEW:
                 made = small.setdefault(id(parameter), nn.Parameter(torch.full(parameter.shape, torch.nan, device="cpu")))
                 setattr(module, name, made.requires_grad_(parameter.requires_grad))
+    owners = [part for part in model.modules() if isinstance(part, PreTrainedModel)]  # an inner model initialises its own parts
+    inits = {module: owner._init_weights for owner in owners for module in owner.modules()}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        for module in reversed(list(model.modules())):
-            for init in (getattr(module, "reset_parameters", None), getattr(model, "_init_weights", None)):
-                if callable(init):
-                    init() if init.__name__ == "reset_parameters" else init(module)
+        for module, init in reversed(inits.items()):
+            getattr(module, "reset_parameters", lambda: None)()
+            init(module)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if not parameter.is_meta and parameter.isnan().any():  # nothing above initialises it
