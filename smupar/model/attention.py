@@ -130,8 +130,10 @@ def _is_usual(attention: Attention, plan: Plan) -> bool:
 
 
 def _named(attentions: Sequence[Attention]) -> str:
-    kinds = {type(each.module).__name__: each.path for each in attentions}
-    return ", ".join(f"{kind} ({path!r}{', ...' if len(attentions) > 1 else ''})" for kind, path in kinds.items())
+    kinds: dict[str, list[str]] = {}
+    for each in attentions:
+        kinds.setdefault(type(each.module).__name__, []).append(each.path)
+    return ", ".join(f"{kind} ({paths[0]!r}{', ...' if len(paths) > 1 else ''})" for kind, paths in kinds.items())
 
 
 # The factor on queries
