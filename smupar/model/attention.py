@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from smupar.model.queries import Queries, acts, find_queries
-from smupar.plan.attention import Attention, AttentionChange, find_attentions
+from smupar.plan.attention import FoundAttention, AttentionChange, find_attentions
 from smupar.plan.disguise import set_multiplier
 from smupar.plan.plan import Plan, PlanWarning
 from smupar.plan.reminders import is_scaled
@@ -49,7 +49,7 @@ def set_scales(model: nn.Module, plan: Plan, runs: Sequence[Run]) -> None:
     every = find_attentions(model) if plan.rule != SP.name else []
     known = {change.path for change in plan.attention}
     fresh = [each for each in every if each.path not in known and each.holder not in known]
-    left: list[Attention] = []
+    left: list[FoundAttention] = []
     changes: list[AttentionChange] = []
     for alike in _kinds(fresh).values():
         how = _how(model, alike[0], plan, runs)
@@ -67,8 +67,8 @@ def set_scales(model: nn.Module, plan: Plan, runs: Sequence[Run]) -> None:
         plan.settle("attention_scale")
         return
     plan.pending["attention_scale"] = (
-        f"the scale of {_named(left)} could not be set: no field that acts was found, and no layer that makes its queries. Make "
-        "the model multiply q.k by plan.attention_scale(head_dim), then plan.settle('attention_scale')."
+        f"the scale of {_named(left)} could not be set: no field that acts was found, and no layer that makes its queries. "
+        "Make the model multiply q.k by plan.attention_scale(head_dim), then plan.settle('attention_scale')."
     )
     warnings.warn(f"not set yet: attention_scale: {plan.pending['attention_scale']}", PlanWarning, stacklevel=4)
 
@@ -86,9 +86,9 @@ def apply_attention(model: nn.Module, plan: Plan) -> None:
 # Deciding
 
 
-def _kinds(attentions: Sequence[Attention]) -> dict[tuple[object, ...], list[Attention]]:
+def _kinds(attentions: Sequence[FoundAttention]) -> dict[tuple[object, ...], list[FoundAttention]]:
     """Attentions that are built alike, of which one is tried."""
-    kinds: dict[tuple[object, ...], list[Attention]] = {}
+    kinds: dict[tuple[object, ...], list[FoundAttention]] = {}
     for each in attentions:
         shapes = tuple(tuple(parameter.shape) for parameter in each.module.parameters())
         kinds.setdefault((type(each.module), each.field, each.head_dim, shapes), []).append(each)
@@ -96,8 +96,8 @@ def _kinds(attentions: Sequence[Attention]) -> dict[tuple[object, ...], list[Att
 
 
 def _how(
-    model: nn.Module, attention: Attention, plan: Plan, runs: Sequence[Run]
-) -> Callable[[Attention], AttentionChange | None] | None:
+    model: nn.Module, attention: FoundAttention, plan: Plan, runs: Sequence[Run]
+) -> Callable[[FoundAttention], AttentionChange | None] | None:
     """What sets the scale of attentions that are built like this one; None if nothing does."""
     size = attention.head_dim
     if isinstance(attention.module, nn.MultiheadAttention):
@@ -110,18 +110,18 @@ def _how(
     return None if queries is None or math.isnan(queries.scale) else lambda each: _multiplied(each, queries, plan)
 
 
-def _for_layer(attention: Attention, scale: float) -> float:
+def _for_layer(attention: FoundAttention, scale: float) -> float:
     """The scale, divided by the number of the layer under an option of GPT-2, which comes on top of any rule."""
     module: Any = attention.module
     return scale / (module.layer_idx + 1) if getattr(module, "scale_attn_by_inverse_layer_idx", False) else scale
 
 
-def _multiplied(attention: Attention, queries: Queries, plan: Plan) -> AttentionChange:
+def _multiplied(attention: FoundAttention, queries: Queries, plan: Plan) -> AttentionChange:
     path = f"{attention.path}.{queries.layer}".lstrip(".")
     return AttentionChange(path, "", plan.attention_scale(queries.head_dim) / queries.scale, queries.rows)
 
 
-def _is_usual(attention: Attention, plan: Plan) -> bool:
+def _is_usual(attention: FoundAttention, plan: Plan) -> bool:
     """Whether the field held what most models hold, or what the rule wants."""
     size = attention.head_dim
     usual = size is not None and math.isclose(attention.scale, size**-0.5, rel_tol=1e-2)
@@ -129,7 +129,7 @@ def _is_usual(attention: Attention, plan: Plan) -> bool:
     return usual or by_layer or is_scaled(attention, plan.attention_scale)
 
 
-def _named(attentions: Sequence[Attention]) -> str:
+def _named(attentions: Sequence[FoundAttention]) -> str:
     kinds: dict[str, list[str]] = {}
     for each in attentions:
         kinds.setdefault(type(each.module).__name__, []).append(each.path)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from smupar.plan.attention import Attention
+from smupar.plan.attention import FoundAttention
 from smupar.plan.disguise import set_multiplier
 
 _SOFTMAXES = (F.softmax, torch.softmax, Tensor.softmax)
@@ -71,7 +71,7 @@ class _Watch(TorchFunctionMode):
         return output
 
 
-def acts(model: nn.Module, attention: Attention, runs: Sequence[Run]) -> bool | None:
+def acts(model: nn.Module, attention: FoundAttention, runs: Sequence[Run]) -> bool | None:
     """Whether another number in the field changes what the attention does; None if no forward pass could be watched."""
     before = _watched(model, attention, runs)
     if before is None or before.signal is None:
@@ -84,7 +84,7 @@ def acts(model: nn.Module, attention: Attention, runs: Sequence[Run]) -> bool | 
     return after is None or after.signal is None or not torch.equal(before.signal, after.signal)
 
 
-def find_queries(model: nn.Module, attention: Attention, runs: Sequence[Run]) -> Queries | None:
+def find_queries(model: nn.Module, attention: FoundAttention, runs: Sequence[Run]) -> Queries | None:
     """The last layer of the attention whose outputs, or a part of them, are proportional to the logits."""
     seen = _watched(model, attention, runs)
     if seen is None or seen.signal is None:
@@ -100,8 +100,8 @@ def find_queries(model: nn.Module, attention: Attention, runs: Sequence[Run]) ->
     return None
 
 
-def _rows(model: nn.Module, attention: Attention, layer: str, runs: Sequence[Run]) -> Tensor | None:
-    """Which outputs of a layer reach the logits of the last position as queries. The logits of this position and the keys before
+def _rows(model: nn.Module, attention: FoundAttention, layer: str, runs: Sequence[Run]) -> Tensor | None:
+    """Which outputs of a layer reach the logits of the last position as queries. The logits of this position and of keys before
     it do not depend on its own key."""
     outputs: list[Tensor] = []
 
@@ -124,7 +124,9 @@ def _rows(model: nn.Module, attention: Attention, layer: str, runs: Sequence[Run
     return (gradient[:, -1] if by_position else gradient).flatten(0, -2).ne(0).any(0)
 
 
-def _scale_if_linear(model: nn.Module, attention: Attention, layer: str, rows: Tensor, runs: Sequence[Run]) -> float | None:
+def _scale_if_linear(
+    model: nn.Module, attention: FoundAttention, layer: str, rows: Tensor, runs: Sequence[Run]
+) -> float | None:
     """The number that the model multiplies q.k by, NaN if it is not known; None if these rows do not scale the logits."""
     seen = []
     for factor in (0.0, 1.0, 2.0):
@@ -132,11 +134,11 @@ def _scale_if_linear(model: nn.Module, attention: Attention, layer: str, rows: T
         with attention.module.get_submodule(layer).register_forward_hook(
             lambda _, args, output, v=vector: output * v.to(output)
         ):
-            one = _watched(model, attention, runs)
-        if one is None or one.signal is None:
+            watched = _watched(model, attention, runs)
+        if watched is None or watched.signal is None:
             return None
-        seen.append(one)
-    zero, once, twice = (one.signal.double() for one in seen if one.signal is not None)
+        seen.append(watched)
+    zero, once, twice = (each.signal.double() for each in seen if each.signal is not None)
     usable = (once.abs() < 1e4) & (zero.abs() < 1e4)  # masks are large negative numbers
     change, again = (once - zero)[usable], (twice - once)[usable]
     if not change.abs().max() > 0 or not torch.allclose(change, again, rtol=1e-3, atol=1e-4 * float(change.abs().max())):
@@ -159,7 +161,7 @@ def _ranges(rows: Tensor) -> tuple[tuple[int, int], ...]:
 # Watching
 
 
-def _watched(model: nn.Module, attention: Attention, runs: Sequence[Run]) -> _Seen | None:
+def _watched(model: nn.Module, attention: FoundAttention, runs: Sequence[Run]) -> _Seen | None:
     """What was seen in the first run that reaches the attention; None if none does."""
     for run in runs:
         watch = _Watch()

@@ -1,4 +1,4 @@
-"""Where a model computes attention, and the field in which it keeps the scale of ``q.k``. All by a look at names and numbers."""
+"""Where a model computes attention, and the field in which it keeps the scale of ``q.k``, by names and numbers alone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _NUM_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", 
 
 
 @dataclass(frozen=True)
-class Attention:
+class FoundAttention:
     """A module that multiplies queries and keys, and what its attributes say about the scale."""
 
     path: str
@@ -74,7 +74,7 @@ def named_like_attention(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
-def find_attentions(model: nn.Module) -> list[Attention]:
+def find_attentions(model: nn.Module) -> list[FoundAttention]:
     """Every module that makes queries, and every other module that is called attention and has matrices."""
     cores = {path: module for path, module in model.named_modules() if _makes_queries(module)}
     for path, module in named_like_attention(model):
@@ -95,7 +95,7 @@ def _makes_queries(module: nn.Module) -> bool:
     return any(_QUERIES.search(name) for name in parts)
 
 
-def _attention(path: str, modules: dict[str, nn.Module]) -> Attention:
+def _attention(path: str, modules: dict[str, nn.Module]) -> FoundAttention:
     """What is known about one attention. Its scale may be in the module itself, in a part of it, or in the module around it,
     which must then tell the head size as well."""
     size = head_size(modules[path])
@@ -107,8 +107,8 @@ def _attention(path: str, modules: dict[str, nn.Module]) -> Attention:
     for name, own in sizes.items():
         found = _field(modules[name], own)
         if found is not None:
-            return Attention(path, modules[path], own, name, *found)
-    return Attention(path, modules[path], size)
+            return FoundAttention(path, modules[path], own, name, *found)
+    return FoundAttention(path, modules[path], size)
 
 
 def head_size(module: nn.Module) -> int | None:
@@ -138,14 +138,14 @@ def _field(module: nn.Module, size: int | None) -> tuple[str, bool, float] | Non
         if _MAY_SCALE.search(name) and any(math.isclose(value, power, rel_tol=1e-2) for power in powers)
     ]
     named = [name for name in _SCALES if found.get(name, 0) > 0]
-    for name in (*likely, *named):
-        is_above_1 = name in likely and found[name] > 1
-        return name, divides_by(type(module), name) or is_above_1, found[name]
-    return None
+    name = next(iter((*likely, *named)), None)
+    if name is None:
+        return None
+    return name, divides_by(module, name) or (name in likely and found[name] > 1), found[name]
 
 
 def numbers(module: nn.Module) -> dict[str, float]:
-    """The module's own attributes and buffers that are single floating-point numbers. Numbers on the meta device are unknown."""
+    """The module's own attributes and buffers that are single floating-point numbers and have a value."""
     plain = {name: value for name, value in vars(module).items() if isinstance(value, float)}
     tensors = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
     tensors |= dict(module.named_buffers(recurse=False))

@@ -98,10 +98,11 @@ def _fields(module: nn.Module, other: nn.Module, seen: set[int]) -> Iterator[_Pa
             continue
         seen.add(id(value))
         for field, number in config.items():
-            base_number = base.get(field)
-            both = isinstance(number, (int, float)) and isinstance(base_number, (int, float))
-            if both and float in (type(number), type(base_number)) and "init" not in field and _differ(number, base_number):
-                yield f"{name}.{field}", float(number), float(base_number), True
+            other_number = base.get(field)
+            if not isinstance(number, (int, float)) or not isinstance(other_number, (int, float)):
+                continue
+            if float in (type(number), type(other_number)) and "init" not in field and _differ(number, other_number):
+                yield f"{name}.{field}", float(number), float(other_number), True
 
 
 def _as_config(value: Any) -> Mapping[str, Any] | None:
@@ -112,7 +113,7 @@ def _as_config(value: Any) -> Mapping[str, Any] | None:
 
 
 def _powers(module: nn.Module, other: nn.Module) -> Iterator[_Pair]:
-    for power in powers_in_source(type(module)):
+    for power in powers_in_source(module):
         value, base_value = evaluated(power.expression, module), evaluated(power.expression, other)
         if type(value) in (int, float) and type(base_value) in (int, float) and _differ(value, base_value):
             yield power.source, value, base_value, power.can_be_set

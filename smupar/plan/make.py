@@ -69,7 +69,7 @@ def make_plan(model: nn.Module, *, base: nn.Module, **settings: Unpack[Settings]
     masks         your own masks: {"name": bool tensor}, or a file with these or with a state dict; they set the densities
     roles         {"glob": role or ("hidden", in_dim)}, for parameters whose role cannot be inferred
     delta         the same model at any other width; shows which dimensions scale if model and base are equally wide
-    multipliers   numbers that follow the width and are no sizes, such as sqrt(width) after an embedding: "base" sets them to the
+    multipliers   numbers that follow the width and are no sizes, such as sqrt(width) after an embedding: "base" gives them the
                   base's values, "own" leaves them alone, "ask" (default) leaves a reminder
     """
     settings["masks"] = read_masks(settings.get("masks"))

@@ -89,7 +89,7 @@ class Plan:
     notes: list[Note] = field(default_factory=list)
     pending: dict[str, str] = field(default_factory=dict)
     multipliers: tuple[Multiplier, ...] = ()  # numbers of the model that follow its width
-    attention: list[AttentionChange] = field(default_factory=list)  # how the scale of q.k was set, by ``set_attention_scale``
+    attention: list[AttentionChange] = field(default_factory=list)  # how ``set_attention_scale`` set the scale of q.k
 
     def __post_init__(self) -> None:
         self._by_name = {row.name: row for row in self.rows}
@@ -120,8 +120,8 @@ class Plan:
 
     def settle(self, reminder: str) -> None:
         """Tells the plan that you have set what it cannot set itself, or that it need not be set. ``reminder`` is
-        "attention_scale", "output_factor", "input_factor" or "multipliers". If the plan has no such reminder nothing happens, so one script
-        works for every rule."""
+        "attention_scale", "output_factor", "input_factor" or "multipliers". If the plan has no such reminder nothing happens,
+        so one script works for every rule."""
         refuse(reminder not in REMINDERS, f"no plan has a reminder called {reminder!r}: choose one of {', '.join(REMINDERS)}")
         self.pending.pop(reminder, None)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from smupar.plan.attention import Attention, find_attentions, named_like_attention
+from smupar.plan.attention import FoundAttention, find_attentions, named_like_attention
 from smupar.plan.disguise import Multiplier
 from smupar.plan.roles import ParamRole
 from smupar.rules import Rule
@@ -50,9 +50,9 @@ def _about_attention(model: nn.Module, rule: Rule) -> str:
     if rule.attention_exponent != -1 or not any(named_like_attention(model)):
         return ""
     return (
-        "attention logits are q.k / d_head under this rule: smupar.set_attention_scale(model, plan, example=batch) makes them so, in "
-        "the model's own field or by a factor on the queries. Or set your model's scale to plan.attention_scale(head_dim) yourself, "
-        "then plan.settle('attention_scale')."
+        "attention logits are q.k / d_head under this rule: smupar.set_attention_scale(model, plan, example=batch) makes them "
+        "so, in the model's own field or by a factor on the queries. Or set your model's scale to "
+        "plan.attention_scale(head_dim) yourself, then plan.settle('attention_scale')."
     )
 
 
@@ -93,7 +93,7 @@ def shows_scale(model: nn.Module, scale_of: Callable[[int], float]) -> bool:
     return bool(every) and all(is_scaled(attention, scale_of) for attention in every)
 
 
-def is_scaled(attention: Attention, scale_of: Callable[[int], float]) -> bool:
+def is_scaled(attention: FoundAttention, scale_of: Callable[[int], float]) -> bool:
     if attention.head_dim is None or not attention.field:
         return False
     return math.isclose(attention.scale, scale_of(attention.head_dim), rel_tol=1e-2)  # 16-bit buffers round the scale

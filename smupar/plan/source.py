@@ -24,7 +24,7 @@ _ARITHMETIC: dict[type[ast.operator], Any] = {
 
 
 @dataclass(frozen=True)
-class Power:
+class PowerInSource:
     """An expression of which a class takes a root or a power, or by which it divides."""
 
     expression: ast.expr
@@ -32,15 +32,26 @@ class Power:
     can_be_set: bool  # it is an attribute of the module, and the class does nothing else with it
 
 
+def powers_in_source(module: nn.Module) -> tuple[PowerInSource, ...]:
+    """Expressions of which a module takes a root or a power, or by which it divides, outside of its init."""
+    kind: Any = type(module)
+    return _powers(kind)
+
+
+def divides_by(module: nn.Module, name: str) -> bool:
+    """Whether a module divides by one of its attributes."""
+    kind: Any = type(module)
+    return _divides(kind, name)
+
+
 @cache
-def powers_in_source(kind: type[nn.Module]) -> tuple[Power, ...]:
-    """Expressions of which a class takes a root or a power, or by which it divides, outside of its init."""
+def _powers(kind: Any) -> tuple[PowerInSource, ...]:
     methods = list(_methods(kind))
     bases = [base for method in methods for node in ast.walk(method) if (base := _base_of_power(node)) is not None]
     sources = Counter(ast.unparse(base).removeprefix("self.") for base in bases)
     anywhere = Counter(chain for method in methods for chain in _chains(method))
     return tuple(
-        Power(base, source, source.isidentifier() and anywhere[source] == sources[source])
+        PowerInSource(base, source, source.isidentifier() and anywhere[source] == sources[source])
         for source, base in {ast.unparse(base).removeprefix("self."): base for base in bases}.items()
     )
 
@@ -95,8 +106,7 @@ def _chain(node: ast.Attribute) -> str | None:
 
 
 @cache
-def divides_by(kind: type[nn.Module], name: str) -> bool:
-    """Whether a class divides by an attribute of its modules."""
+def _divides(kind: Any, name: str) -> bool:
     quotients = (node for method in _methods(kind) for node in ast.walk(method) if _is_quotient(node))
     return any(name in _chains(node.right) for node in quotients if isinstance(node, ast.BinOp))
 

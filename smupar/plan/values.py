@@ -44,8 +44,8 @@ def kept_factors(model: nn.Module, base: nn.Module, roles: Iterable[ParamRole]) 
         notes.append(
             Note(
                 "kept",
-                f"the initial values of {', '.join(map(repr, unclear[:4]))}{' and more' if len(unclear) > 4 else ''} have another "
-                "size than in the base, and no power of the width explains it: initialise them alike at every width",
+                f"the initial values of {', '.join(map(repr, unclear[:4]))}{' and more' if len(unclear) > 4 else ''} have "
+                "another size than in the base, and no power of the width explains it: initialise them alike at every width",
             )
         )
     return {name: factor for name, factor in factors.items() if factor != 1}, notes
@@ -113,7 +113,7 @@ def _is_uniform(value: Tensor, bound: float) -> bool:
 
 
 def _by_size(value: Tensor, base: Tensor, widths: set[float]) -> float | None:
-    """The power of a width multiplier that takes the rms of the values to the base's; 1 if they agree, None if no power fits."""
+    """The power of a width multiplier that takes the rms of the values to the base's; 1 if both agree, None if none fits."""
     sizes = [float(each.square().mean().sqrt()) for each in (value, base)]
     if min(sizes) == 0 or not all(map(math.isfinite, sizes)):
         return None if max(sizes) > 0 else 1.0

@@ -145,15 +145,15 @@ def _check_export(model: PreTrainedModel, folder: Path, dtype: str) -> None:
     plain = type(model).from_pretrained(folder).float()
     if not wanted:
         warnings.warn(
-            f"no inputs for a {type(model).__name__} are known, so the exported model was not compared with the original: compare "
-            "their outputs yourself",
+            f"no inputs for a {type(model).__name__} are known, so the exported model was not compared with the original: "
+            "compare their outputs yourself",
             PlanWarning,
             stacklevel=4,
         )
     elif not same(wanted, list(outputs(plain)), _TOLERANCES[dtype]):
         raise ValueError(
-            f"the exported {type(model).__name__} does not give the outputs of the original, so it was not kept: share the folder "
-            "that save_pretrained writes"
+            f"the exported {type(model).__name__} does not give the outputs of the original, so it was not kept: share the "
+            "folder that save_pretrained writes"
         )
 
 

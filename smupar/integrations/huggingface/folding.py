@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from smupar.integrations.huggingface.inputs import runs
 from smupar.model.queries import find_queries, quiet
-from smupar.plan.attention import Attention, find_attentions
+from smupar.plan.attention import FoundAttention, find_attentions
 from smupar.plan.disguise import Multiplier, set_multiplier
 from smupar.plan.layers import kind_of
 from smupar.plan.plan import Plan
@@ -76,7 +76,7 @@ def _fold_attention(plain: PreTrainedModel, plan: Plan) -> None:
             _scale_rows(plain.get_submodule(change.path), change.rows, change.value)
 
 
-def _fold_into_queries(plain: PreTrainedModel, attention: Attention, ratio: float) -> None:
+def _fold_into_queries(plain: PreTrainedModel, attention: FoundAttention, ratio: float) -> None:
     if ratio == 1:
         return
     queries = find_queries(plain, attention, runs(plain))
@@ -119,8 +119,8 @@ def _fold_number(plain: PreTrainedModel, number: Multiplier) -> None:
                 return
             weight.copy_(kept)
     raise ValueError(
-        f"{number.where!r} was set to {number.base_value:g}, and neither a table nor the head of this {type(plain).__name__} can "
-        "make up for it: share the folder that save_pretrained writes"
+        f"{number.where!r} was set to {number.base_value:g}, and neither a table nor the head of this {type(plain).__name__} "
+        "can make up for it: share the folder that save_pretrained writes"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,11 @@ NUM_TOKENS = 6
 def runs(model: PreTrainedModel) -> list[Callable[[], Any]]:
     """Forward passes of the model and of every model inside it, such as the vision tower of a model that reads both."""
     parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    return [lambda part=part: part(**example(part)) for part in parts]
+    return [partial(_run, part) for part in parts]
+
+
+def _run(model: PreTrainedModel) -> Any:
+    return model(**example(model))
 
 
 def example(model: PreTrainedModel) -> dict[str, Any]:

@@ -34,8 +34,9 @@ def parameterize(
     reset: bool | None = None,
     **settings: Unpack[Settings],
 ) -> Plan:
-    """``smupar.parameterize`` for a model of transformers. It also sets the attention scale, gives numbers that follow the width
-    the base's values (``multipliers="base"``), and lets ``save_pretrained`` save the plan. Weight matrices get a fresh init.
+    """``smupar.parameterize`` for a model of transformers. Weight matrices get a fresh init. It also sets the attention scale,
+    gives the base's values to numbers that follow the width (``multipliers="base"``), and lets ``save_pretrained`` save the
+    plan.
 
     base      width at which hyperparameters were tuned, or the config or model of that width
     settings  settings of ``smupar.parameterize``
@@ -58,19 +59,20 @@ def parameterize(
             PlanWarning,
             stacklevel=2,
         )
-    plan = apply.parameterize(model, base=narrow, reset=reset, **{"multipliers": "base", **settings})
+    settings.setdefault("multipliers", "base")
+    plan = apply.parameterize(model, base=narrow, reset=reset, **settings)
     set_attention_scale(model, plan)
     keep_plan(model, plan)
     return plan
 
 
 def set_attention_scale(model: PreTrainedModel, plan: Plan) -> None:
-    """Gives every attention module the rule's scale: in its own field, if a probe on small inputs shows that the field acts, and
+    """Gives every attention module the rule's scale: in its own field, if a probe on small inputs shows that the field acts;
     otherwise by a factor on its queries. A warning and the plan's reminder name what is left over."""
     set_scales(model, plan, runs(model))
 
 
-class _Numbers(TorchFunctionMode):
+class _RealNumbers(TorchFunctionMode):
     """Keeps single numbers off the meta device, so that the base's can be compared with the model's."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -80,7 +82,7 @@ class _Numbers(TorchFunctionMode):
 
 def build(kind: type[nn.Module], config: PreTrainedConfig) -> nn.Module:
     """Builds a model on the meta device. Only single numbers have values."""
-    with torch.device("meta"), _Numbers():
+    with torch.device("meta"), _RealNumbers():
         return kind(config)
 
 
@@ -142,13 +144,12 @@ def _base_model(model: PreTrainedModel, base: int | PreTrainedConfig | nn.Module
 
 def _other_settings(config: PreTrainedConfig, base: PreTrainedConfig) -> list[str]:
     """Says which words and switches differ between two configs. Numbers that are no sizes are the plan's to compare."""
-    own, other = config.to_diff_dict(), base.to_diff_dict()
-    names = [name for name in sorted(own.keys() | other.keys()) if not name.startswith("_") and name not in _ABOUT_FILES]
+    names = {*config.to_diff_dict(), *base.to_diff_dict()} - {*_ABOUT_FILES}
+    pairs = {name: (getattr(config, name, None), getattr(base, name, None)) for name in sorted(names)}
     differ = [
-        f"{name} ({own.get(name, getattr(config, name, None))!r}, base {other.get(name, getattr(base, name, None))!r})"
-        for name in names
-        if {type(own.get(name, getattr(config, name, None))), type(other.get(name, getattr(base, name, None)))} <= {str, bool}
-        and own.get(name, getattr(config, name, None)) != other.get(name, getattr(base, name, None))
+        f"{name} ({own!r}, base {other!r})"
+        for name, (own, other) in pairs.items()
+        if own != other and {type(own), type(other)} <= {str, bool} and not name.startswith("_")
     ]
     return [f"model and base may differ in widths only, but {', '.join(differ)} differ as well"] if differ else []
 
@@ -169,6 +170,6 @@ def _to_confirm(model: PreTrainedModel) -> str:
     return (
         f"{model.config.model_type!r} is not among the known architectures ({', '.join(FAMILIES)}), so its roles follow from "
         "shapes alone. Please confirm: 1. in print(plan), matrices inside the blocks are hidden, tables are embeddings and the "
-        "head is the unembedding; 2. model and base differ in widths only, with heads of the same size; 3. nothing is left under "
-        "TO DO in print(plan); 4. smupar.coord_check passes."
+        "head is the unembedding; 2. model and base differ in widths only, with heads of the same size; 3. nothing is left "
+        "under TO DO in print(plan); 4. smupar.coord_check passes."
     )
