@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from smupar.model.queries import Queries, acts, find_queries
-from smupar.plan.attention import FoundAttention, AttentionChange, find_attentions
+from smupar.plan.attention import AttentionChange, FoundAttention, find_attentions
 from smupar.plan.disguise import set_multiplier
 from smupar.plan.plan import Plan, PlanWarning
 from smupar.plan.reminders import is_scaled

@@ -42,16 +42,16 @@ class Multiplier:
         return f"{self.where} = {self.value:g} (base: {self.base_value:g})"
 
 
-def find_multipliers(model: nn.Module, base: nn.Module) -> list[Multiplier]:
+def find_multipliers(model: nn.Module, base: nn.Module, paths: Mapping[str, str] | None = None) -> list[Multiplier]:
     """All numbers of the model that differ from the base's and are not mere sizes. The scale of attention is left out: it has a
-    rule of its own."""
+    rule of its own. ``paths`` maps modules to those of a base of another depth."""
     scales = {(attention.holder, attention.field) for attention in find_attentions(model)}
     sizes = {attention.path: attention.head_dim for attention in find_attentions(model)}
     others = dict(base.named_modules(remove_duplicate=False))
     configs: set[int] = set()
     found = []
     for path, module in model.named_modules():
-        other = others.get(path)
+        other = others.get(path if paths is None else paths.get(path, path))
         if other is None:
             continue
         pairs = {pair[0]: pair for pair in _powers(module, other)}

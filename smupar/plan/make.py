@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from fractions import Fraction
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from smupar.plan.allocations import Allocation, as_density, uniform
 from smupar.plan.attention import named_like_attention
+from smupar.plan.depth import Correspondence, branch_factors, correspond
 from smupar.plan.disguise import Multiplier, chosen, find_multipliers
 from smupar.plan.neighbours import RoleSetting
 from smupar.plan.patterns import parse_pattern, read_masks
@@ -27,7 +28,7 @@ from smupar.plan.roles import FROZEN, GUESSED, Note, ParamRole, infer_roles
 from smupar.plan.settings import match_globs, refuse
 from smupar.plan.sparsity import DensitySetting, Sparsity, make_sparse
 from smupar.plan.values import all_zero, kept_factors
-from smupar.rules import SP, Rule, get_rule
+from smupar.rules import SP, DepthRule, Rule, depth_factor, get_depth_rule, get_rule
 
 MaskSetting = Mapping[str, Tensor] | str | PathLike[str] | None
 InitStdSetting = float | str | Mapping[str, float | str]
@@ -50,13 +51,15 @@ class Settings(TypedDict, total=False):
     masks: MaskSetting
     roles: Mapping[str, RoleSetting] | None
     delta: nn.Module | None
+    branches: Sequence[str] | None
+    depth: str | None
     multipliers: str
 
 
 def make_plan(model: nn.Module, *, base: nn.Module, **settings: Unpack[Settings]) -> Plan:
     """Makes the plan that ``parameterize`` would carry out, without touching the model.
 
-    base          the same model at base width, the width at which hyperparameters were tuned
+    base          the same model at base width, the width at which hyperparameters were tuned; it may have fewer layers
     rule          "sp" | "mup" | "smupar" (default) | "smupar-init-only" | "smupar-lr-only"
     density       share of hidden weights kept: a float, {"glob": float} (first match wins) or an allocation such as
                   erk(1 / 16); default 1, or N / M for an N:M pattern
@@ -69,6 +72,10 @@ def make_plan(model: nn.Module, *, base: nn.Module, **settings: Unpack[Settings]
     masks         your own masks: {"name": bool tensor}, or a file with these or with a state dict; they set the densities
     roles         {"glob": role or ("hidden", in_dim)}, for parameters whose role cannot be inferred
     delta         the same model at any other width; shows which dimensions scale if model and base are equally wide
+    branches      globs of the modules whose outputs are added to the residual stream, such as ["blocks.*.attn.proj",
+                  "blocks.*.mlp.down"]; needed if the model is deeper than the base
+    depth         "completep" | "depth-mup" | "none": how factors follow the depth; default "completep" for SmuPar's rules and
+                  "none" for SP and muP, as in the tables of the papers
     multipliers   numbers that follow the width and are no sizes, such as sqrt(width) after an embedding: "base" gives them the
                   base's values, "own" leaves them alone, "ask" (default) leaves a reminder
     """
@@ -97,9 +104,13 @@ def planned(model: nn.Module, base: nn.Module, settings: Settings, *, has_values
     sparsity = make_sparse(
         model, roles, pattern, pattern.default_density if density is None else density, numbers.base_spread, masks
     )
-    initial = _Initial.of(model, base, roles, numbers.rule, settings.get("init_std", "fan_in"), has_values=has_values)
-    multipliers = chosen(find_multipliers(model, base) if numbers.rule is not SP else [], settings.get("multipliers", "ask"))
-    rows = tuple(_row(role, sparsity, numbers, initial) for role in roles)
+    depth = correspond(model, base)
+    branches = branch_factors(model, depth, numbers.depth, settings.get("branches"))
+    initial = _Initial.of(model, base, roles, depth, numbers.rule, settings.get("init_std", "fan_in"), has_values=has_values)
+    multipliers = chosen(
+        find_multipliers(model, base, depth.modules) if numbers.rule is not SP else [], settings.get("multipliers", "ask")
+    )
+    rows = tuple(_row(role, sparsity, numbers, initial, depth.m_depth(role.name)) for role in roles)
     output_factor = numbers.forward("unembedding", _output_width(roles) * sparsity.live)
     return Plan(
         rule=numbers.rule.name,
@@ -111,7 +122,9 @@ def planned(model: nn.Module, base: nn.Module, settings: Settings, *, has_values
         alpha_output=numbers.alphas["unembedding"],
         output_factor=output_factor,
         live_neurons=sparsity.live_neurons,
-        notes=[*_notes(model, roles, sparsity, numbers), *initial.notes, *_settled(multipliers)],
+        depth=numbers.depth.name if depth.lists else "none",
+        branches=branches,
+        notes=[*_notes(model, roles, sparsity, numbers, depth), *initial.notes, *_settled(multipliers)],
         pending=make_reminders(
             model,
             roles,
@@ -139,6 +152,7 @@ class _Numbers:
     """The settings that do not depend on the model, checked."""
 
     rule: Rule
+    depth: DepthRule
     base_spread: Allocation
     base_density: Fraction
     alphas: Mapping[str, float]  # role -> tuned factor on its layer's output
@@ -153,7 +167,14 @@ class _Numbers:
             "embedding": _finite(settings.get("alpha_input", 1.0), "alpha_input"),
             "unembedding": _finite(settings.get("alpha_output", 1.0), "alpha_output"),
         }
-        return cls(rule, spread, as_density(spread.density, "base_density"), alphas, _whole(settings.get("seed", 0), "seed"))
+        return cls(
+            rule=rule,
+            depth=get_depth_rule(settings.get("depth") or rule.depth),
+            base_spread=spread,
+            base_density=as_density(spread.density, "base_density"),
+            alphas=alphas,
+            seed=_whole(settings.get("seed", 0), "seed"),
+        )
 
     def forward(self, use: str, m_d: Fraction) -> float:
         """The forward factor of a layer whose role is ``use``."""
@@ -177,6 +198,7 @@ class _Initial:
         model: nn.Module,
         base: nn.Module,
         roles: list[ParamRole],
+        depth: Correspondence,
         rule: Rule,
         init_std: InitStdSetting,
         *,
@@ -189,7 +211,7 @@ class _Initial:
         zero = all_zero(model, {role.name: role for role in roles if role.name in stds})
         zero = {name for name in zero if not any(fnmatchcase(name, glob) for glob in named)}
         # SP is what models do anyway, so it leaves their own values alone.
-        factors, notes = ({}, []) if rule is SP else kept_factors(model, base, roles)
+        factors, notes = ({}, []) if rule is SP else kept_factors(model, base, roles, depth.names)
         if zero:
             shown = ", ".join(map(repr, sorted(zero)[:4])) + (f" and {len(zero) - 4} more" if len(zero) > 4 else "")
             text = f"{shown}: the model starts with zeros here, and they stay; name the weights in init_std to draw them"
@@ -226,7 +248,7 @@ def _base_std(role: ParamRole, setting: float | str, tied_fan_in: int) -> float:
 # Rows
 
 
-def _row(role: ParamRole, sparsity: Sparsity, numbers: _Numbers, initial: _Initial) -> PlanRow:
+def _row(role: ParamRole, sparsity: Sparsity, numbers: _Numbers, initial: _Initial, m_depth: Fraction) -> PlanRow:
     rule, multipliers, base_std = numbers.rule, sparsity.multipliers(role), initial.stds.get(role.name)
     width_in, width_out, density_mult = multipliers
     m_d = width_out if role.role == "embedding" else width_in
@@ -243,10 +265,13 @@ def _row(role: ParamRole, sparsity: Sparsity, numbers: _Numbers, initial: _Initi
         num_kept=sparsity.num_kept(role),
         density_mult=density_mult,
         init_std=None if base_std is None else base_std * math.sqrt(rule.init_var[role.role].of(*multipliers)),
+        depth_mult=m_depth,
         lr_factors={
-            family: float(powers[role.role].of(*multipliers)) for family, powers in rule.lr.items() if role.role in powers
+            family: float(powers[role.role].of(*multipliers)) * depth_factor(m_depth, numbers.depth.lr(family))
+            for family, powers in rule.lr.items()
+            if role.role in powers
         },
-        eps_factor=float(rule.eps[role.role].of(*multipliers)),
+        eps_factor=float(rule.eps[role.role].of(*multipliers)) * depth_factor(m_depth, numbers.depth.eps),
         forward=tuple((path, numbers.forward(use, m_d)) for path, use in role.uses),
         note=str(role.note or ""),
         kept_factor=initial.factors.get(role.name, 1.0),
@@ -263,7 +288,9 @@ def _output_width(roles: list[ParamRole]) -> Fraction:
 # What the user should know
 
 
-def _notes(model: nn.Module, roles: list[ParamRole], sparsity: Sparsity, numbers: _Numbers) -> list[Note]:
+def _notes(
+    model: nn.Module, roles: list[ParamRole], sparsity: Sparsity, numbers: _Numbers, depth: Correspondence
+) -> list[Note]:
     given = Note(
         "given masks",
         "masks of your own: the rule assumes random masks, so check the model's coordinates if they come from magnitudes or "
@@ -279,6 +306,9 @@ def _notes(model: nn.Module, roles: list[ParamRole], sparsity: Sparsity, numbers
         notes.append(
             Note(note.kind, f"{', '.join(names[:4])}{more} {'is' if len(names) == 1 else 'are'} {note}", note.is_caution)
         )
+    for path, multiplier in depth.lists.items():
+        text = f"{path!r} has {float(multiplier):g} times as many layers as the base: depth rule {numbers.depth.title}"
+        notes.append(Note("depth", text, False))
     if not numbers.rule.has_alphas and any(alpha != 1 for alpha in numbers.alphas.values()):
         notes.append(Note("alphas", f"{numbers.rule.title} has no alpha_input and alpha_output: they are not used", False))
     attention = any(named_like_attention(model))

@@ -20,10 +20,14 @@ _EXPONENTS = (0.5, 1.0, -0.5, -1.0)
 _SIGMAS = 4.0
 
 
-def kept_factors(model: nn.Module, base: nn.Module, roles: Iterable[ParamRole]) -> tuple[dict[str, float], list[Note]]:
+def kept_factors(
+    model: nn.Module, base: nn.Module, roles: Iterable[ParamRole], names: Mapping[str, str]
+) -> tuple[dict[str, float], list[Note]]:
     """(parameter -> factor that gives its initial values the size that they have at base width, notes on what is unclear).
-    Parameters without a factor are left out: those that keep their size, and those whose values are not known."""
-    own, narrow = dict(model.named_parameters()), dict(base.named_parameters())
+    Parameters without a factor are left out: those that keep their size, and those whose values are not known. ``names`` maps
+    parameters of the model to those of the base."""
+    own, every = dict(model.named_parameters()), dict(base.named_parameters(remove_duplicate=False))
+    narrow = {name: every[names[name]] for name in own}
     widths = _widths(own, narrow)
     factors: dict[str, float] = {}
     unclear: list[str] = []
@@ -31,10 +35,10 @@ def kept_factors(model: nn.Module, base: nn.Module, roles: Iterable[ParamRole]) 
         value = _values(own[role.name])
         if role.role not in ("vector", "fixed") or value is None or value.numel() < 2 or _is_constant(value):
             continue
-        bounds = _torch_bounds(model, base, role.name)
+        bound, base_bound = _torch_bound(model, role.name), _torch_bound(base, names[role.name])
         other = _values(narrow[role.name])
-        if bounds is not None and _is_uniform(value, bounds[0]) and (other is None or _is_uniform(other, bounds[1])):
-            factors[role.name] = bounds[1] / bounds[0]
+        if bound and _is_uniform(value, bound) and (other is None or _is_uniform(other, base_bound)):
+            factors[role.name] = base_bound / bound
         elif other is not None and other.numel() > 1:
             factor = _by_size(value, other, widths)
             factors |= {role.name: factor} if factor else {}
@@ -84,22 +88,18 @@ def _widths(own: Mapping[str, Tensor], narrow: Mapping[str, Tensor]) -> set[floa
 # Torch's own layers
 
 
-def _torch_bounds(model: nn.Module, base: nn.Module, name: str) -> tuple[float, float] | None:
-    """The bounds of torch's uniform init for a bias, in model and base."""
+def _torch_bound(model: nn.Module, name: str) -> float:
+    """The bound of torch's uniform init for a bias; 0 for other parameters."""
     path, _, leaf = name.rpartition(".")
-    bounds = [_torch_bound(each.get_submodule(path), leaf) for each in (model, base)]
-    return None if bounds[0] is None or bounds[1] is None else (bounds[0], bounds[1])
-
-
-def _torch_bound(module: nn.Module, leaf: str) -> float | None:
+    module = model.get_submodule(path)
     if not leaf.startswith("bias"):
-        return None
+        return 0.0
     if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
         return 1 / math.sqrt(module.hidden_size)
     weight = getattr(module, "weight", None)
     if isinstance(module, (nn.Linear, _ConvNd)) and isinstance(weight, Tensor) and weight.numel():
         return 1 / math.sqrt(math.prod(weight.shape[1:]))
-    return None
+    return 0.0
 
 
 def _is_uniform(value: Tensor, bound: float) -> bool:
