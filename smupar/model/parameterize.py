@@ -58,7 +58,8 @@ def parameterize(model: nn.Module, *, base: nn.Module, reset: bool | None = None
     """Makes ``model`` follow a rule, in place: sets masks, init and forward factors. Returns the plan.
 
     The settings are those of ``make_plan``. Weight matrices get new values. Norms, biases and parameters that do not scale keep
-    their values.
+    their values; biases of torch's own init, which shrink with width, are multiplied to the size that they have in the base.
+    Weights that the model set to zero stay zero, and frozen tables keep their values.
 
     A model fresh from ``to_empty`` has no values to keep. With ``reset=True`` norms get their module's own init, and biases
     become 0. ``reset=False`` leaves them alone. ``reset=None``, the default, resets them, with a warning, if no parameter

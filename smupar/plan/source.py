@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, reduce
+from tokenize import TokenError
 from typing import Any
 
 from torch import nn
@@ -64,7 +65,7 @@ def _methods(kind: type[nn.Module]) -> Iterator[ast.AST]:
                 continue
             try:
                 yield ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
-            except (OSError, TypeError, SyntaxError):  # typed at a prompt, or made by a decorator
+            except (OSError, TypeError, SyntaxError, TokenError):  # typed at a prompt, or made by a decorator
                 continue
 
 

@@ -1,7 +1,8 @@
 """Folds everything that a plan adds to a model into the weights of a plain model, with the same outputs.
 
-Forward factors are multiplied into tables and heads, attention scales into the layers that make the queries, numbers that were
-set to the base's values into the table or head next to them. What fits is found by trying, on small inputs.
+Forward factors are multiplied into tables, heads and the ends of residual branches, attention scales into the layers that make
+the queries. Numbers that were set to the base's values are multiplied into the table or head next to them. What fits is found
+by trying, on small inputs.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ def folded(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
             buffer.copy_(buffers[name])
     for each in numbers:  # as in training, until they are folded one by one
         set_multiplier(plain, each.path, each.name, each.base_value)
+    for path, factor in plan.branches:
+        _scale_rows(plain.get_submodule(path), (), factor)
     _fold_attention(plain, plan)
     for each in numbers:
         _fold_number(plain, each)

@@ -329,7 +329,9 @@ def test_open_reminder_stops_the_trainer_until_it_is_settled(tmp_path):
     run.plan.pending["multipliers"] = "embed_scale = 16 (base: 8)."
     with (
         pytest.warns(smupar.PlanWarning, match="not set yet: multipliers"),
-        pytest.raises(ValueError, match=r"still asks for multipliers.*before trainer\.train\(\): plan\.settle\('multipliers'\)"),
+        pytest.raises(
+            ValueError, match=r"still asks for multipliers.*before trainer\.train\(\): plan\.settle\('multipliers'\)"
+        ),
     ):
         run.train()
     run.plan.settle("multipliers")
