@@ -45,8 +45,9 @@ class Multiplier:
 def find_multipliers(model: nn.Module, base: nn.Module, paths: Mapping[str, str] | None = None) -> list[Multiplier]:
     """All numbers of the model that differ from the base's and are not mere sizes. The scale of attention is left out: it has a
     rule of its own. ``paths`` maps modules to those of a base of another depth."""
-    scales = {(attention.holder, attention.field) for attention in find_attentions(model)}
-    sizes = {attention.path: attention.head_dim for attention in find_attentions(model)}
+    attentions = find_attentions(model)
+    scales = {(attention.holder, attention.field) for attention in attentions}
+    sizes = {attention.path: attention.head_dim for attention in attentions}
     others = dict(base.named_modules(remove_duplicate=False))
     configs: set[int] = set()
     found = []
