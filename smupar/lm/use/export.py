@@ -46,8 +46,8 @@ def export(config: ExportConfig) -> str:
     }
     with whole_folder(out) as folder:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-        (folder / "config.json").write_text(json.dumps(described, indent=1))
-        (folder / "README.md").write_text(model_card(run))
+        (folder / "config.json").write_text(json.dumps(described, indent=1), encoding="utf-8")
+        (folder / "README.md").write_text(model_card(run), encoding="utf-8")
         if (run.folder / TOKENIZER_FILE).exists():
             shutil.copy(run.folder / TOKENIZER_FILE, folder)
     size = (out / "model.safetensors").stat().st_size
