@@ -28,7 +28,8 @@ GUESSED = Note(
     "taken for hidden, and made sparse, because the output size is a multiple of a size that layers read. A readout would look "
     "the same: pass delta=, the same model at any other width, to be sure",
 )
-FROZEN = Note("frozen", "frozen, but initialised all the same: pass the role 'fixed' to keep the model's values")
+FROZEN = Note("frozen", "frozen, so the model's values stay: give the role in roles= to initialise it all the same", False)
+FROZEN_HIDDEN = Note("frozen", "frozen, but initialised all the same: pass the role 'fixed' to keep the model's values")
 ORIGINAL = Note(
     "parametrized", "parametrized: these numbers are for the original tensor, from which the layer computes its weight"
 )
@@ -191,9 +192,9 @@ def _as_decided(tensor: ParameterView, case: Case, neighbours: Neighbours) -> Pa
         return _param_role(replace(tensor, in_dims=(1,), out_dims=(0,)), "hidden", Note("square", case.reason))
     if case.role == "embedding" and tensor.layout == "raw":
         tensor = _read_or_written(tensor, "embedding")
-    # A frozen parameter may hold its values on purpose: sines, pretrained weights.
+    # A frozen table holds its values on purpose: sines, pretrained vectors. A frozen matrix inside may train later.
     if tensor.frozen and case.role in ("embedding", "hidden", "unembedding"):
-        return _param_role(tensor, case.role, FROZEN)
+        return _param_role(tensor, case.role, FROZEN_HIDDEN if case.role == "hidden" else FROZEN)
     return _param_role(tensor, case.role, GUESSED if case.role == "hidden" and neighbours.is_guess(tensor) else None)
 
 
