@@ -21,7 +21,7 @@ from torch import Tensor
 
 from smupar.lm.config.run import STANDARD_LIBRARY, RunConfig, padded_vocab
 from smupar.lm.data.shards import Tokens, open_tokens, read_index, verify
-from smupar.lm.data.tokenizer import TOKENIZER_FILE, Tokenizer
+from smupar.lm.data.tokenizer import Tokenizer, read_definition
 from smupar.plan.settings import refuse
 
 # The last 5 % of the text are for validation and never trained on, unless a text for validation is given.
@@ -47,7 +47,7 @@ class Corpus:
     train: Tokens
     valid: Tokens
     facts: CorpusFacts
-    tokenizer_file: Path | None  # None if tokens are bytes
+    tokenizer: str | None  # the JSON of its tokenizer; None if tokens are bytes
 
 
 def open_text(config: RunConfig, *, check: bool = True) -> Corpus:
@@ -78,8 +78,8 @@ def open_text(config: RunConfig, *, check: bool = True) -> Corpus:
     )
     for part, what in ((train, "training"), (valid, "validation")):
         num_sequences(part, config.seq_len, what)  # raises if the text is too short for one sequence
-    file = Path(config.data) / TOKENIZER_FILE
-    return Corpus(train, valid, facts, file if config.data != STANDARD_LIBRARY and file.exists() else None)
+    definition = None if config.data == STANDARD_LIBRARY else read_definition(Path(config.data), sha256=facts.tokenizer["sha256"])
+    return Corpus(train, valid, facts, definition)
 
 
 def standard_library() -> Tokens:
