@@ -12,7 +12,7 @@ import numpy as np
 
 from smupar.lm.data.shards import TokenizerInfo, token_dtype
 from smupar.output.files import write_atomic
-from smupar.output.json_files import DamagedFileError, parse_object
+from smupar.output.json_files import read_object
 from smupar.output.optional import first_line, optional
 from smupar.plan.settings import refuse
 
@@ -144,11 +144,9 @@ def _gpt2_from_hub() -> Tokenizer:
 def _from_vocabulary(folder: Path) -> Tokenizer:
     vocabulary = _only(folder, "encoder.json", "vocab.json")
     merges = _only(folder, "vocab.bpe", "merges.txt")
+    values = read_object(vocabulary, remedy="get it again")
     try:
-        values = parse_object(_read(vocabulary), source=str(vocabulary), remedy="get it again")
-        ids = {str(token): int(number) for token, number in values.items()}
-    except DamagedFileError:
-        raise
+        ids = {token: int(number) for token, number in values.items()}
     except (ValueError, TypeError, ArithmeticError) as error:
         raise ValueError(f"{vocabulary} is not a vocabulary, an object of token and id ({error}): get it again") from error
     lines = [line.rstrip("\r") for line in _read(merges).split("\n")]
