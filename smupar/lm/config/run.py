@@ -376,7 +376,9 @@ class Execution:
     def __post_init__(self) -> None:
         check_choices(self)
         check_positive(self, "keep", "log_every")
-        check_not_negative(self, "micro_batch", "save_every", "valid_every", *(() if self.from_step is None else ("from_step",)))
+        check_not_negative(
+            self, "micro_batch", "save_every", "valid_every", *(() if self.from_step is None else ("from_step",))
+        )
         refuse(
             self.peak_tflops is not None and not 0 < self.peak_tflops < math.inf,
             f"peak_tflops must be a number above 0, got {self.peak_tflops}",

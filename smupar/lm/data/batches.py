@@ -78,7 +78,9 @@ def open_text(config: RunConfig, *, check: bool = True) -> Corpus:
     )
     for part, what in ((train, "training"), (valid, "validation")):
         num_sequences(part, config.seq_len, what)  # raises if the text is too short for one sequence
-    definition = None if config.data == STANDARD_LIBRARY else read_definition(Path(config.data), sha256=facts.tokenizer["sha256"])
+    definition = (
+        None if config.data == STANDARD_LIBRARY else read_definition(Path(config.data), sha256=facts.tokenizer["sha256"])
+    )
     return Corpus(train, valid, facts, definition)
 
 

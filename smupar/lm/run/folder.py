@@ -175,7 +175,9 @@ class RunFolder:
         path = self.path / METRICS_FILE
         lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
         kept = []
-        for number, line in enumerate(lines[:-1], start=1):  # after the last newline there is nothing, or a line cut off by a kill
+        for number, line in enumerate(
+            lines[:-1], start=1
+        ):  # after the last newline there is nothing, or a line cut off by a kill
             row = _row(line)
             if row is None:
                 warnings.warn(f"{path}: line {number} is damaged and is left out", UserWarning, stacklevel=2)
