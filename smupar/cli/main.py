@@ -35,6 +35,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "transfer": commands.transfer,
     "reproduce": commands.reproduce,
     "report": commands.report,
+    "verify": commands.verify,
     "bench": commands.bench,
     "data": data.data,
     "eval": evaluation.evaluate,

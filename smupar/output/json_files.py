@@ -184,5 +184,5 @@ def _named(expected: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = json.dumps(value)
+    text = json.dumps(value, default=str)
     return text if len(text) <= 40 else f"{text[:37]}..."

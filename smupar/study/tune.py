@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 from smupar import __version__
 from smupar.lm.config.run import RunConfig, flat
 from smupar.output.files import write_atomic
+from smupar.output.json_files import read_object
 from smupar.output.optional import optional
 from smupar.plan.settings import refuse
 from smupar.study.config import TUNED, TuneConfig
@@ -215,7 +217,9 @@ def _edge(value: float, ends: tuple[float, float]) -> str | None:
 
 def doubts(path: str | Path, *, optimizer: str, rule: str) -> list[str]:
     """Why the hyperparameters in a best.json may not fit a run."""
-    source, reasons = _read_best(path).get("source", {}), []
+    described = _read_best(path).get("source", {})
+    refuse(not isinstance(described, dict), f"{path} is damaged: source must have fields: `smupar tune` writes it again")
+    source, reasons = {name: str(value) for name, value in described.items()}, []
     if source.get("optimizer", optimizer).lower() != optimizer.lower():
         reasons.append(
             f"what {path} holds was tuned with {source['optimizer']}, this is {optimizer}: its learning rate is another"
@@ -234,20 +238,17 @@ def read_hps(path: str | Path) -> dict[str, float]:
 
 def _read_best(path: str | Path) -> dict[str, Any]:
     file = Path(path) / "best.json" if Path(path).is_dir() else Path(path)
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"there is no {file}: `smupar tune` writes it when its search is done") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is damaged, it is no JSON ({error}): `smupar tune` writes it again") from error
+    if not file.exists():
+        raise FileNotFoundError(f"there is no {file}: `smupar tune` writes it when its search is done")
+    values = read_object(file, remedy="`smupar tune` writes it again")  # it has no seal, since people edit it
     refuse(
-        not isinstance(values, dict) or values.get("format") != FORMAT,
+        values.get("format") != FORMAT,
         f"{file} was not written by `smupar tune` of this version: it does not say {FORMAT}",
     )
     for name in (*TUNED, "base_width"):
         value = values.get(name)
         refuse(
-            isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf,
+            isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max,
             f"{file} is damaged: {name} must be a number above 0, got {value!r}: `smupar tune` writes it again",
         )
     return values

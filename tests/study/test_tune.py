@@ -222,8 +222,8 @@ GOOD = {"format": "smupar-hps/1", "lr": 0.01, "init_std": 0.1, "alpha_input": 9,
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"lr": 0.0', "is damaged, it is no JSON"),
-        ("[1, 2]", "was not written by `smupar tune`"),
+        ('{"lr": 0.0', r"best.json is damaged \(Expecting"),
+        ("[1, 2]", r"is damaged \(expected fields, got \[1, 2\]\)"),
         ('{"lr": 0.01, "weight_decay": 0}', "was not written by `smupar tune`"),
         (json.dumps(GOOD | {"alpha_input": None}), "alpha_input must be a number above 0, got None"),
         (json.dumps(GOOD | {"lr": -1}), "lr must be a number above 0, got -1"),

@@ -221,7 +221,7 @@ def _library() -> ctypes.CDLL | str:
 def _machine() -> bytes:
     """A description of this processor, since code compiled for it may not run on another processor."""
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
+    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     return f"{platform.platform()} {platform.machine()} {flags}".encode()
 

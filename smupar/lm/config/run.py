@@ -357,8 +357,8 @@ class Execution:
     save_every: int = 0
     """Steps between checkpoints. 0: one every five minutes. One is always written at the end."""
     from_step: int | None = None
-    """Go back to the checkpoint of this step, and drop everything after it, also how the run ended. 0: start again. Leave it out
-    when you resume."""
+    """Go back to the checkpoint of this step, and drop everything after it, also how the run ended. 0: start again. To resume,
+    leave it out."""
     keep: int = 2
     """Checkpoints to keep, beside the best one."""
     valid_every: int = 0

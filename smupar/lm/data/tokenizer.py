@@ -105,8 +105,8 @@ def read_definition(folder: Path, *, sha256: str | None) -> str | None:
     found = hashlib.sha256(definition.encode()).hexdigest()
     refuse(
         sha256 not in (None, found),
-        f"{path} is not the tokenizer that made the tokens (sha256 {found[:12]}..., expected {str(sha256)[:12]}...): restore it "
-        "from a copy, or prepare the text again",
+        f"{path} is not the tokenizer that made the tokens (sha256 {found[:12]}..., expected {str(sha256)[:12]}...): "
+        "restore it from a copy, or prepare the text again",
     )
     return definition
 

@@ -138,33 +138,35 @@ class DamagedCheckpointError(ValueError):
 def check(path: Path, world: World, *, only: str = "") -> None:
     """Compares a checkpoint with its checksums, before any of it is loaded. ``only`` is the part that is needed. The ranks
     divide the tensors among them, and all raise DamagedCheckpointError if one of them finds damage."""
-    state_is_sealed = _has_seal(path)
-    if not (path / SUMS).exists() and not state_is_sealed:
+    sums = read_checksums(path)
+    if sums is None:
         if world.is_main:
             warnings.warn(
                 f"the checkpoint {path} has no checksums, since an older version wrote it: it is loaded without a check",
                 UncheckedWarning,
                 stacklevel=2,
             )
-        wrong = _missing_files(path)
+        wrong = missing_files(path)
     else:
-        with named(path):
-            sums = {name: parts for name, parts in read_sums(path, remedy="restore it").items() if name.startswith(only)}
-            wrong = wrong_parts(path, sums, share=(world.rank, world.size))
-    found = [complaint for of_rank in world.gather(wrong) for complaint in of_rank]
+        needed = {name: parts for name, parts in sums.items() if name.startswith(only)}
+        wrong = wrong_parts(path, needed, share=(world.rank, world.size))
+    found = list(dict.fromkeys(complaint for of_rank in world.gather(wrong) for complaint in of_rank))
     if found:
         more = f", and {len(found) - 1} more" if len(found) > 1 else ""
         raise DamagedCheckpointError(path, f"{found[0]}{more}")
 
 
-def _has_seal(path: Path) -> bool:
-    """Whether this version wrote the checkpoint. Raises if its state cannot be read."""
+def read_checksums(path: Path) -> dict[str, Parts] | None:
+    """The checksums of a checkpoint's files; None if an older version wrote it. Raises if its state or its checksums cannot be
+    read."""
     read_state(path)
     with named(path):
-        return is_sealed(path / STATE)
+        if not (path / SUMS).exists() and not is_sealed(path / STATE):
+            return None
+        return read_sums(path, remedy="restore it")
 
 
-def _missing_files(path: Path) -> list[str]:
+def missing_files(path: Path) -> list[str]:
     """Files that are missing in a checkpoint without checksums, as far as its indices name them."""
     wrong = [f"{part} is missing" for part in (MODEL, OPTIMIZER) if not (path / part).is_dir()]
     for index in sorted(path.glob("*/*.index.json")):

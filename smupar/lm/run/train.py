@@ -129,8 +129,8 @@ def _doubt_checkpoint(folder: Path, first: int, world: World) -> None:
         earlier = " or ".join(f"--from-step {step}" for step in [*reversed(steps[:-1]), 0])
         _say(
             world,
-            f"the run diverged before it saved again: the checkpoint of step {first}, from which it went on, may be damaged. The "
-            f"same command with {earlier} goes on from an earlier step",
+            f"the run diverged before it saved again: the checkpoint of step {first}, from which it went on, may be damaged. "
+            f"The same command with {earlier} goes on from an earlier step",
         )
 
 

@@ -65,7 +65,7 @@ def load_model(folder: str | Path, *, device: torch.device | None = None) -> tup
     path = Path(folder)
     if is_export(path):
         _check_export(path)
-        described = _read_export(path)
+        described = read_export(path)
         return _exported_model(path, described).to(device), read_tokenizer(path, described.tokenizer["name"])
     if not path.exists():
         raise FileNotFoundError(f"no folder {path}: give the folder of a run, which `smupar train` names in its last line")
@@ -91,7 +91,7 @@ def read_description(path: Path) -> dict[str, Any]:
 def load_export(path: Path) -> GPT:
     """Loads an export as a plain GPT. Its factors are folded into the weights, so no plan is needed."""
     _check_export(path)
-    return _exported_model(path, _read_export(path))
+    return _exported_model(path, read_export(path))
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def _check_export(path: Path) -> None:
         )
 
 
-def _read_export(path: Path) -> ExportDescription:
+def read_export(path: Path) -> ExportDescription:
     file = path / "config.json"
     try:
         return read_record(ExportDescription, file, remedy=_EXPORT_AGAIN)

@@ -9,7 +9,6 @@ import threading
 from dataclasses import replace
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from smupar.lm.run import checkpoint

@@ -1,6 +1,5 @@
 """What a run refuses before it starts, and before it goes on."""
 
-import shutil
 from dataclasses import replace
 
 import numpy as np
