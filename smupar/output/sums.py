@@ -137,8 +137,8 @@ def _wrong_size(path: Path, expected: int) -> str:
 def _layout(start: bytes) -> list[tuple[str, int]]:
     """Names and sizes of the parts of a safetensors file, given its length field and header."""
     header = json.loads(start[_LENGTH:])
-    tensors = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
-    return [(_HEADER, len(start))] + [(name, tensors[name][1] - tensors[name][0]) for name in sorted(tensors, key=tensors.get)]
+    ranges = sorted((*entry["data_offsets"], name) for name, entry in header.items() if name != "__metadata__")
+    return [(_HEADER, len(start))] + [(name, end - first) for first, end, name in ranges]
 
 
 def _parts_on_disk(path: Path) -> Parts:

@@ -112,9 +112,9 @@ def _last_intact(folder: Path, world: World) -> Path | None:
             damaged.append((path, error))
             continue
         world.wait()  # until all ranks have looked
-        for bad, error in damaged:
+        for bad, why in damaged:
             aside = checkpoint.set_aside(bad) if world.is_main else bad
-            _say(world, f"the checkpoint {bad} is damaged ({error.reason}), and is now called {aside.name}: using step {step}")
+            _say(world, f"the checkpoint {bad} is damaged ({why.reason}), and is now called {aside.name}: using step {step}")
         world.wait()
         return path
     if damaged:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -45,7 +46,7 @@ class Inspection:
     unchecked: list[str] = field(default_factory=list)  # files without checksums
     counts: Counter[str] = field(default_factory=Counter)
     num_bytes: int = 0
-    bar: tqdm[None] | None = None
+    bar: tqdm[Any] | None = None
 
     @contextlib.contextmanager
     def part(self) -> Iterator[None]:
