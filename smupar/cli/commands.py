@@ -40,7 +40,8 @@ def rules(markdown: bool = False) -> None:
     Args:
         markdown: Print Table 1 as the page docs/rules.md.
     """
-    print(table_1.markdown() if markdown else aligned(table_1.table()), end="" if markdown else "\n")
+    text = f"{aligned(table_1.table())}\n\n{aligned(table_1.depth_table())}\n"
+    print(table_1.markdown() if markdown else text, end="")
 
 
 def generate(config: Annotated[Typed, GenerateConfig]) -> None:

@@ -88,6 +88,10 @@ def _check_sizes(run: RunConfig) -> None:
         f"base width {run.base_width} is not a multiple of head_dim {run.model.head_dim}: the head size is the same "
         "in both models, choose another --base-width or --head-dim",
     )
+    refuse(
+        run.base_depth is not None and not 1 <= run.base_depth <= run.model.depth,
+        f"base_depth must lie between 1 and depth {run.model.depth}, got {run.base_depth}: tune on a model that is not deeper",
+    )
     base = replace(run.model, width=run.base_width)
     refuse(
         base.width != run.model.width and base.inner_width == run.model.inner_width,

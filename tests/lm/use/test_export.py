@@ -29,6 +29,8 @@ KINDS = {
     "sp-learned": replace(TINY, rule="sp", model=replace(MODEL, positions="learned")),
     "untied": replace(TINY, model=replace(MODEL, tied=False, residual_factor=True, depth=2)),
     "plain": replace(TINY, model=replace(MODEL, biases=False, activation="gelu", positions="rotary"), sparsity=0.0),
+    "deep": replace(TINY, model=replace(MODEL, depth=4), base_depth=2),
+    "deep with its own factor": replace(TINY, model=replace(MODEL, depth=4, residual_factor=True), base_depth=1),
     "neuron": replace(TINY, pattern="neuron", sparsity=0.5),
     # So large a rate that training makes the model worse.
     "overshot": replace(TINY, lr=1.0, warmup=4, schedule="constant"),
@@ -92,7 +94,12 @@ def _logits(model):
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 @pytest.mark.parametrize("storage", ["dense", "sparse"])
-@pytest.mark.parametrize("kind", ["smupar-alibi", "smupar-learned", "sp-alibi", "sp-learned", "untied", "plain"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("smupar-alibi", "smupar-learned", "sp-alibi", "sp-learned", "untied", "plain", "deep", "deep with its own factor"),
+    ],
+)
 def test_exported_plain_gpt_gives_the_logits_of_the_run(runs, tmp_path, kind, storage):
     out = _exported(runs, kind, tmp_path / "out", format=storage)
     expected = _logits(load_run(runs(kind)).model)
