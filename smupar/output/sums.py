@@ -33,7 +33,7 @@ class UncheckedWarning(UserWarning):
 
 
 @dataclass(frozen=True)
-class Part:
+class FilePart:
     """Consecutive bytes of a file, after those of the part before it."""
 
     name: str
@@ -41,7 +41,7 @@ class Part:
     xxh3: str
 
 
-Parts = Sequence[Part]
+Parts = Sequence[FilePart]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def parts_of(data: bytes) -> Parts:
     length = _LENGTH + int.from_bytes(view[:_LENGTH], "little")
     parts, start = [], 0
     for name, size in _layout(bytes(view[:length])):
-        parts.append(Part(name, size, xxhash.xxh3_64_hexdigest(view[start : start + size])))
+        parts.append(FilePart(name, size, xxhash.xxh3_64_hexdigest(view[start : start + size])))
         start += size
     return parts
 
@@ -77,7 +77,7 @@ def read_sums(folder: Path, *, remedy: str) -> dict[str, Parts]:
     sums = as_record(_Sums, read_object(folder / SUMS, remedy=remedy), source=source, remedy=remedy)
     if sums.format != FORMAT or any(part[1] < 0 for parts in sums.files.values() for part in parts):
         raise DamagedFileError(f"{source} is not a list of checksums in format {FORMAT!r}: {remedy}")
-    return {name: [Part(*part) for part in parts] for name, parts in sums.files.items()}
+    return {name: [FilePart(*part) for part in parts] for name, parts in sums.files.items()}
 
 
 def wrong_parts(
@@ -96,7 +96,7 @@ def wrong_parts(
             todo.append((name, part, start))
             start += part.num_bytes
 
-    def differs(item: tuple[str, Part, int]) -> bool:
+    def differs(item: tuple[str, FilePart, int]) -> bool:
         name, part, start = item
         return _hash_on_disk(folder / name, start, part.num_bytes, show) != part.xxh3
 
@@ -121,7 +121,7 @@ def num_bytes(sums: Mapping[str, Parts]) -> int:
     return sum(part.num_bytes for parts in sums.values() for part in parts)
 
 
-def _named(file: str, part: Part) -> str:
+def _named(file: str, part: FilePart) -> str:
     if part.name == _WHOLE:
         return file
     return f"the header of {file}" if part.name == _HEADER else f"tensor {part.name} in {file}"
@@ -150,7 +150,7 @@ def _parts_on_disk(path: Path) -> Parts:
         layout = [(_WHOLE, path.stat().st_size)]
     parts, start = [], 0
     for name, size in layout:
-        parts.append(Part(name, size, _hash_on_disk(path, start, size)))
+        parts.append(FilePart(name, size, _hash_on_disk(path, start, size)))
         start += size
     return parts
 

@@ -74,18 +74,22 @@ def read_published(path: Path) -> dict[str, Any]:
         for number, row in enumerate(table.rows):
             if missing := needed - row.keys():
                 raise DamagedFileError(f"{path} is damaged (row {number} has no {min(missing)!r}): {_PUBLISH_AGAIN}")
+        try:
+            results(facts)
+        except ValueError as error:
+            raise DamagedFileError(f"{path} is damaged ({error}): {_PUBLISH_AGAIN}") from error
     return facts
 
 
 def results(facts: dict[str, Any]) -> list[Result]:
     """The results in a published file. Their summaries have only the fields that the file holds."""
-    return [_result(facts, row) for row in facts["rows"]]
+    return [_result(facts, row) for row in facts.get("rows", [])]
 
 
 def _result(facts: dict[str, Any], row: dict[str, Any]) -> Result:
     values = {**facts["common"], **{name: row[name] for name in facts["varies"]}}
     values["model"] = {name.removeprefix("model."): values.pop(name) for name in list(values) if name.startswith("model.")}
-    config = RunConfig.from_json(json.dumps(values))
+    config = RunConfig.from_json(json.dumps(values), source=f"run {row['id']}")
     summary = Summary(
         id=row["id"],
         status=row["status"],

@@ -154,8 +154,6 @@ class Plan:
         data = parse_object(text, source=source, remedy=remedy)
         refuse(data.pop("format", None) != FORMAT, f"{source} is not a plan in format {FORMAT!r}: {remedy}")
         try:
-            for row in data["rows"]:
-                row.setdefault("depth_mult", 1)  # plans of older versions have none
             for part in (data, *data["rows"]):
                 part |= {name: Fraction(part[name]) for name in _FRACTIONS if name in part}
             # Plans written by the first version have notes without a kind, and their reminders call settle by its old name.

@@ -25,6 +25,7 @@ from smupar import __version__
 from smupar.lm.config.run import LATER_FIELDS, RunConfig, default_of, differences, flat
 from smupar.lm.run.folder import TRACE_FILE, Row, Summary, metrics_line, read_config, read_summary
 from smupar.output.files import locked, refuse_other_files, write_atomic
+from smupar.output.json_files import read_object
 from smupar.output.optional import optional
 from smupar.plan.settings import refuse
 from smupar.study.config import TransferConfig
@@ -84,7 +85,7 @@ class Study:
         """Removes or restores the folder if a command fails before its first run. The command has a mistake, and the folder
         must be free for the corrected one."""
         file, runs = self.folder / "study.json", set(self.runs.glob("*"))
-        before = file.read_text() if file.exists() else None
+        before = file.read_text(encoding="utf-8") if file.exists() else None
         try:
             yield
         except BaseException:
@@ -111,12 +112,12 @@ class Study:
 
     def _checksums(self) -> dict[str, str]:
         path = self.folder / "data.json"
-        return json.loads(path.read_text()) if path.exists() else {}
+        return read_object(path, remedy="restore it from a copy") if path.exists() else {}
 
     def describe(self) -> dict[str, Any]:
         """What study.json holds."""
         try:
-            return json.loads((self.folder / "study.json").read_text())
+            return json.loads((self.folder / "study.json").read_text(encoding="utf-8"))
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{self.folder} is not the folder of a study: it has no study.json") from error
 

@@ -19,7 +19,7 @@ ON = COMMANDS["run"].replace("--out run", "--out stopped")
 # A file; what to verify; the command that reads it; what it says if the file is damaged. None: the command does not need the
 # file, or the file is only a record, and the result is the same.
 FILES = {
-    "text/index.json": ("text", ON, r"text/index\.json"),
+    "text/index.json": ("text", ON, r"text/index\.json|no index\.json"),
     "text/tokens-00000.bin": ("text", ON, r"tokens-00000\.bin"),
     "text/tokenizer.json": ("text", ON, r"text/tokenizer\.json"),
     "trace.json": ("trace.json", ON, r"trace\.json"),
@@ -90,8 +90,15 @@ def same_json(path, before):
         return False
 
 
-# A run that has not ended has no list of its other files: what is missing was perhaps never written, and rows can change.
-UNSEEN = {("stopped/followed.json", "remove"), ("stopped/metrics.jsonl", "remove"), ("run/sums.json", "remove")}
+# A run that has not ended has no list of its other files: what is missing was perhaps never written, and rows can change. A run
+# without a summary has not ended: the same command writes it again.
+UNSEEN = {
+    ("stopped/followed.json", "remove"),
+    ("stopped/metrics.jsonl", "remove"),
+    ("run/sums.json", "remove"),
+    ("run/summary.json", "remove"),
+    ("study/runs/*/summary.json", "remove"),
+}
 
 
 def verified(file, path, before, kind, capsys):

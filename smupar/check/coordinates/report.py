@@ -98,7 +98,7 @@ class Report:
             allow_nan=False,
         )
         if path is not None:
-            Path(path).write_text(text)
+            Path(path).write_text(text, encoding="utf-8")
         return text
 
     def plot(self, path: str | Path | None = None, *, quantities: tuple[str, ...] = JUDGED) -> Any:
@@ -112,7 +112,7 @@ class Report:
         """Writes one page that needs no other file, with verdicts, picture and table of slopes."""
         picture = io.BytesIO()
         self.plot().savefig(picture, dpi=130, format="png")
-        Path(path).write_text(_page(self, base64.b64encode(picture.getvalue()).decode()))
+        Path(path).write_text(_page(self, base64.b64encode(picture.getvalue()).decode()), encoding="utf-8")
 
 
 def _finite(fields: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ trace.json       what updates did to hidden layers, where that was measured; fol
 tokenizer.json   where the data has one
 metrics.jsonl    one line for every few steps
 checkpoints/     step-00000100, ...
-sums.json        checksums of metrics.jsonl and tokenizer.json, when it ended
+sums.json        checksums of metrics.jsonl, tokenizer.json and trace.json, when it ended
 summary.json     when it ended, finished or diverged
 
 The JSON files carry a seal (output/json_files.py): only smupar writes them, and nothing is gained by editing them. In
@@ -76,7 +76,7 @@ class Summary:
         """Ends a run's folder, with what was measured in the run, where it was: a run whose summary is there is finished."""
         if trace is not None:
             trace.save(folder / TRACE_FILE)
-        write_sums(folder, [name for name in (METRICS_FILE, TOKENIZER_FILE) if (folder / name).exists()])
+        write_sums(folder, [name for name in (METRICS_FILE, TOKENIZER_FILE, TRACE_FILE) if (folder / name).exists()])
         write_sealed(folder / SUMMARY_FILE, asdict(self))
 
 
