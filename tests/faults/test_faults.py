@@ -6,6 +6,8 @@ import json
 import os
 import random
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -158,3 +160,13 @@ def test_verify_reads_also_what_has_an_old_time(here, capsys):
     assert answer.code == 1
     assert "tokens-00000.bin has changed since it was prepared" in answer.out
     assert run("data verify text", capsys).code == 1
+
+
+def test_tokenizer_is_copied_whatever_the_locale(here):
+    """A locale without umlauts: text that is read or written by it would be mangled or refused."""
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "utf-8"}
+    command = [sys.executable, "-m", "smupar", *COMMANDS["run"].replace("--out run", "--out latin").split()]
+    done = subprocess.run(command, env={**os.environ, **locale}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert max((here / "text/tokenizer.json").read_bytes()) > 127
+    assert (here / "latin/tokenizer.json").read_bytes() == (here / "text/tokenizer.json").read_bytes()
