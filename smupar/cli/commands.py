@@ -137,7 +137,7 @@ def bench(
     """
     from smupar.bench.models import BENCHES
 
-    refuse(repeats < 1, f"--repeats must be at least 1, got {repeats}")
+    refuse(not 1 <= repeats <= 10_000, f"--repeats must lie between 1 and 10,000, got {repeats}")
     refuse(out is not None and what != "sparse", f"--out is for bench sparse, {what} writes no files: leave it out")
     refuse(device is not None and what != "sparse", f"--device is for bench sparse, {what} runs where it can: leave it out")
     print(BENCHES[what](repeats=repeats, **{k: v for k, v in {"out": out, "device": device}.items() if v is not None}))

@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from smupar.output.files import write_atomic
+from smupar.output.json_files import DamagedFileError
 from smupar.plan.settings import refuse
 from smupar.study.curves import draw_png, draw_svg, legend
 from smupar.study.definition import Findings, StudyDefinition, cell, varied_columns
-from smupar.study.store import Result, Study, row_of
+from smupar.study.store import Result, Study, printable, row_of
 from smupar.study.sweep import sweep_from_json
 from smupar.study.transfer import transfer_from_json
 from smupar.study.tune import search_from_json
@@ -34,15 +35,36 @@ def write_report(study: Study, definition: StudyDefinition | None = None) -> str
     study.write_table()
     unfinished = ""
     if definition is None:
-        stored = described["definition"]
-        definition = FROM_JSON.get(stored.get("kind"), sweep_from_json)(stored)
+        definition = definition_of(study)
         unfinished = _unfinished(study, definition)
     findings = Findings("", (), study.results()) if unfinished and definition.needs_all_runs else definition.read(study)
-    sentence = f"{unfinished} {findings.sentence}".strip()
+    sentence = " ".join(filter(None, (unfinished, _left_out(study), findings.sentence)))
     write_atomic(study.folder / "report.html", _page(sentence, findings, described))
     if findings.panels:
         draw_png(findings.panels, study.folder / "picture.png")
     return f"{sentence}\n{study.folder}/report.html, {'picture.png, ' if findings.panels else ''}table.csv"
+
+
+def definition_of(study: Study) -> StudyDefinition:
+    """The study that its study.json describes."""
+    stored = study.describe()["definition"]
+    kind = stored.get("kind")
+    try:
+        return FROM_JSON.get(kind if isinstance(kind, str) else "", sweep_from_json)(stored)
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
+        raise DamagedFileError(
+            f"{study.folder / 'study.json'} is damaged, or of another version ({printable(str(error))}): restore it from a "
+            "copy, or start the study's command again with another --out"
+        ) from error
+
+
+def _left_out(study: Study) -> str:
+    """A sentence that names runs whose files are damaged."""
+    if not study.damaged:
+        return ""
+    return (
+        f"Left out, because their files are damaged: {', '.join(sorted(study.damaged))}; the study's command runs them again."
+    )
 
 
 def _unfinished(study: Study, definition: StudyDefinition) -> str:

@@ -217,9 +217,7 @@ def _edge(value: float, ends: tuple[float, float]) -> str | None:
 
 def doubts(path: str | Path, *, optimizer: str, rule: str) -> list[str]:
     """Why the hyperparameters in a best.json may not fit a run."""
-    described = _read_best(path).get("source", {})
-    refuse(not isinstance(described, dict), f"{path} is damaged: source must have fields: `smupar tune` writes it again")
-    source, reasons = {name: str(value) for name, value in described.items()}, []
+    source, reasons = _read_best(path)["source"], []
     if source.get("optimizer", optimizer).lower() != optimizer.lower():
         reasons.append(
             f"what {path} holds was tuned with {source['optimizer']}, this is {optimizer}: its learning rate is another"
@@ -237,10 +235,10 @@ def read_hps(path: str | Path) -> dict[str, float]:
 
 
 def _read_best(path: str | Path) -> dict[str, Any]:
-    file = Path(path) / "best.json" if Path(path).is_dir() else Path(path)
+    file, remedy = Path(path) / "best.json" if Path(path).is_dir() else Path(path), "`smupar tune` writes it again"
     if not file.exists():
         raise FileNotFoundError(f"there is no {file}: `smupar tune` writes it when its search is done")
-    values = read_object(file, remedy="`smupar tune` writes it again")  # it has no seal, since people edit it
+    values = read_object(file, remedy=remedy)
     refuse(
         values.get("format") != FORMAT,
         f"{file} was not written by `smupar tune` of this version: it does not say {FORMAT}",
@@ -249,6 +247,17 @@ def _read_best(path: str | Path) -> dict[str, Any]:
         value = values.get(name)
         refuse(
             isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max,
-            f"{file} is damaged: {name} must be a number above 0, got {value!r}: `smupar tune` writes it again",
+            f"{file} is damaged: {name} must be a number above 0, got {_short(value)}: {remedy}",
         )
+    refuse(values["base_width"] % 1 != 0, f"{file} is damaged: base_width must be a whole number: {remedy}")
+    source = values.setdefault("source", {})
+    refuse(not isinstance(source, dict), f"{file} is damaged: source must have fields, got {_short(source)}: {remedy}")
+    for name in ("optimizer", "rule"):
+        value = source.get(name, "")
+        refuse(not isinstance(value, str), f"{file} is damaged: {name} must be text, got {_short(value)}: {remedy}")
     return values
+
+
+def _short(value: object) -> str:
+    text = repr(value) if not isinstance(value, int) or abs(value) < 10**20 else "a number that is too large"
+    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from smupar.output.files import write_atomic
 from smupar.output.json_files import DamagedFileError, as_record, parse_object, read_text, sealed_json
-from smupar.output.pictures import new_figure
+from smupar.output.pictures import new_figure, save_figure
 from smupar.plan.settings import layer_glob, refuse
 
 FORMAT = "smupar-trace/1"
@@ -239,4 +239,4 @@ def _plot(target: Trace, proxy: Trace | None, path: str | PathLike[str]) -> None
         panel.set_ylabel("RMS(X dW) / base LR")
     axes.flat[0].legend(frameon=False, fontsize=8)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path, dpi=120)

@@ -29,7 +29,7 @@ INDEX, PROGRESS, VERIFIED = "index.json", "progress.json", "verified.json"
 
 _CHUNK = 1 << 22  # bytes that are read or written at a time
 _AGAIN = "delete the folder and prepare it again"
-_BAR_BYTES = 1 << 30  # hashing fewer bytes takes about a second and needs no progress bar
+BAR_BYTES = 1 << 30  # hashing fewer bytes takes about a second and needs no progress bar
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def verify(folder: str | Path) -> ShardIndex:
     if not todo:
         return index
     size = sum(now[shard.file]["size"] for shard in todo)
-    with tqdm(total=size, desc="verify", unit="B", unit_scale=True, disable=size < _BAR_BYTES, leave=False) as bar:
+    with tqdm(total=size, desc="verify", unit="B", unit_scale=True, disable=size < BAR_BYTES, leave=False) as bar:
         for wrong in wrong_shards(folder, index, todo, bar.update):
             raise ValueError(f"{wrong}: {_AGAIN}")
     # In a read-only folder the record cannot be written, so shards are hashed again next time.

@@ -37,7 +37,7 @@ from smupar.lm.data.batches import Corpus, CorpusFacts
 from smupar.lm.data.tokenizer import TOKENIZER_FILE
 from smupar.lm.run import checkpoint
 from smupar.lm.run.distributed import ALONE
-from smupar.output.files import locked, refuse_other_files, write_atomic
+from smupar.output.files import locked, refuse_other_files, write_atomic, writing
 from smupar.output.json_files import parse_json, read_record, read_text, write_sealed
 from smupar.output.sums import SUMS, write_sums
 from smupar.plan.settings import refuse
@@ -188,7 +188,8 @@ class RunFolder:
 
     def log(self, row: Row) -> None:
         assert self._metrics is not None, "resume_metrics opens the file"
-        self._metrics.write(metrics_line(row))
+        with writing(self.path / "metrics.jsonl"):
+            self._metrics.write(metrics_line(row))
 
 
 def metrics_line(row: Row) -> str:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from smupar.lm.run.stack import GPTStack
     from smupar.lm.run.step import Stepper
 
-_SAVE_SECONDS = 300.0
 _SLOW_SECONDS = 0.5
+_LONGEST_LOOK = 5.0
 
 
 class Keeper(Protocol):
@@ -54,7 +54,7 @@ class Progress:
     valid_step: int | None = None
     best_valid_loss: float | None = None
     best_step: int | None = None
-    since_row: list[float] = field(default_factory=list)  # losses since the last row of metrics
+    since_row: list[float] = field(default_factory=list)  # losses after the last row of metrics, for the mean of the next
 
     @property
     def diverged(self) -> bool:
@@ -81,8 +81,9 @@ class Cadence:
     log_every: int
     valid_every: int
     save_every: int = 0  # every few minutes; in any case at the end
-    # Steps between looks at the losses, for which the host waits for the GPU. 0: at each row, and while steps are slow after
-    # each step, because ranks must agree to stop before torchrun kills them.
+    save_seconds: float = 300.0  # between checkpoints, if save_every is 0
+    # Steps between looks at the losses, for which the host waits for the GPU; slow steps have more looks. 0: at each row, and
+    # while steps are slow after each step, because ranks must agree to stop before torchrun kills them.
     look_every: int = 0
 
     def validates(self, done: int) -> bool:
@@ -102,12 +103,21 @@ class Loop:
     """``run()`` trains to the last step, until all runs have diverged, or until a signal asks it to stop."""
 
     def __init__(
-        self, runs: Stepper | GPTStack, cadence: Cadence, keeper: Keeper, stop: Stop, progress: Sequence[Progress]
+        self,
+        runs: Stepper | GPTStack,
+        cadence: Cadence,
+        keeper: Keeper,
+        stop: Stop,
+        progress: Sequence[Progress],
+        *,
+        start: int | None = None,
     ) -> None:
-        """``progress`` says where each run starts. A stack may hold more runs than that, which only fill it up."""
+        """``progress`` says where each run starts. A stack may hold more runs than that, which only fill it up. ``start`` is
+        the number of steps that are done; the default, those of the first run, is wrong for a stack whose first run diverged.
+        """
         self.runs, self.cadence, self.keeper, self.stop, self.progress = runs, cadence, keeper, stop, progress
         self.config = runs.configs[0]
-        self.done = progress[0].step
+        self.done = progress[0].step if start is None else start
         self.pending: list[Tensor] = []  # losses that the host has not asked for yet
         self.slow = not cadence.look_every  # until a step has been timed
         self.since = self.saved_at = 0.0
@@ -119,12 +129,16 @@ class Loop:
         alone = self.runs.world.size == 1
         for step in range(self.done, self.cadence.steps):
             self.pending.append(self.runs.step(step))
-            if self.cadence.looks(step + 1) or self.slow or (alone and self.stop.requested):
+            if self.cadence.looks(step + 1) or self.slow or (alone and (self.stop.requested or self._waited_long())):
                 status = self._look(step + 1)
                 if status is not None:
                     return status
                 self.since = time.perf_counter()
         return "finished"
+
+    def _waited_long(self) -> bool:
+        """Whether the last look is so long ago that a checkpoint may be due before the next."""
+        return self.cadence.look_every > 0 and time.perf_counter() - self.since > _LONGEST_LOOK
 
     def _catch_up(self) -> bool:
         """Repeats a validation that was interrupted last time. Returns False if it is interrupted again."""
@@ -135,7 +149,7 @@ class Loop:
         for index, progress in enumerate(self.progress):
             if progress.since_row:
                 self._log_row(index, self.done, self._tokens(self.done) / max(progress.seconds, 1e-9))
-            else:  # an older version had written the row without the validation
+            elif not progress.diverged:  # an older version had written the row without the validation
                 self.keeper.log(index, {"step": self.done, "valid_loss": progress.valid_loss})
         self.keeper.save(self.progress)
         return True
@@ -159,7 +173,8 @@ class Loop:
 
     def _decide(self, stop: bool, late: bool) -> tuple[bool, Status | None]:
         """Whether to save, and how the loop ends, if it does."""
-        if self._all_diverged():
+        # A stack ends at a step that does not depend on the clock or on signals, since its masks may still move.
+        if self._all_diverged() and (not self.cadence.look_every or self.cadence.looks(self.done)):
             return False, "diverged"
         improved = any(progress.best_step == self.done for progress in self.progress)
         ended = self.done == self.cadence.steps and self._has_validated()
@@ -167,7 +182,7 @@ class Loop:
 
     def _agree(self, seconds_of_step: float) -> tuple[bool, bool]:
         """Whether to stop, and whether a checkpoint is overdue. If one rank says yes, all do."""
-        late = time.perf_counter() - self.saved_at > _SAVE_SECONDS and not self.cadence.save_every
+        late = time.perf_counter() - self.saved_at > self.cadence.save_seconds and not self.cadence.save_every
         slow = seconds_of_step > _SLOW_SECONDS and not self.cadence.look_every
         stop, late, self.slow = self.runs.world.any(self.stop.requested, late, slow)
         return stop, late

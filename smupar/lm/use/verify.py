@@ -16,7 +16,7 @@ from typing import Any
 from tqdm import tqdm
 
 from smupar.lm.config.run import RunConfig
-from smupar.lm.data.shards import INDEX, PROGRESS, check_sizes, read_index, wrong_shards
+from smupar.lm.data.shards import BAR_BYTES, INDEX, PROGRESS, check_sizes, read_index, wrong_shards
 from smupar.lm.data.tokenizer import read_tokenizer
 from smupar.lm.run import checkpoint
 from smupar.lm.run.folder import (
@@ -34,8 +34,6 @@ from smupar.output.json_files import is_sealed
 from smupar.output.sums import SUMS, Parts, read_sums, wrong_parts
 from smupar.plan.settings import refuse
 from smupar.updates.trace import Trace
-
-_BAR_BYTES = 1 << 30  # fewer bytes are read in about a second and need no progress bar
 
 
 @dataclass
@@ -94,7 +92,7 @@ def inspecting(path: Path) -> Iterator[Inspection]:
     """A new inspection, with a progress bar if there is much to read."""
     total = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     with tqdm(
-        total=total, desc="verify", unit="B", unit_scale=True, disable=total < _BAR_BYTES, leave=False, file=sys.stderr
+        total=total, desc="verify", unit="B", unit_scale=True, disable=total < BAR_BYTES, leave=False, file=sys.stderr
     ) as bar:
         yield Inspection(bar=bar)
 

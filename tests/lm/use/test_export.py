@@ -20,6 +20,7 @@ from smupar.lm.use.load import load_model, load_run
 from smupar.model.parameterize import is_parameterized, mask_of
 
 TEXT = b"Tune a small dense model, train wide sparse ones with the same hyperparameters. " * 50
+ROOM = "Make room there (delete files, or have the quota raised) or name another path, then run the same command again"
 MODEL = ModelConfig(width=64, depth=1, biases=True, context=16)
 TINY = RunConfig(model=MODEL, base_width=32, sparsity=0.9375, steps=5, batch_size=4, seq_len=16, valid_batches=1)
 KINDS = {
@@ -56,6 +57,23 @@ def runs(tmp_path_factory):
 def _exported(runs, kind, out, **options):
     export(ExportConfig(runs(kind), str(out), **options))
     return out
+
+
+def test_export_that_does_not_fit_is_removed_and_says_what_to_do(runs, tmp_path, small_files, command):
+    folder = runs("plain")
+    with small_files(4096):
+        done = command("export", folder, tmp_path / "out")
+    assert done.returncode == 2
+    assert done.stderr == f"smupar: {tmp_path / 'out'}: File too large. {ROOM}\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_export_leaves_a_folder_of_the_user_alone(runs, tmp_path):
+    (tmp_path / "out.unfinished").mkdir()
+    (tmp_path / "out.unfinished" / "thesis.tex").write_text("dear")
+    _exported(runs, "plain", tmp_path / "out")
+    assert (tmp_path / "out.unfinished" / "thesis.tex").read_text() == "dear"
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["README.md", "config.json", "model.safetensors"]
 
 
 def _tokens(vocab_size=256):
