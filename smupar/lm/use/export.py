@@ -51,7 +51,7 @@ def export(config: ExportConfig) -> str:
         if (run.folder / TOKENIZER_FILE).exists():
             run.tokenizer.save(folder)
         # People edit the model card, so it has no checksum.
-        write_sums(folder, [path.name for path in folder.iterdir() if path.name != "README.md"])
+        write_sums(folder, [name for name in ("model.safetensors", "config.json", TOKENIZER_FILE) if (folder / name).exists()])
     size = (out / "model.safetensors").stat().st_size
     return f"step {run.step} of {run.folder}, {config.format}, {size / 2**20:.1f} MiB, with a model card: {out}"
 

@@ -73,7 +73,12 @@ def test_export_leaves_a_folder_of_the_user_alone(runs, tmp_path):
     (tmp_path / "out.unfinished" / "thesis.tex").write_text("dear")
     _exported(runs, "plain", tmp_path / "out")
     assert (tmp_path / "out.unfinished" / "thesis.tex").read_text() == "dear"
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["README.md", "config.json", "model.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "sums.json",
+    ]
 
 
 def _tokens(vocab_size=256):
