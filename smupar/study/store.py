@@ -198,10 +198,10 @@ class Study:
     def trace_to_follow(self, config: RunConfig) -> Path:
         """The file in which other runs find the trace of a finished run. It is in the study's folder, under a name made from
         its content. Only an open study writes it; a reader only gets the name."""
-        text = (self.runs / config.id / TRACE_FILE).read_text(encoding="utf-8")
-        path = self.folder.resolve() / f"proxy-{hashlib.sha256(text.encode()).hexdigest()[:8]}.trace.json"
+        trace = Trace.load(self.runs / config.id / TRACE_FILE)
+        path = self.folder.resolve() / f"proxy-{hashlib.sha256(trace.to_json().encode()).hexdigest()[:8]}.trace.json"
         if self.may_write and not path.exists():
-            write_atomic(path, text)
+            trace.save(path)
         return path
 
     def write_table(self) -> None:

@@ -35,6 +35,7 @@ COMMANDS = [
     "transfer",
     "reproduce",
     "report",
+    "verify",
     "bench",
     "data",
     "data prepare",
