@@ -37,7 +37,7 @@ from smupar.study.sweep import sweep_from_json
 MADE_ON = "made-on.json"  # the device and versions of a measurement without runs
 FIGURES = (
     *("tab01", "fig01", "fig03", "fig05", "fig06", "fig07", "fig08", "fig09", "fig10", "fig11", "fig12", "fig13", "fig14"),
-    *("tab02", "tab03", "tab04", "patterns", "thin", "decay", "drift"),
+    *("tab02", "tab03", "tab04", "wpn", "patterns", "thin", "decay", "drift"),
 )
 FINDINGS = {
     1: "Increasing sparsity makes activations and gradients vanish under SP and muP",
@@ -45,6 +45,7 @@ FINDINGS = {
     3: "SmuPar enables stable activation and stable optimal hyperparameters for any width and sparsity",
     4: "Sparse networks trained with SmuPar improve over SP and muP due to improved tuning",
 }
+_ANSWERS = {True: "HOLDS", False: "DOES NOT HOLD", None: "CANNOT TELL"}
 _GIB = 2**30
 _GPT2_VOCAB = 50257
 
@@ -58,7 +59,7 @@ class Reproduced:
     files: dict[str, str] = field(default_factory=dict)  # sha256 of the texts and traces that the runs read
 
     def __str__(self) -> str:
-        return f"{self.name}: {'HOLDS' if self.claim.holds else 'DOES NOT HOLD'}. {self.claim.text}\n{self.folder}"
+        return f"{self.name}: {_ANSWERS[self.claim.holds]}. {self.claim.text}\n{self.folder}"
 
 
 def figure(name: str) -> Figure:
@@ -117,7 +118,7 @@ def reproduce(name: str, scale: Scale, how: EngineConfig, *, out: str, data_dir:
     if fig.text:
         write_atomic(place.folder / "table.txt", fig.text() + "\n")
     if fig.draw:
-        draw_png(fig.draw(rows), place.folder / "picture.png", fig.title, columns=fig.columns)
+        draw_png(fig.draw(measured), place.folder / "picture.png", fig.title, columns=fig.columns)
     claim = fig.claim(measured)
     facts: dict[str, Any] = {"figure": name, "scale": asdict(scale), "smupar": __version__, "runs": len(rows), **asdict(claim)}
     write_atomic(place.folder / "claim.json", json.dumps(facts, indent=1))

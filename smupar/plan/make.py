@@ -17,11 +17,13 @@ from torch import Tensor, nn
 
 from smupar.plan.allocations import Allocation, as_density, uniform
 from smupar.plan.depth import Correspondence, branch_factors, correspond
+from smupar.plan.evidence import Note
+from smupar.plan.forward import Example
 from smupar.plan.neighbours import RoleSetting
 from smupar.plan.patterns import parse_pattern, read_masks
 from smupar.plan.plan import Plan, PlanRow, PlanWarning
 from smupar.plan.reminders import attentions, make_reminders
-from smupar.plan.roles import GUESSED, Note, ParamRole, infer_roles
+from smupar.plan.roles import GUESSED, ParamRole, infer_roles
 from smupar.plan.settings import match_globs, refuse
 from smupar.plan.sparsity import DensitySetting, Sparsity, make_sparse
 from smupar.rules import DepthRule, Rule, depth_factor, get_depth_rule, get_rule
@@ -47,6 +49,7 @@ class Settings(TypedDict, total=False):
     masks: MaskSetting
     roles: Mapping[str, RoleSetting] | None
     delta: nn.Module | None
+    example: Example | None
     branches: Sequence[str] | None
     depth: str | None
 
@@ -65,8 +68,11 @@ def make_plan(model: nn.Module, *, base: nn.Module, **settings: Unpack[Settings]
     alpha_input   tuned factor on the embedding's output
     alpha_output  tuned factor on the unembedding's output
     masks         your own masks: {"name": bool tensor}, or a file with these or with a state dict; they set the densities
-    roles         {"glob": role or ("hidden", in_dim)}, for parameters whose role cannot be inferred
+    roles         {"glob": role or ("hidden", in_dim)}, for parameters whose role cannot be inferred; in_dim is the dimension
+                  that is summed over, or a tuple of several
     delta         the same model at any other width; shows which dimensions scale if model and base are equally wide
+    example       a batch for the model: a tensor, a tuple of arguments, or a dict of keyword arguments. One forward pass of
+                  copies of base and model shows how each parameter is used, so that hardly any role has to be asked for
     branches      globs of the modules whose outputs are added to the residual stream, such as ["blocks.*.attn.proj",
                   "blocks.*.mlp.down"]; needed if the model is deeper than the base
     depth         "completep" | "depth-mup" | "none": how factors follow the depth; default "completep" for SmuPar's rules and
@@ -89,7 +95,9 @@ def planned(model: nn.Module, base: nn.Module, settings: Settings) -> Plan:
         raise TypeError(f"unknown setting {sorted(unknown)[0]!r}; settings are {known} (density is 1 - sparsity)")
     numbers = _Numbers.read(settings)
     pattern = parse_pattern(settings.get("pattern", "random"))
-    roles = infer_roles(model, base, delta=settings.get("delta"), roles=settings.get("roles"))
+    roles, notes = infer_roles(
+        model, base, delta=settings.get("delta"), roles=settings.get("roles"), example=settings.get("example")
+    )
     density = settings.get("density")
     masks = settings.get("masks") or {}
     assert isinstance(masks, Mapping)
@@ -113,7 +121,7 @@ def planned(model: nn.Module, base: nn.Module, settings: Settings) -> Plan:
         live_neurons=sparsity.live_neurons,
         depth=numbers.depth.name if depth.lists else "none",
         branches=branches,
-        notes=_notes(model, roles, sparsity, numbers, depth),
+        notes=[*_notes(model, roles, sparsity, numbers, depth), *notes],
         pending=make_reminders(model, roles, numbers.rule, output_factor, numbers.forward("embedding", Fraction(1))),
     )
 
@@ -248,7 +256,8 @@ def _notes(
             noted.setdefault(role.note, []).append(repr(role.name))
     for note, names in noted.items():
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        notes.append(Note(note.kind, f"{', '.join(names[:4])}{more} {'is' if len(names) == 1 else 'are'} {note}"))
+        text = f"{', '.join(names[:4])}{more} {'is' if len(names) == 1 else 'are'} {note}"
+        notes.append(Note(note.kind, text, note.is_caution))
     for path, multiplier in depth.lists.items():
         text = f"{path!r} has {float(multiplier):g} times as many layers as the base: depth rule {numbers.depth.title}"
         notes.append(Note("depth", text, False))

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from smupar.output.json_files import DamagedFileError, as_record, parse_object
 from smupar.output.tables import aligned
+from smupar.plan.evidence import Note
 from smupar.plan.parameters import parent_path
 from smupar.plan.patterns import parse_pattern
 from smupar.plan.reminders import REMINDERS
-from smupar.plan.roles import Note
 from smupar.plan.settings import layer_glob, refuse
 from smupar.rules import get_rule
 

@@ -17,6 +17,7 @@ class Curve:
     values: tuple[float, ...]
     losses: tuple[float, ...]  # infinite where a seed diverged
     is_proxy: bool = False
+    seeds: tuple[tuple[float, ...], ...] = ()  # for each value the losses of its single seeds, if they are known
 
     @property
     def best_index(self) -> int:

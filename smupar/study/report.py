@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import html
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,7 +39,8 @@ def write_report(study: Study, definition: StudyDefinition | None = None) -> str
         definition = definition_of(study)
         unfinished = _unfinished(study, definition)
     findings = Findings("", (), study.results()) if unfinished and definition.needs_all_runs else definition.read(study)
-    sentence = " ".join(filter(None, (unfinished, _left_out(study), findings.sentence)))
+    parts = (unfinished, _left_out(study), findings.sentence, _mixed_decay(findings.results))
+    sentence = " ".join(filter(None, parts))
     write_atomic(study.folder / "report.html", _page(sentence, findings, described))
     if findings.panels:
         draw_png(findings.panels, study.folder / "picture.png")
@@ -79,6 +81,18 @@ def _unfinished(study: Study, definition: StudyDefinition) -> str:
                 "study.json holds, goes on."
             )
     return ""
+
+
+def _mixed_decay(results: Sequence[Result]) -> str:
+    """A sentence if runs have weight decay of different kinds. Their losses do not compare like with like."""
+    kinds = Counter(result.config.decay for result in results if result.config.weight_decay)
+    if len(kinds) < 2:
+        return ""
+    counts = ", ".join(f"{kind} in {count}" for kind, count in sorted(kinds.items()))
+    return (
+        f"This study mixes decay conventions (runs: {counts}). Coupled decay shrinks weights by more where a rule raises their "
+        "learning rate, so compare runs of one kind."
+    )
 
 
 _STYLE = """

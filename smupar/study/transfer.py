@@ -16,7 +16,7 @@ from smupar.rules import get_rule
 from smupar.study.comparison import as_rule, sp_init_std
 from smupar.study.config import TransferConfig
 from smupar.study.curves import LOSS, Panel, line_of
-from smupar.study.definition import Findings, Stage, StudyDefinition, mean_loss, seeds_of, with_more_seeds
+from smupar.study.definition import Findings, Stage, StudyDefinition, curve_of, seeds_of, with_more_seeds
 from smupar.study.optima import Curve, move_in_words
 from smupar.study.space import unique, with_fields
 from smupar.study.store import Result, Study
@@ -138,7 +138,7 @@ def panels(config: TransferConfig, verdicts: Sequence[Verdict]) -> list[Panel]:
         curves = sorted(verdict.targets, key=lambda curve: (curve.width, curve.sparsity))
         lines = [line_of(verdict.proxy, f"dense proxy, width {verdict.proxy.width}", 0.0)]
         for number, curve in enumerate(curves):
-            label = f"sparsity {curve.sparsity:.4g}" + (f", width {curve.width}" if len(config.widths) > 1 else "")
+            label = f"width {curve.width}, sparsity {curve.sparsity:.4g}"
             lines.append(line_of(curve, label, number / max(1, len(curves) - 1)))
         best = verdict.proxy.best
         drawn.append(
@@ -148,7 +148,7 @@ def panels(config: TransferConfig, verdicts: Sequence[Verdict]) -> list[Panel]:
                 y_label=LOSS,
                 lines=tuple(lines),
                 marked_x=best,
-                marked_label=f"best on the proxy: {best:.4g}",
+                marked_label="best on the proxy",
             )
         )
     return drawn
@@ -208,13 +208,13 @@ def _dense_fields(steps: int) -> dict[str, object]:
 
 def _curve(config: TransferConfig, by_id: dict[str, Result], setup: _Setup, trace: str | None = None) -> Curve:
     rule, width, sparsity, is_proxy = setup
-    means = {}
+    finished = {}
     for value in config.values:
         seeds = seeds_of(_run(config, setup, value, trace), config.seeds)
-        if finished := [by_id[run.id] for run in seeds if run.id in by_id]:
-            means[value] = mean_loss(finished)
-    refuse(not means, f"no finished run of {rule} at width {width}, sparsity {sparsity:g}: start the same command again")
-    return Curve(rule, width, sparsity, tuple(means), tuple(means.values()), is_proxy)
+        if results := [by_id[run.id] for run in seeds if run.id in by_id]:
+            finished[value] = results
+    refuse(not finished, f"no finished run of {rule} at width {width}, sparsity {sparsity:g}: start the same command again")
+    return curve_of(finished, rule=rule, width=width, sparsity=sparsity, is_proxy=is_proxy)
 
 
 def _title(rule: str) -> str:

@@ -225,7 +225,10 @@ def test_matrix_of_the_users_own_beside_a_readout_is_suggested_to_be_hidden():
 
     with pytest.raises(ValueError, match=r"roles=\{'router.weight': \('hidden', 1\)\}"):
         smupar.make_plan(make(32), base=make(8))
-    plan = smupar.make_plan(make(32), base=make(8), roles={"router.weight": "unembedding"})
+    # A second readout makes the first one doubtful.
+    with pytest.raises(ValueError, match=r"roles=\{'head.weight': 'unembedding'\}"):
+        smupar.make_plan(make(32), base=make(8), roles={"router.weight": "unembedding"})
+    plan = smupar.make_plan(make(32), base=make(8), roles={"router.weight": "unembedding", "head.weight": "unembedding"})
     assert "no layer of router.weight could be scaled" in plan.pending["output_factor"]
     assert not smupar.make_plan(make(32), base=make(8), roles={"router.weight": ("hidden", 1)}).pending
 
