@@ -176,7 +176,7 @@ def test_run_that_missed_its_last_validation_does_it_when_it_goes_on(finished, c
 def test_run_stopped_in_its_validation_saves_without_it(config, tmp_path):
     """The signal comes while the validation of step 10 runs, which takes for ever."""
     folder = tmp_path / "run"
-    endless = replace(config, valid_batches=10**9)
+    endless = replace(config, valid_batches=10**6)
     process = in_process(endless, replace(HOW, out=str(folder)))
     deadline = time.monotonic() + 60
     while not (folder / "checkpoints" / "step-00000009").exists():
