@@ -239,9 +239,7 @@ class _GridRun:
         if not self.recorder.moved():
             after.append(Finding("no update changed the output of any layer: is the learning rate 0?", "no updates"))
         self.faults += [
-            Finding(
-                "measured only through the block that holds them, if at all; their updates are not measured", "unmeasured", name
-            )
+            Finding("its update was not measured; register_layer or a module of its own would make it so", "unmeasured", name)
             for name in self.recorder.unmeasured()
         ]
         self.faults += [
