@@ -74,16 +74,16 @@ class WholeCall:
         self.output_grad = grad.detach()
 
     def input_gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """The gradient of the first tensor that was passed. None if the module does not compute with it, as with a mask."""
         x = first_tensor((*self.args, *self.kwargs.values()))
         if x is None or not x.is_floating_point() or self.output_grad is None:
             return None
         with torch.enable_grad():
-            try:
-                output = self._output(x.requires_grad_())
-                (grad,) = torch.autograd.grad(output, x, self.output_grad.to(output.dtype))
-            finally:
-                x.requires_grad_(False)
-        return grad * _factor(self.module)
+            x.requires_grad_()
+            output = self._output()
+            (grad,) = torch.autograd.grad(output, x, self.output_grad.to(output.dtype), allow_unused=True)
+        x.requires_grad_(False)
+        return None if grad is None else grad * _factor(self.module)
 
     @torch.no_grad()
     def effect(self, parameter: nn.Parameter, before: Tensor) -> Tensor | None:
@@ -106,7 +106,7 @@ class WholeCall:
             effect = effect[used] if used.any() else effect
         return effect
 
-    def _output(self, _: Tensor | None = None) -> Tensor:
+    def _output(self) -> Tensor:
         with _undisturbed(self.module):
             output = first_tensor(self.module.forward(*self.args, **self.kwargs))
         if output is None:

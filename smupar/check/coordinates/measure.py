@@ -70,6 +70,7 @@ class SizeRecorder:
         self.blocks[""] = "logits"
         self.parts = _parts(plan, {name for name, _ in self.layers.values()})
         self.gradient_factor = plan.output_factor
+        self.inner: set[str] = set()  # readouts inside the network
         self.sizes: list[tuple[int, str, str, Tensor, Tensor, int]] = []
         self.step = 0
         self._calls: dict[str, SampledCall | WholeCall] = {}
@@ -169,22 +170,23 @@ class SizeRecorder:
             self._taken.clear()
         if is_first:
             self.parts = {name: next(filter(self._called.__contains__, _ancestors(name)), "-") for name in self.parts}
-            self.gradient_factor = self._expected_gradient()
+            self._read_order()
 
-    def _expected_gradient(self) -> float:
-        """The factor that gradients inside the network carry. A readout gives it: gradients of the logits do not depend on the
-        width, and all others have passed the readout, with its factor 1/m_d.
+    def _read_order(self) -> None:
+        """Finds out how gradients depend on the width, from the order of the layers.
 
-        If a hidden weight from n inputs to a fixed number of outputs is the last layer instead (the projection of CLIP), its
-        outputs keep their size and so do their gradients. Its init variance is 1/n, so gradients of its inputs, and all others,
-        fall as 1/sqrt(n).
+        As a rule the readout is the last layer. Gradients of the logits do not depend on the width, and all others have passed
+        the readout, with its factor 1/m_d. If a hidden weight from n inputs to a fixed number of outputs is the last layer
+        instead (the projection of CLIP), its outputs keep their size and so do their gradients. Its init variance is 1/n, so
+        gradients of its inputs, and all others, fall as 1/sqrt(n). A readout before other layers (a router) makes no logits.
         """
         called = [path for path in self._called if path in self.layers]
         roles = [self.layers[path][1] for path in called]
-        if "unembedding" in roles or not called or roles[-1] != NARROWING:
-            return self.plan.output_factor
-        row = self.plan[self.layers[called[-1]][0]]
-        return math.sqrt(row.width_out / row.width_in)
+        later = [number for number, role in enumerate(roles) if role != "unembedding"]
+        self.inner = {path for path, role in zip(called[: max(later, default=0)], roles, strict=False) if role == "unembedding"}
+        if roles and roles[-1] == NARROWING and "unembedding" not in roles:
+            row = self.plan[self.layers[called[-1]][0]]
+            self.gradient_factor = math.sqrt(row.width_out / row.width_in)
 
     def before_update(self) -> dict[str, Tensor]:
         """Measures the sizes of gradients, after the backward pass. Returns the weights, for ``after_update``."""
@@ -200,22 +202,22 @@ class SizeRecorder:
                 with self._repeated():
                     grad = call.input_gradient(parameters[name])
                 if grad is not None:
-                    self._note(path, GRAD_X, grad / self._expected_through(self.plan[name], role, call.output_grad))
+                    self._note(path, GRAD_X, grad / self._expected(path, self.plan[name], role, call.output_grad))
         return weights
 
-    def _expected_through(self, row: PlanRow, role: str, output_grad: Tensor | None) -> float:
+    def _expected(self, path: str, row: PlanRow, role: str, output_grad: Tensor | None) -> float:
         """The size that the gradient of a layer's input should be proportional to.
 
-        For a layer that is as many times wider at its input as at its output, this is what every gradient of the network is
-        proportional to. The other layers stand next to a size of their own, such as a bottleneck of fixed size, where gradients
-        sum over another number of neurons, and nothing is known in advance about the gradient that arrives. But for independent
-        weights of std s, grad X = W^T grad Y has the mean square s^2 n_out grad Y^2. s^2 is proportional to 1/m_in and n_out to
-        m_out, so the size is that of grad Y times sqrt(m_out / m_in).
+        For a layer whose inputs and outputs scale, it is what every gradient of the network is proportional to. Other layers
+        inside the network stand next to a fixed size, where gradients sum over another number of neurons, and nothing is known
+        in advance about the gradient that arrives. But for independent weights of std s, grad X = W^T grad Y has the mean
+        square s^2 n_out grad Y^2. s^2 is proportional to 1/m_in and n_out to m_out, so the size of grad X is that of grad Y
+        times sqrt(m_out / m_in). An inner readout has an s and n_out that do not scale, and a factor of its own.
         """
-        if role not in (NARROWING, WIDENING) or output_grad is None:
+        if output_grad is None or not (role in (NARROWING, WIDENING) or path in self.inner):
             return self.gradient_factor
-        arriving = float(output_grad.float().square().mean().sqrt())
-        return math.sqrt(row.width_out / row.width_in) * (arriving or 1.0)
+        through = self.plan.output_factor if path in self.inner else math.sqrt(row.width_out / row.width_in)
+        return through * (float(output_grad.float().square().mean().sqrt()) or 1.0)
 
     def after_update(self, weights: dict[str, Tensor]) -> None:
         """Measures how the update changes outputs, through one weight at a time, after the optimizer's step."""
