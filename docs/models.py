@@ -11,7 +11,9 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -26,6 +28,7 @@ sys.path.insert(0, str(DOCS.parent))  # for the models, which live beside the te
 
 import smupar  # noqa: E402
 from smupar.integrations import huggingface  # noqa: E402
+from smupar.plan.plan import Plan, PlanRow  # noqa: E402
 from tests.architectures import ALL, PLAIN, Architecture  # noqa: E402
 
 PAGE = DOCS / "models.md"
@@ -72,25 +75,26 @@ def proposal(architecture: Architecture) -> dict[str, Any]:
 
 def answers(architecture: Architecture) -> dict[str, Any]:
     """The right answers, by parameter: what the question suggests, unless the architecture says otherwise."""
-    return _by_name(architecture, {**architecture.roles, **{glob: role for glob, role in proposal(architecture).items() if glob not in architecture.roles}})
-
-
-def _by_name(architecture: Architecture, roles: dict[str, Any]) -> dict[str, Any]:
-    """The role of each parameter by the first glob that matches its name."""
+    roles = [*architecture.roles.items(), *proposal(architecture).items()]
     names = [name for name, _ in _meta(architecture, BASE).named_parameters()]
-    found = {name: next((glob for glob in roles if fnmatchcase(name, glob)), None) for name in names}
-    return {name: roles[glob] for name, glob in found.items() if glob is not None}
+    found = {name: [role for glob, role in roles if fnmatchcase(name, glob)] for name in names}
+    return {name: matches[0] for name, matches in found.items() if matches}
 
 
 def _roles(architecture: Architecture) -> str:
     asked = proposal(architecture)
-    if not asked:
-        return "works as is" if not architecture.roles else "**wrong unless given**"
     suggested, right = (
         smupar.make_plan(_meta(architecture, WIDTH), base=_meta(architecture, BASE), roles=roles)
         for roles in (asked, answers(architecture))
     )
-    return f"asks for {len(asked)}" + ("" if suggested.rows == right.rows else ", **suggestion wrong**")
+    same = [_numbers(row) for row in suggested] == [_numbers(row) for row in right]
+    if not asked:
+        return "works as is" if same else "**wrong unless given**"
+    return f"asks for {len(asked)}" + ("" if same else ", **suggestion wrong**")
+
+
+def _numbers(row: PlanRow) -> tuple[Any, ...]:
+    return row.role, row.in_dims, row.init_std, row.lr_factors, row.forward
 
 
 # Attention and export
@@ -129,7 +133,7 @@ def _export(architecture: Architecture) -> str:
     return "yes" if same else "**other logits**"
 
 
-def prepare(architecture: Architecture, model: nn.Module, plan: smupar.Plan) -> None:
+def prepare(architecture: Architecture, model: nn.Module, plan: Plan) -> None:
     """What a user does after ``parameterize``."""
     if architecture.prepare is not None:
         architecture.prepare(model, plan)
@@ -194,14 +198,14 @@ def _meta(architecture: Architecture, width: int) -> nn.Module:
         return architecture.make(width)
 
 
-class _quietly(warnings.catch_warnings):
+@contextmanager
+def _quietly() -> Iterator[None]:
     """Without warnings about small vocabularies and unknown architectures."""
-
-    def __enter__(self) -> None:
-        super().__enter__()
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        transformers.utils.logging.set_verbosity_error()
-        transformers.utils.logging.disable_progress_bar()
+        yield
 
 
 def main(names: list[str]) -> None:

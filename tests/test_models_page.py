@@ -9,7 +9,18 @@ from tests.architectures import ALL
 
 MODELS = runpy.run_path(str(Path(__file__).parent.parent / "docs" / "models.py"))
 SHOWN = MODELS["shown_rows"]()
-FEW = ("Llama", "Mixtral", "Mamba", "RoBERTa", "T5", "Whisper", "CLIP, projection of fixed size", "LSTM", "Mixer", "weight norm")
+FEW = (
+    "Llama",
+    "Mixtral",
+    "Mamba",
+    "RoBERTa",
+    "T5",
+    "Whisper",
+    "CLIP, projection of fixed size",
+    "LSTM",
+    "Mixer",
+    "weight norm",
+)
 
 
 def test_page_has_every_architecture_once_and_in_order():

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from tests.architectures.architecture import (
+    FIXED,
     HEAD_DIM,
     NUM_CLASSES,
     VOCAB,
@@ -44,7 +45,7 @@ def lm(name: str, make: Callable[[int], nn.Module], **facts: Any) -> Architectur
 
 def classifier(name: str, make: Callable[[int], nn.Module], *shape: int, **facts: Any) -> Architecture:
     """Classes of noise of this shape."""
-    return Architecture(name, make, lambda s: (noise(s, 16, *shape), labels(s, 16)), loss_of, logits_of, **facts)
+    return Architecture(name, make, lambda s: (noise(s, 4, *shape), labels(s, 4)), loss_of, logits_of, **facts)
 
 
 class LSTM(nn.Module):
@@ -236,8 +237,8 @@ class Experts(nn.Module):
 class LowRank(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.down = nn.Parameter(torch.randn(width, 8) / width**0.5)
-        self.up = nn.Parameter(torch.randn(8, width) / 8**0.5)
+        self.down = nn.Parameter(torch.randn(width, FIXED) / width**0.5)
+        self.up = nn.Parameter(torch.randn(FIXED, width) / FIXED**0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + F.gelu(x @ self.down) @ self.up
@@ -340,7 +341,7 @@ PLAIN = [
     lm("LSTM, embedding of fixed size", partial(LSTM, embedding=32)),
     Architecture("U-Net", UNet, denoised, loss_of, logits_of, roles={"inp.weight": "embedding"}),
     classifier("Mixer", Mixer, 4, FEATURES, roles={"blocks.*.t?.weight": "hidden"}),
-    classifier("Mixer, token layers of fixed size", partial(Mixer, token_width=32), 4, FEATURES),
+    classifier("Mixer, token layers of fixed size", partial(Mixer, token_width=FIXED), 4, FEATURES),
     classifier("ViT by hand", ViT, 3, 8, 8, prepare=set_scale),
     Architecture(
         "DiT",
@@ -362,7 +363,7 @@ PLAIN = [
     lm("experts, raw matrices", partial(around, Experts), roles={"*.w1.*": RIGHT, "*.w2.*": RIGHT}),
     lm(
         "experts of fixed size, raw matrices",
-        partial(around, partial(Experts, inner=32)),
+        partial(around, partial(Experts, inner=FIXED)),
         roles={"*.w1.*": RIGHT, "*.w2.*": RIGHT},
     ),
     lm("low-rank layers, raw matrices", partial(around, LowRank), roles={"*.down": RIGHT, "*.up": RIGHT}),

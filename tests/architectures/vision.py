@@ -27,7 +27,7 @@ def classifier(name: str, stem: str, **fixed: Any) -> Architecture:
         return getattr(hf, f"{stem}ForImageClassification")(config)
 
     def batch(seed: int) -> dict[str, Tensor]:
-        return {"pixel_values": noise(seed, 16, 3, 8, 8), "labels": labels(seed, 16)}
+        return {"pixel_values": noise(seed, 4, 3, 8, 8), "labels": labels(seed, 4)}
 
     return Architecture(name, make, batch, dict_loss, lambda model, given: model(pixel_values=given["pixel_values"]).logits)
 
@@ -44,7 +44,7 @@ def convnext(width: int) -> nn.Module:
 
 
 def pictures(seed: int) -> dict[str, Tensor]:
-    return {"pixel_values": noise(seed, 16, 3, 8, 8), "labels": labels(seed, 16)}
+    return {"pixel_values": noise(seed, 4, 3, 8, 8), "labels": labels(seed, 4)}
 
 
 def clip(width: int, *, projection: int | None = None) -> nn.Module:
@@ -54,9 +54,9 @@ def clip(width: int, *, projection: int | None = None) -> nn.Module:
 
 
 def captioned(seed: int) -> dict[str, Any]:
-    captions = tokens(seed, num=8, length=6).clamp(min=3)
+    captions = tokens(seed, num=4, length=5).clamp(min=3)
     captions[:, -1] = SPECIAL["eos_token_id"]  # the text tower reads the token at the end
-    return {"pixel_values": noise(seed, 8, 3, 8, 8), "input_ids": captions, "return_loss": True}
+    return {"pixel_values": noise(seed, 4, 3, 8, 8), "input_ids": captions, "return_loss": True}
 
 
 def scale_towers(model: nn.Module, plan: Plan) -> None:

@@ -8,23 +8,25 @@ have a dY too: what their update does to the output of the module that uses them
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from smupar.check.coordinates.calls import SampledCall, WholeCall, first_tensor, kept_call
 from smupar.plan.layers import kind_of
 from smupar.plan.parameters import parent_path
 from smupar.plan.plan import Plan, PlanRow
+
 Y, GRAD_X, DY, CHANGE, GRAD_W = "Y", "grad X", "dY", "change of Y", "weight gradient"
 JUDGED = (Y, GRAD_X, DY)
 # Roles of hidden weights whose outputs scale more than their inputs, and the reverse: they stand next to a fixed size.
 WIDENING, NARROWING = "hidden, widening", "hidden, narrowing"
+UNEVEN = math.sqrt(2)  # from this ratio of growths on; below it, slopes of gradients differ by 1/8 at most over two octaves
+Growth = Mapping[str, Sequence[float]]  # by parameter: how many times larger each dimension is at another width of the grid
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,10 @@ class Reading(Cell):
 class SizeRecorder:
     """Measures through hooks on the layers and blocks of a model; ``readings`` gives the sizes of the finished steps."""
 
-    def __init__(self, model: nn.Module, plan: Plan) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, growth: Growth | None = None) -> None:
         self.model, self.plan = model, plan
         modules = dict(model.named_modules())
-        self.layers = {path: (name, role) for path, name, role in _layers(model, plan)}
+        self.layers = {path: (name, role) for path, name, role in _layers(model, plan, growth or {})}
         hidden_parents = {parent_path(path) for path, (_, role) in self.layers.items() if _is_hidden(role)}
         # Modules whose weights are not layers of their own (recurrent, attention, the user's) are measured as blocks too.
         owners = {parent_path(row.name) for row in plan if row.role == "hidden"} - self.layers.keys()
@@ -137,7 +139,9 @@ class SizeRecorder:
         logits; a block that holds a router is not."""
         inside = [path for path, (_, role) in self.layers.items() if role == "unembedding" and path.startswith(f"{block}.")]
         names = [self.layers[path][0] for path in inside]
-        return [(size,) for name in names for dim, size in enumerate(self.plan[name].shape) if dim not in self.plan[name].scaling]
+        return [
+            (size,) for name in names for dim, size in enumerate(self.plan[name].shape) if dim not in self.plan[name].scaling
+        ]
 
     def _compare(self, path: str, y: Tensor) -> None:
         if not self._is_first(path, CHANGE):
@@ -279,7 +283,7 @@ class SizeRecorder:
         ]
 
 
-def _layers(model: nn.Module, plan: Plan) -> Iterator[tuple[str, str, str]]:
+def _layers(model: nn.Module, plan: Plan, growth: Growth) -> Iterator[tuple[str, str, str]]:
     """(module path, weight name, role) of the layers that are linear in their weight."""
     for row in plan:
         uses = [path for path, _ in row.forward] or [parent_path(row.name)]
@@ -289,15 +293,21 @@ def _layers(model: nn.Module, plan: Plan) -> Iterator[tuple[str, str, str]]:
             is_other = parent_path(row.name) == path and not kind.owns(row.name.rpartition(".")[2])
             if row.role in ("embedding", "hidden", "unembedding") and kind.is_measured and not is_other:
                 tied_readout = row.role == "embedding" and kinds[uses[0]].is_lookup and not kind.is_lookup
-                yield path, row.name, "unembedding" if tied_readout else _role(row)
+                yield path, row.name, "unembedding" if tied_readout else _role(row, growth)
 
 
-def _role(row: PlanRow) -> str:
-    """The role, by which dimensions scale rather than by how much, so that it is the same at every width."""
-    reads, writes = (any((dim in row.in_dims) is inside for dim in row.scaling) for inside in (True, False))
-    if row.role != "hidden" or reads == writes:
+def _role(row: PlanRow, growth: Growth) -> str:
+    """The role, by how inputs and outputs grow along the grid, so that it is the same at every width. Sizes that are rounded
+    (an MLP of 8/3 times the width) grow a little unevenly, which does not count."""
+    if row.role != "hidden":
         return row.role
-    return WIDENING if writes else NARROWING
+    # Without a grid, dimensions that scale are all taken to grow alike.
+    factors = growth.get(row.name) or [2.0 if dim in row.scaling else 1.0 for dim in range(len(row.shape))]
+    grown = [
+        math.prod(factor for dim, factor in enumerate(factors) if (dim in row.in_dims) is inside) for inside in (True, False)
+    ]
+    ratio = grown[1] / grown[0]
+    return WIDENING if ratio > UNEVEN else NARROWING if ratio < 1 / UNEVEN else row.role
 
 
 def _is_hidden(role: str) -> bool:

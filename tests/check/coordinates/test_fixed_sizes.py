@@ -121,7 +121,7 @@ def test_gradient_through_a_layer_next_to_a_fixed_size_is_what_algebra_says():
 
 def test_gradients_of_a_model_that_ends_in_a_projection_fall_as_the_root_of_the_width():
     make, roles, _ = MODELS["projection"]
-    model, plan = twin(make, density=1.0, roles=roles)
+    model, _ = twin(make, density=1.0, roles=roles)
     (batch,) = batches_of(1, num_classes=16, size=16)
     hidden = model.first(batch[0]).tanh().detach()
     inner = model.inner(hidden)
@@ -218,4 +218,3 @@ def test_block_that_makes_the_logits_is_judged_as_logits_and_a_block_with_a_rout
     assert roles == {"2": "block", "3": "logits", "": "logits"}
     assert slope_of(report, "smupar", "3", Y, axis="width") == pytest.approx(-0.5, abs=0.2)  # a sum of random terms over m_d
     assert report.verdicts == {"smupar": PASS}, report.explain()
-
