@@ -112,8 +112,8 @@ def classified(seed: int) -> dict[str, Tensor]:
 
 
 def pairs(seed: int) -> dict[str, Tensor]:
-    """Two sequences for the encoder, two for the decoder."""
-    return {"input_ids": tokens(seed, length=8), "labels": tokens(seed + 500, length=8)}
+    """A sequence for the encoder and one for the decoder."""
+    return {"input_ids": tokens(seed, num=1, length=8), "labels": tokens(seed + 500, num=1, length=8)}
 
 
 def t5(width: int, **fixed: Any) -> nn.Module:
@@ -157,6 +157,7 @@ def qwen_experts(inside: int, width: int) -> dict[str, Any]:
     return {**grouped(width), "num_experts": 4, **shared, **MOE}
 
 
+FIXED_EXPERTS = {"*.experts.gate_up_proj": ("hidden", 2), "*.experts.down_proj": ("hidden", 2)}
 DECODERS = [
     decoder("GPT-2", "GPT2LMHeadModel", "GPT2Config", lambda w: NO_DROPOUT, start=gpt_names),
     decoder("Llama", "LlamaForCausalLM", "LlamaConfig", grouped),
@@ -221,9 +222,15 @@ DECODERS = [
         "Mixtral, experts of fixed size", "MixtralForCausalLM", "MixtralConfig", partial(experts_of, intermediate_size=FIXED)
     ),
     decoder("Qwen2-MoE", "Qwen2MoeForCausalLM", "Qwen2MoeConfig", lambda w: qwen_experts(w, w)),
-    decoder("Qwen2-MoE, experts of fixed size", "Qwen2MoeForCausalLM", "Qwen2MoeConfig", lambda w: qwen_experts(FIXED, w)),
+    decoder(
+        "Qwen2-MoE, experts of fixed size",
+        "Qwen2MoeForCausalLM",
+        "Qwen2MoeConfig",
+        lambda w: qwen_experts(FIXED, w),
+        roles=FIXED_EXPERTS,
+    ),
     decoder("OLMoE", "OlmoeForCausalLM", "OlmoeConfig", lambda w: grouped(w) | {"num_experts": 4} | MOE),
-    decoder("Mamba", "MambaForCausalLM", "MambaConfig", lambda w: {"state_size": 8, "time_step_rank": w // 16}),
+    decoder("Mamba", "MambaForCausalLM", "MambaConfig", lambda w: {"state_size": 8, "time_step_rank": w // 4}),
     decoder("Mamba-2", "Mamba2ForCausalLM", "Mamba2Config", mamba2),
 ]
 

@@ -80,7 +80,7 @@ class SizeRecorder:
         self._taken: set[tuple[str, str]] = set()  # (path, quantity) measured in this pass
         self._called: dict[str, None] = {}  # paths in the order of their calls in the first pass
         self._probing = self._repeating = False
-        watched = {*self.layers, *self.blocks, *(path for name in self.parts for path in _ancestors(name))}
+        watched = {*self.layers, *self.blocks, *(path for row in plan if _is_matrix(row) for path in _ancestors(row.name))}
         self._handles = [
             modules[path].register_forward_hook(partial(self._after_forward, path), with_kwargs=True)
             for path in modules
@@ -173,8 +173,16 @@ class SizeRecorder:
             self._probing = False
             self._taken.clear()
         if is_first:
-            self.parts = {name: next(filter(self._called.__contains__, _ancestors(name)), "-") for name in self.parts}
+            self._find_users()
             self._read_order()
+
+    def _find_users(self) -> None:
+        """Finds the innermost module that is called and holds a matrix. A layer that is never called, because the model uses
+        its weight by hand, is such a matrix too."""
+        called = {name for path, (name, _) in self.layers.items() if path in self._called}
+        uncalled = [name for name, _ in self.layers.values() if name not in called]
+        users = {name: next(filter(self._called.__contains__, _ancestors(name)), None) for name in (*self.parts, *uncalled)}
+        self.parts = {name: path for name, path in users.items() if path is not None}
 
     def _read_order(self) -> None:
         """Finds out how gradients depend on the width, from the order of the layers.
@@ -252,7 +260,8 @@ class SizeRecorder:
         seen = {(path, quantity) for _, path, quantity, *_ in self.sizes}
         measured = {name for path, (name, _) in self.layers.items() if (path, Y) in seen and (path, DY) in seen}
         measured |= {name for name in self.parts if (name, DY) in seen}
-        return [row.name for row in self.plan if _is_matrix(row) and row.name not in measured]
+        frozen = {name for name, parameter in self.model.named_parameters() if not parameter.requires_grad}
+        return [row.name for row in self.plan if _is_matrix(row) and row.name not in measured | frozen]
 
     def uncalled(self) -> list[str]:
         """Layers with a forward factor that the model never calls. If the model uses their weights, the factor is missing."""
@@ -324,7 +333,9 @@ def _parts(plan: Plan, layers: set[str]) -> dict[str, str]:
 
 
 def _ancestors(name: str) -> Iterator[str]:
-    """The paths of the modules that hold a parameter, from the inside out."""
+    """The paths of the modules that hold a parameter, from the inside out. Parametrizations, which make a weight, are skipped:
+    the layer that uses the weight comes next."""
     while name:
         name = parent_path(name)
-        yield name
+        if "parametrizations" not in name.split("."):
+            yield name

@@ -58,9 +58,26 @@ class Slope:
 
 def slopes(readings: Iterable[Reading]) -> list[Slope]:
     """All slopes that the grid allows. Slopes that should be 0 according to Table 1 are judged."""
-    readings = list(readings)
+    readings = _expected_sizes(readings)
     axes = [axis for axis in ("width", "density") if len({getattr(reading, axis) for reading in readings}) > 1]
     return [slope for axis in axes for slope in _judged(_fitted(readings, axis))]
+
+
+def _expected_sizes(readings: Iterable[Reading]) -> list[Reading]:
+    """The readings, with the gradients of blocks that read a fixed size (a recurrent layer after a narrow embedding) divided by
+    what is expected of them: they are sums over the width, as for a layer that reads a fixed size."""
+    readings = list(readings)
+    entries: dict[str, dict[int, int]] = defaultdict(dict)  # place -> width -> number of entries
+    for reading in readings:
+        if reading.kind == "block" and reading.quantity == GRAD_X:
+            entries[reading.place][reading.width] = reading.num_entries
+    fixed = {place for place, by_width in entries.items() if len(by_width) > 1 and len(set(by_width.values())) == 1}
+    return [
+        replace(reading, role=WIDENING, rms=reading.rms / math.sqrt(reading.width))
+        if reading.quantity == GRAD_X and reading.place in fixed
+        else reading
+        for reading in readings
+    ]
 
 
 def _fitted(readings: list[Reading], axis: str) -> list[tuple[Slope, list[float]]]:

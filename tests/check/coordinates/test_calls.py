@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from smupar.check.coordinates.calls import WholeCall
 from smupar.check.coordinates.measure import DY, GRAD_X, Y
@@ -116,6 +117,34 @@ def test_raw_matrix_whose_learning_rate_ignores_the_width_fails():
     assert right.verdicts == {"smupar": PASS}, right.explain()
 
 
+class ByHand(nn.Module):
+    """Uses the weights of ``low`` without calling it, and has a table that is not trained."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.table = nn.Embedding(4, width)
+        self.table.requires_grad_(False)
+        self.first, self.low, self.head = nn.Linear(6, width), nn.Linear(width, width, bias=False), nn.Linear(width, 3)
+
+    def forward(self, x):
+        return self.head((self.first(x).tanh() @ self.low.weight.T).tanh() + self.table.weight[0])
+
+
+def test_layer_whose_weight_is_used_by_hand_is_measured_through_the_module_that_uses_it():
+    (batch,) = batches_of(1)
+    report = check(ByHand, batches=[batch], lr=0.01)
+    model, plan = twin(ByHand)
+    x = model.first(batch[0]).tanh().detach()
+    before = trained_once(model, plan, batch, torch.optim.AdamW, 0.01)
+    with torch.no_grad():
+        made = [0.5 * (x @ weight.T).tanh() @ model.head.weight.T for weight in (model.low.weight, before["low.weight"])]
+    effect = made[0] - made[1]
+    assert size_of(report, "low.weight", DY).kind == "part"
+    # The other weights have moved as well by then; the first layer's part in that is small.
+    assert size_of(report, "low.weight", DY).rms == pytest.approx(effect.square().mean().sqrt().item(), rel=0.1)
+    assert "unmeasured" not in {found.cause for found in report.diagnoses}
+
+
 class Forgetful(Raw):
     """Keeps what it has seen, so that no call is like the one before."""
 
@@ -152,6 +181,24 @@ def test_repeated_call_leaves_buffers_and_random_numbers_alone():
     assert int(norm[0].num_batches_tracked) == 0
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(norm[0].weight, before + 1)
+
+
+def test_parametrized_weight_is_measured_by_the_output_of_its_layer():
+    def make(width):
+        return nn.Sequential(nn.Linear(6, width), nn.Tanh(), weight_norm(nn.Linear(width, width)), nn.Linear(width, 3))
+
+    roles = {"*.original0": "vector", "*.original1": ("hidden", 1)}
+    name = "2.parametrizations.weight.original1"
+    (batch,) = batches_of(1)
+    report = check(make, batches=[batch], roles=roles, lr=0.01, densities=(1, 0.9))
+    model, plan = twin(make, roles=roles, density=0.9)
+    x = model[0](batch[0]).tanh().detach()
+    before = trained_once(model, plan, batch, torch.optim.AdamW, 0.01)[name]
+    with torch.no_grad():
+        after = model[2](x)
+        model.get_parameter(name).copy_(before)
+        effect = after - model[2](x)
+    assert size_of(report, name, DY, density=0.9).rms == pytest.approx(effect.square().mean().sqrt().item(), rel=1e-3)
 
 
 def test_rows_that_the_loss_does_not_depend_on_do_not_count_for_the_effect():

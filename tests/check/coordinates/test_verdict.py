@@ -242,3 +242,11 @@ def test_only_gradients_into_a_fixed_size_over_width_may_align(changes):
     found = one_slope(0.9, axis="width", at=1.0, role=WIDENING, quantity=GRAD_X, step=2)
     assert judge(found) == PASS
     assert judge(replace(found, **changes)) == FAIL
+
+
+@pytest.mark.parametrize(("num_entries", "slope", "verdict"), [((8, 8, 8), 0.0, PASS), ((8, 16, 32), 0.5, UNCLEAR)])
+def test_gradient_of_a_block_that_reads_a_fixed_size_may_grow_like_a_random_sum(num_entries, slope, verdict):
+    sizes = power_law(0.5, axis="width", xs=(64, 128, 256), kind="block", role="block", quantity=GRAD_X)
+    (found,) = slopes([replace(one, num_entries=num) for one, num in zip(sizes, num_entries, strict=True)])
+    assert found.slope == pytest.approx(slope, abs=1e-9)
+    assert found.verdict == verdict
