@@ -219,7 +219,11 @@ DECODERS = [
     ),
     decoder("Mixtral", "MixtralForCausalLM", "MixtralConfig", experts_of),
     decoder(
-        "Mixtral, experts of fixed size", "MixtralForCausalLM", "MixtralConfig", partial(experts_of, intermediate_size=FIXED)
+        "Mixtral, experts of fixed size",
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        partial(experts_of, intermediate_size=FIXED),
+        roles=FIXED_EXPERTS,
     ),
     decoder("Qwen2-MoE", "Qwen2MoeForCausalLM", "Qwen2MoeConfig", lambda w: qwen_experts(w, w)),
     decoder(

@@ -94,7 +94,7 @@ class UNet(nn.Module):
 
 
 class Mixer(nn.Module):
-    def __init__(self, width: int, *, token_width: int | None = None, num_tokens: int = 64) -> None:
+    def __init__(self, width: int, *, token_width: int | None = None, num_tokens: int = 4) -> None:
         super().__init__()
         inner = token_width or width
         self.stem = nn.Linear(FEATURES, width)
@@ -340,8 +340,8 @@ PLAIN = [
     lm("LSTM, tied", partial(LSTM, tied=True)),
     lm("LSTM, embedding of fixed size", partial(LSTM, embedding=32)),
     Architecture("U-Net", UNet, denoised, loss_of, logits_of, roles={"inp.weight": "embedding"}),
-    classifier("Mixer", Mixer, 64, FEATURES, roles={"blocks.*.t?.weight": "hidden"}),
-    classifier("Mixer, token layers of fixed size", partial(Mixer, token_width=FIXED), 64, FEATURES),
+    classifier("Mixer", Mixer, 4, FEATURES, roles={"blocks.*.t?.weight": "hidden"}),
+    classifier("Mixer, token layers of fixed size", partial(Mixer, token_width=FIXED), 4, FEATURES),
     classifier("ViT by hand", ViT, 3, 8, 8, prepare=set_scale),
     Architecture(
         "DiT",

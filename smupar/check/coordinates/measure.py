@@ -67,7 +67,7 @@ class SizeRecorder:
         self.layers = {path: (name, role) for path, name, role in _layers(model, plan, growth or {})}
         hidden_parents = {parent_path(path) for path, (_, role) in self.layers.items() if _is_hidden(role)}
         # Modules whose weights are not layers of their own (recurrent, attention, the user's) are measured as blocks too.
-        owners = {parent_path(row.name) for row in plan if row.role == "hidden"} - self.layers.keys()
+        owners = {next(_ancestors(row.name)) for row in plan if row.role == "hidden"} - self.layers.keys()
         self.blocks = {path: "block" for path in (*hidden_parents, *owners) if path and path in modules}
         self.blocks[""] = "logits"
         self.parts = _parts(plan, {name for name, _ in self.layers.values()})
