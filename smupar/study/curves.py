@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from smupar.output.pictures import new_figure
+from smupar.output.pictures import new_figure, save_figure
 from smupar.study.optima import Curve
 
 LOSS = "loss (mean of the last 5 % of steps)"
@@ -86,7 +86,7 @@ def draw_png(panels: Sequence[Panel], path: Path, title: str = "", *, columns: i
         figure.legend(keys.values(), keys.keys(), fontsize=8, loc="outside right center")
     if title:
         figure.suptitle(title, fontsize=11)
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path, dpi=150)
 
 
 def _draw_panel(panel: Panel, axis: Any, low: float, high: float) -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from smupar.output.pictures import new_figure
+from smupar.output.files import write_atomic
+from smupar.output.pictures import new_figure, save_figure
 from smupar.plan.settings import layer_glob, refuse
 
 FORMAT = "smupar-trace/1"
@@ -71,7 +72,7 @@ class Trace:
             raise ValueError(f"this is no trace in format {FORMAT!r} ({error}): record one with record_updates") from error
 
     def save(self, path: str | PathLike[str]) -> None:
-        Path(path).write_text(self.to_json())
+        write_atomic(Path(path), self.to_json())
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Trace:
@@ -215,4 +216,4 @@ def _plot(target: Trace, proxy: Trace | None, path: str | PathLike[str]) -> None
         panel.set_ylabel("RMS(X dW) / base LR")
     axes.flat[0].legend(frameon=False, fontsize=8)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path, dpi=120)

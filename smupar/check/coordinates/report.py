@@ -28,7 +28,8 @@ from smupar.check.coordinates.verdict import (
     slopes,
     thresholds,
 )
-from smupar.output.pictures import new_figure
+from smupar.output.files import write_atomic
+from smupar.output.pictures import new_figure, save_figure
 from smupar.plan.plan import Plan
 from smupar.rules import get_rule
 
@@ -109,21 +110,21 @@ class Report:
             allow_nan=False,
         )
         if path is not None:
-            Path(path).write_text(text)
+            write_atomic(Path(path), text)
         return text
 
     def plot(self, path: str | Path | None = None, *, quantities: tuple[str, ...] = JUDGED) -> Any:
         """The picture: a row for each quantity, a column for each rule, a line for each step. PNG, or any matplotlib format."""
         figure = _draw(self, quantities)
         if path is not None:
-            figure.savefig(path, dpi=110)
+            save_figure(figure, path, dpi=110)
         return figure
 
     def to_html(self, path: str | Path) -> None:
         """Writes one page that needs no other file, with verdicts, picture and table of slopes."""
         picture = io.BytesIO()
         self.plot().savefig(picture, dpi=130, format="png")
-        Path(path).write_text(_page(self, base64.b64encode(picture.getvalue()).decode()))
+        write_atomic(Path(path), _page(self, base64.b64encode(picture.getvalue()).decode()))
 
 
 def _finite(fields: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,185 @@
+"""Reads and writes JSON files. A damaged file is refused in one line that names the file, the field and what to do.
+
+Files that only smupar writes carry a *seal*, the sha256 of everything else in them, so that damage is noticed. Files that
+people edit have none. Text is UTF-8, whatever the locale.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from smupar.output.files import write_atomic
+
+SEAL = "sha256"
+
+Record = TypeVar("Record")
+
+
+class DamagedFileError(ValueError):
+    """A file does not hold what it should. The message names the file, what is wrong and the remedy."""
+
+
+def read_text(path: Path, *, remedy: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DamagedFileError(f"{path} is damaged (not UTF-8 text, at byte {error.start}): {remedy}") from error
+    except OSError as error:
+        raise DamagedFileError(f"{path} cannot be read ({error.strerror or error}): {remedy}") from error
+
+
+def read_json(path: Path, *, remedy: str) -> Any:
+    return parse_json(read_text(path, remedy=remedy), source=str(path), remedy=remedy)
+
+
+def parse_json(text: str, *, source: str, remedy: str) -> Any:
+    """The value that a JSON text holds. ``source`` names the text in errors."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise DamagedFileError(f"{source} is damaged (nested too deeply): {remedy}") from error
+    except ValueError as error:  # also a number with thousands of digits
+        raise DamagedFileError(f"{source} is damaged ({error}): {remedy}") from error
+
+
+def parse_object(text: str, *, source: str, remedy: str) -> dict[str, Any]:
+    """The JSON object that a text holds, without its seal. Raises if it does not match the seal."""
+    values = parse_json(text, source=source, remedy=remedy)
+    if not isinstance(values, dict):
+        raise DamagedFileError(f"{source} is damaged (expected fields, got {_shown(values)}): {remedy}")
+    seal = values.pop(SEAL, None)
+    if seal is not None and seal != _digest(values):
+        raise DamagedFileError(f"{source} is damaged (its content does not match its checksum): {remedy}")
+    return values
+
+
+def read_object(path: Path, *, remedy: str) -> dict[str, Any]:
+    return parse_object(read_text(path, remedy=remedy), source=str(path), remedy=remedy)
+
+
+def is_sealed(path: Path) -> bool:
+    """Whether a file carries a seal; files written by older versions do not."""
+    values = read_json(path, remedy="restore it from a copy")
+    return isinstance(values, dict) and SEAL in values
+
+
+def sealed_json(values: Mapping[str, Any], *, indent: int | None = 1) -> str:
+    """A JSON object with its seal, as text. It must hold only what JSON can hold, and no field called sha256."""
+    assert SEAL not in values, "this name is the seal's"
+    return json.dumps({**values, SEAL: _digest(values)}, indent=indent)
+
+
+def write_sealed(path: Path, values: Mapping[str, Any], *, indent: int | None = 1) -> None:
+    write_atomic(path, sealed_json(values, indent=indent))
+
+
+def as_record(kind: type[Record], values: Any, *, source: str, remedy: str) -> Record:
+    """The dataclass of this kind that JSON values describe. Raises if a field is missing, unknown or of another type."""
+    wrong = _wrong(values, kind, "")
+    if wrong:
+        raise DamagedFileError(f"{source} is damaged, or of another version ({wrong}): {remedy}")
+    return _made(values, kind)
+
+
+def read_record(kind: type[Record], path: Path, *, remedy: str) -> Record:
+    return as_record(kind, read_object(path, remedy=remedy), source=str(path), remedy=remedy)
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+# Values and the types that they should have
+
+
+def _wrong(value: Any, expected: Any, where: str) -> str:
+    """What is wrong with a value that should be of a type; "" if nothing. ``where`` is the path of fields that leads to it."""
+    if isinstance(expected, type) and is_dataclass(expected):
+        return _wrong_fields(value, expected, where)
+    if get_origin(expected) in (Union, UnionType):
+        complaints = [_wrong(value, choice, where) for choice in get_args(expected)]
+        return "" if "" in complaints else complaints[0]
+    if get_origin(expected) is Literal:
+        fits = value in get_args(expected)
+    elif get_origin(expected) in (list, tuple):
+        if isinstance(value, (list, tuple)):
+            return _first_wrong(_elements(value, expected), where)
+        fits = False
+    elif get_origin(expected) is dict:
+        if isinstance(value, dict):
+            return _first_wrong([(name, item, get_args(expected)[1]) for name, item in value.items()], where)
+        fits = False
+    else:
+        fits = _fits(value, expected)
+    return "" if fits else f"{where or 'it'} should be {_named(expected)}, is {_shown(value)}"
+
+
+def _wrong_fields(value: Any, kind: type, where: str) -> str:
+    if not isinstance(value, dict):
+        return f"{where or 'it'} should have fields, is {_shown(value)}"
+    known = {item.name: item for item in fields(kind)}
+    if unknown := value.keys() - known.keys():
+        return f"it has an unknown field {_path(where, min(unknown))!r}"
+    needed = {name for name, item in known.items() if item.default is MISSING and item.default_factory is MISSING}
+    if missing := needed - value.keys():
+        return f"the field {_path(where, min(missing))!r} is missing"
+    hints = get_type_hints(kind)
+    return _first_wrong([(name, item, hints[name]) for name, item in value.items()], where)
+
+
+def _first_wrong(items: list[tuple[str, Any, Any]], where: str) -> str:
+    return next(filter(None, (_wrong(value, hint, _path(where, name)) for name, value, hint in items)), "")
+
+
+def _elements(values: list[Any] | tuple[Any, ...], expected: Any) -> list[tuple[str, Any, Any]]:
+    hints = get_args(expected)
+    each = hints if get_origin(expected) is tuple and hints[-1] is not ... else (hints[0],) * len(values)
+    if len(each) != len(values):
+        return [("length", len(values), Literal[len(each)])]
+    return [(str(number), value, hint) for number, (value, hint) in enumerate(zip(values, each, strict=True))]
+
+
+def _fits(value: Any, expected: Any) -> bool:
+    if expected is Any:
+        return True
+    if expected in (None, NoneType):
+        return value is None
+    if isinstance(value, bool):
+        return expected is bool
+    return isinstance(value, (int, float) if expected is float else expected)
+
+
+def _made(value: Any, kind: Any) -> Any:
+    """A value that has passed ``_wrong``, with dataclasses and tuples in place of what JSON has for them."""
+    if isinstance(kind, type) and is_dataclass(kind):
+        hints = get_type_hints(kind)
+        return kind(**{name: _made(item, hints[name]) for name, item in value.items()})
+    if get_origin(kind) in (Union, UnionType):
+        return _made(value, next(choice for choice in get_args(kind) if not _wrong(value, choice, "")))
+    if get_origin(kind) in (list, tuple):
+        return get_origin(kind)(_made(item, hint) for _, item, hint in _elements(value, kind))
+    if get_origin(kind) is dict:
+        return {name: _made(item, get_args(kind)[1]) for name, item in value.items()}
+    return value
+
+
+def _path(where: str, name: str) -> str:
+    return f"{where}.{name}" if where else str(name)
+
+
+def _named(expected: Any) -> str:
+    if get_origin(expected) is Literal:
+        return " or ".join(map(repr, get_args(expected)))
+    words = {float: "a number", int: "a whole number", str: "text", bool: "true or false", NoneType: "null", None: "null"}
+    return words.get(expected) or {list: "a list", tuple: "a list", dict: "fields"}.get(get_origin(expected), str(expected))
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
