@@ -14,9 +14,10 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from tqdm import tqdm
@@ -26,7 +27,7 @@ from smupar.lm.config.run import Execution, RunConfig
 from smupar.lm.data import batches as data
 from smupar.lm.model.cost import estimate
 from smupar.lm.model.gpt import plan_on_meta
-from smupar.lm.run.distributed import pick_device
+from smupar.lm.run.distributed import device_name, pick_device
 from smupar.lm.run.folder import Row, Summary
 from smupar.lm.run.loop import Cadence, Loop, Progress
 from smupar.lm.run.signals import Stop, end_if_stopped, ended_by_sigterm
@@ -36,8 +37,10 @@ from smupar.plan.optimizers import family_of
 from smupar.plan.plan import PlanWarning
 from smupar.study.config import EngineConfig, EngineName
 from smupar.study.definition import Stage, StudyDefinition
+from smupar.study.live import beating, write_planned
 from smupar.study.space import grouped
 from smupar.study.store import Study
+from smupar.study.view import refreshed
 
 _LOOK_EVERY = 50  # steps after which losses of a stack are fetched from a GPU, and runs that diverged are seen
 _NUM_ROWS = 50  # rows of metrics that a run of a stack has
@@ -49,6 +52,8 @@ _LONG_SECONDS = 600.0
 
 class StudyProgress:
     """A progress bar: how many runs are done, running or diverged, and the time left."""
+
+    running: Mapping[str, Sequence[Row]] = MappingProxyType({})  # the rows of runs that are trained now, by id
 
     def __init__(self, configs: Sequence[RunConfig]) -> None:
         self.num_runs, self.num_done, self.num_diverged = len(configs), 0, 0
@@ -71,6 +76,11 @@ class StudyProgress:
         self.num_done += 1
         self.num_diverged += summary.status == "diverged"
 
+    @property
+    def share_done(self) -> float:
+        """Share of the steps, or of the runs, where the trainer counts their steps."""
+        return max(self.bar.n / max(1, self.bar.total), self.num_done / max(1, self.num_runs))
+
     def close(self) -> None:
         self.bar.close()
 
@@ -81,7 +91,9 @@ def run_study(
 ) -> Iterator[tuple[Study, list[RunConfig]]]:
     """Runs what is missing of a study. Yields the study and its runs. Within the block no other process works in its folder."""
     with Study.open(folder, definition.stored, command, keeps_weights=keeps_weights) as study:
-        yield study, [config for propose in definition.stages for config in settle(study, propose, how)]
+        with refreshed(study, definition):
+            configs = [config for propose in definition.stages for config in settle(study, propose, how)]
+        yield study, configs
 
 
 def settle(study: Study, propose: Stage, how: EngineConfig) -> Sequence[RunConfig]:
@@ -94,6 +106,7 @@ def settle(study: Study, propose: Stage, how: EngineConfig) -> Sequence[RunConfi
         _refuse_impossible(missing)
         if configs:
             print(f"{len(configs)} runs, {len(configs) - len(missing)} of them done, in {study.folder}", flush=True)
+        write_planned(study, missing)
         if not missing:
             return configs
         try:
@@ -141,9 +154,10 @@ def execute(
 
         execute_on_ray(study, missing, address=address)
         return
-    with contextlib.closing(StudyProgress(missing)) as progress:
+    where = pick_device(device)
+    with contextlib.closing(StudyProgress(missing)) as progress, beating(study, progress, device_name(where)):
         for group in groups(missing):
-            run_group(study, group, engine, pick_device(device), progress)
+            run_group(study, group, engine, where, progress)
             if torch.cuda.is_initialized():  # frees what the group's captured steps held
                 gc.collect()
                 torch.cuda.empty_cache()
@@ -158,6 +172,7 @@ def run_group(study: Study, group: list[RunConfig], engine: EngineName, device: 
     room = largest_stack(group[0], device)
     if stack_key(group[0]) is None or room < 1:  # the trainer takes a batch in parts
         for config in group:
+            progress.running = {config.id: ()}  # the trainer writes its rows itself
             summary = train(config, Execution(out=str(study.runs / config.id), device=str(device)))
             end_if_stopped(summary.status)
             progress.done(summary)
@@ -178,6 +193,7 @@ def run_group(study: Study, group: list[RunConfig], engine: EngineName, device: 
 def _train_stack(study: Study, stack: GPTStack, part: Sequence[RunConfig], progress: StudyProgress) -> None:
     """Trains a stack to its end. ``part`` has the runs whose results are kept; they are the first of the stack."""
     steps, keeper = part[0].steps, _StackKeeper(len(part), progress)
+    progress.running = dict(zip((config.id for config in part), keeper.rows, strict=True))
     cadence = Cadence(steps, log_every=max(1, steps // _NUM_ROWS), valid_every=steps, look_every=_LOOK_EVERY)
     with Stop.on_signals() as stop:
         loop = Loop(stack, cadence, keeper, stop, [Progress() for _ in part])

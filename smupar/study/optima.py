@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+STABLE = 2.0  # an optimum that moves by less than this factor is called stable
+
 
 @dataclass(frozen=True)
 class Curve:

@@ -169,13 +169,16 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     write_atomic(path.with_suffix(".csv"), text.getvalue())
 
 
+def fields_of(config: RunConfig) -> dict[str, Any]:
+    """The configuration of a run as the first part of its row."""
+    return {"id": config.id, **flat(asdict(config.portable)), "betas": " ".join(map(str, config.betas))}
+
+
 def row_of(result: Result) -> dict[str, Any]:
     """A run as a flat row: its configuration, then how it ended. The speed is left out, so that tables can be compared."""
     config, summary = result.config, result.summary
     return {
-        "id": config.id,
-        **flat(asdict(config.portable)),
-        "betas": " ".join(map(str, config.betas)),
+        **fields_of(config),
         "status": summary.status,
         "train_loss": summary.train_loss,
         "valid_loss": summary.valid_loss,

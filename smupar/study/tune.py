@@ -20,7 +20,7 @@ from smupar.output.optional import optional
 from smupar.plan.settings import refuse
 from smupar.study.config import TUNED, TuneConfig
 from smupar.study.curves import LOSS, Line, Panel, Point
-from smupar.study.definition import Findings, Stage, StudyDefinition, best_in_words
+from smupar.study.definition import Findings, Stage, StudyDefinition, best_in_short, best_in_words
 from smupar.study.space import with_fields
 from smupar.study.store import Result, Study
 
@@ -113,11 +113,11 @@ def define_search(config: TuneConfig) -> StudyDefinition:
 
 def search_from_json(stored: dict[str, Any]) -> StudyDefinition:
     """A search as study.json describes it, which does not say how many samples were asked for."""
-    return StudyDefinition(stored, (), lambda study: _read(study.results()))
+    return StudyDefinition(stored, (), lambda study: _read(study.results()), title="Search on the dense proxy")
 
 
 def _read(results: Sequence[Result]) -> Findings:
-    return Findings(best_in_words(results), tune_panels(results), results)
+    return Findings(best_in_words(results), tune_panels(results), results, best_in_short(results))
 
 
 def tune_panels(results: Sequence[Result]) -> list[Panel]:
@@ -125,7 +125,7 @@ def tune_panels(results: Sequence[Result]) -> list[Panel]:
     best = min(results, key=lambda result: result.loss).config
     panels = []
     for name in TUNED:
-        points = tuple(Point(getattr(result.config, name), result.loss, result.config.id) for result in results)
+        points = tuple(Point(getattr(result.config, name), result.loss, runs=(result.config.id,)) for result in results)
         panels.append(Panel(name, name, LOSS, (Line("samples", points, 0.3, best=getattr(best, name), joined=False),)))
     return panels
 
