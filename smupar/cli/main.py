@@ -34,6 +34,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "tune": commands.tune,
     "transfer": commands.transfer,
     "reproduce": commands.reproduce,
+    "watch": commands.watch,
     "report": commands.report,
     "bench": commands.bench,
     "data": data.data,

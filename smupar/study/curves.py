@@ -10,9 +10,11 @@ from typing import Any
 
 from smupar.output.page.document import Chart, ChartLine, Optimum, finite
 from smupar.output.pictures import new_figure
+from smupar.rules import RULES
 from smupar.study.optima import Curve
 
 LOSS = "loss (mean of the last 5 % of steps)"
+_LOSS_OF_PAGE = "loss (nats per token)"  # a page explains the mean elsewhere
 
 
 @dataclass(frozen=True)
@@ -125,9 +127,9 @@ def chart_of(panel: Panel) -> Chart:
     """The panel as a chart of a page. Its text may have several lines, a page's title has one."""
     chart: Chart = {
         "title": " ".join(panel.title.split()),
-        "rule": panel.rule,
+        "rule": panel.rule or _rule_in(panel.title),
         "x_label": panel.x_label,
-        "y_label": panel.y_label,
+        "y_label": _LOSS_OF_PAGE if panel.y_label == LOSS else panel.y_label,
         "log_x": panel.log_x,
         "log_y": False,
         "lines": [_chart_line(line) for line in panel.lines],
@@ -151,7 +153,15 @@ def _chart_line(line: Line) -> ChartLine:
         "is_joined": line.joined,
         "best": _optimum(line),
     }
+    if isinstance(line.colour, str):
+        drawn["rule"] = _rule_in(line.label)
     return drawn
+
+
+def _rule_in(text: str) -> str:
+    """The title of the rule with which a text begins; "" if there is none."""
+    titles = [rule.title for rule in RULES.values() if text.startswith(rule.title)]
+    return max(titles, key=len, default="")
 
 
 def _optimum(line: Line) -> Optimum | None:

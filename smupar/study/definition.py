@@ -71,7 +71,7 @@ def more_seeds(study: Study, first: Sequence[RunConfig], axis: str, seeds: int) 
 
 def seeds_of(config: RunConfig, seeds: int) -> list[RunConfig]:
     """The run, and the runs that differ from it only in their seed."""
-    return [replace(config, seed=config.seed + number) for number in range(seeds)]
+    return [config, *(replace(config, seed=config.seed + number) for number in range(1, seeds))]
 
 
 def by_seeds(results: Sequence[Result]) -> list[list[Result]]:

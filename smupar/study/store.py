@@ -19,17 +19,19 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from smupar import __version__
 from smupar.lm.config.run import LATER_FIELDS, RunConfig, default_of, differences, flat
-from smupar.lm.run.folder import TRACE_FILE, Row, Summary, metrics_line, read_config, read_summary
 from smupar.output.files import locked, refuse_other_files, write_atomic
 from smupar.output.optional import optional
 from smupar.plan.settings import refuse
 from smupar.study.config import TransferConfig
 from smupar.study.space import unique
-from smupar.updates.trace import Trace
+
+if TYPE_CHECKING:  # a page of a study is drawn without torch, which takes seconds to load; runs are written with it
+    from smupar.lm.run.folder import Row, Summary
+    from smupar.updates.trace import Trace
 
 FORMAT = "smupar-study/1"
 # A study may grow: the lists of a transfer study (values, rules, sparsities, widths), the axes of a sweep and the number of
@@ -126,6 +128,8 @@ class Study:
 
     def add(self, config: RunConfig, summary: Summary, metrics: Sequence[Row] = (), trace: Trace | None = None) -> None:
         """Writes a finished run; its summary comes last."""
+        from smupar.lm.run.folder import metrics_line
+
         folder = self.runs / config.id
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / "config.json", config.to_json())
@@ -134,6 +138,8 @@ class Study:
 
     def results(self, configs: Sequence[RunConfig] | None = None) -> list[Result]:
         """The results of these runs, in their order; by default, of all that have ended."""
+        from smupar.lm.run.folder import read_config, read_summary
+
         if configs is None:
             configs = [read_config(path.parent) for path in sorted(self.runs.glob("*/summary.json"))]
         ended = [(config, read_summary(self.runs / config.id)) for config in configs]
@@ -142,6 +148,8 @@ class Study:
     def trace_to_follow(self, config: RunConfig) -> Path:
         """The file in which other runs find the trace of a finished run. It is in the study's folder, under a name made from
         its content. Only an open study writes it; a reader only gets the name."""
+        from smupar.lm.run.folder import TRACE_FILE
+
         text = (self.runs / config.id / TRACE_FILE).read_text()
         path = self.folder.resolve() / f"proxy-{hashlib.sha256(text.encode()).hexdigest()[:8]}.trace.json"
         if self.may_write and not path.exists():

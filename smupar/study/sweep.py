@@ -31,12 +31,11 @@ def sweep_from_json(stored: dict[str, Any]) -> StudyDefinition:
     axes = stored.get("axes", {})
     if {"run", "axes"} <= stored.keys():
         return define_sweep(RunConfig.from_json(json.dumps(stored["run"])), axes)
-    return StudyDefinition(stored, (), lambda study: _read(study.results(), axes))
+    title = "Runs of a reproduction" if stored.get("kind") == "reproduce" else "Study"
+    return StudyDefinition(stored, (), lambda study: _read(study.results(), axes), title=title)
 
 
-def _read(
-    results: Sequence[Result], axes: Mapping[str, Sequence[Any]], proposed: Sequence[RunConfig] = ()
-) -> Findings:
+def _read(results: Sequence[Result], axes: Mapping[str, Sequence[Any]], proposed: Sequence[RunConfig] = ()) -> Findings:
     headline = best_in_short(results)
     return Findings(best_in_words(results), sweep_panels(results, axes, proposed), results, headline)
 

@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from smupar.lm.config.run import RunConfig
@@ -156,7 +156,9 @@ def _answer(config: TransferConfig, verdict: Verdict) -> Answer:
     octaves = 0.0 if math.isinf(factor) else math.log2(far.best / verdict.proxy.best)
     cost = verdict.farthest.excess(verdict.proxy.best_value)
     where = f"sparsity {far.sparsity:.4g}, width {far.width}"
-    moved_to = "every run diverged there" if far.diverged else f"{verdict.proxy.best:.3g} on the dense proxy, {far.best:.3g} there"
+    moved_to = (
+        "every run diverged there" if far.diverged else f"{verdict.proxy.best:.3g} on the dense proxy, {far.best:.3g} there"
+    )
     return {
         "name": _title(verdict.rule),
         "value": move_in_words(curves),
@@ -180,11 +182,13 @@ def _read_so_far(config: TransferConfig, study: Study) -> Findings:
         trace = followed_trace(config, study)
     ids, verdicts, drawn = _Ids(config, results, trace), [], []
     for rule in config.rules:
-        known = [(setup, curve) for setup in _setups(config) if setup.rule == rule and (curve := ids.curve(setup)) is not None]
-        settled = [curve for _, curve in known if not curve.on_edge and not curve.diverged]
+        known = [curve for setup in _setups(config) if setup.rule == rule and (curve := ids.curve(setup)) is not None]
+        settled = [curve for curve in known if not curve.on_edge and not curve.diverged]
+        panel = _panel(config, rule, known, ids)
         if len(settled) > 1 and settled[0].is_proxy:
             verdicts.append(Verdict(rule, settled[0], tuple(settled[1:])))
-        drawn.append(_panel(config, rule, [curve for _, curve in known], ids))
+            panel = _with_move(panel, verdicts[-1])
+        drawn.append(panel)
     unknown = [_title(rule) for rule in config.rules if rule not in [verdict.rule for verdict in verdicts]]
     doubt = f"Too few runs have ended to say how far the optimum moves under {', '.join(unknown)}." if unknown else ""
     first = headline(verdicts, so_far=True) or f"No optimum is known yet: {len(results)} runs have ended."
@@ -232,18 +236,15 @@ def _named(curves: Iterable[Curve]) -> str:
 
 
 def panels(config: TransferConfig, verdicts: Sequence[Verdict], ids: _Ids | None = None) -> list[Panel]:
-    drawn = []
-    for verdict in verdicts:
-        best, far = verdict.proxy.best, _farthest_moved(verdict)
-        panel = _panel(config, verdict.rule, [verdict.proxy, *verdict.targets], ids)
-        drawn.append(
-            replace(
-                panel,
-                title=f"{_title(verdict.rule)}: best moves {verdict.moved_words}",
-                shift=None if far.diverged else (best, far.best),
-            )
-        )
-    return drawn
+    drawn = [(_panel(config, verdict.rule, [verdict.proxy, *verdict.targets], ids), verdict) for verdict in verdicts]
+    return [_with_move(panel, verdict) for panel, verdict in drawn]
+
+
+def _with_move(panel: Panel, verdict: Verdict) -> Panel:
+    """The panel of a rule, with how far its optimum moved."""
+    far = _farthest_moved(verdict)
+    title = f"{_title(verdict.rule)}: best moves {verdict.moved_words}"
+    return replace(panel, title=title, shift=None if far.diverged else (verdict.proxy.best, far.best))
 
 
 def _panel(config: TransferConfig, rule: str, curves: Sequence[Curve], ids: _Ids | None) -> Panel:
@@ -295,6 +296,7 @@ def _setups(config: TransferConfig) -> list[_Setup]:
     return setups
 
 
+@lru_cache(maxsize=2**16)  # a page of a study that is running asks for the same runs again and again
 def _run(config: TransferConfig, setup: _Setup, value: float, trace: str | None = None) -> RunConfig:
     """The run of a setup at one value of the axis."""
     run, rule = config.run, setup.rule

@@ -17,10 +17,11 @@ from smupar import __version__
 from smupar.lm.config.run import RunConfig, flat
 from smupar.output.files import write_atomic
 from smupar.output.optional import optional
+from smupar.output.page.document import Answer
 from smupar.plan.settings import refuse
 from smupar.study.config import TUNED, TuneConfig
 from smupar.study.curves import LOSS, Line, Panel, Point
-from smupar.study.definition import Findings, Stage, StudyDefinition, best_in_short, best_in_words
+from smupar.study.definition import Findings, Stage, StudyDefinition, best_in_words
 from smupar.study.space import with_fields
 from smupar.study.store import Result, Study
 
@@ -117,7 +118,31 @@ def search_from_json(stored: dict[str, Any]) -> StudyDefinition:
 
 
 def _read(results: Sequence[Result]) -> Findings:
-    return Findings(best_in_words(results), tune_panels(results), results, best_in_short(results))
+    ended = [result for result in results if math.isfinite(result.loss)]
+    headline = (
+        f"The best of {len(results)} samples has a loss of {min(map(_loss, ended)):.4f}." if ended else "Every run diverged."
+    )
+    return Findings(
+        best_in_words(results), tune_panels(results), results, headline, [_answer(name, ended) for name in TUNED if ended]
+    )
+
+
+def _loss(result: Result) -> float:
+    return result.loss
+
+
+def _answer(name: str, ended: Sequence[Result]) -> Answer:
+    """The card of a hyperparameter: its best value, and where other samples are as good."""
+    best = min(ended, key=_loss)
+    close = [getattr(result.config, name) for result in ended if result.loss <= best.loss * (1 + _CLOSE)]
+    near = f"{len(close)} samples lie within 1 % of the best loss, from {min(close):.3g} to {max(close):.3g}."
+    return {
+        "name": name.replace("_", " ").replace("lr", "learning rate"),
+        "value": f"{getattr(best.config, name):.4g}",
+        "text": near if len(close) > 1 else "No other sample lies within 1 % of the best loss.",
+        "tone": "plain",
+        "rule": "",
+    }
 
 
 def tune_panels(results: Sequence[Result]) -> list[Panel]:

@@ -11,23 +11,28 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
-from smupar.lm.config.run import RunConfig
-from smupar.lm.run.folder import read_config, read_summary
+from smupar.lm.config.run import LATER_FIELDS, RunConfig, flat
+from smupar.output.json_files import read_object
 from smupar.output.page import write_page
-from smupar.output.page.document import Document, PageProgress, PageTable, finite, thinned
+from smupar.output.page.document import Chart, Document, PageProgress, PageTable, finite, thinned
 from smupar.rules import get_rule
 from smupar.study.curves import chart_of
 from smupar.study.definition import Findings, StudyDefinition, varied_columns
 from smupar.study.live import Signs, read_planned, read_signs, repeated
 from smupar.study.space import unique
-from smupar.study.store import Result, Study, fields_of, row_of
+from smupar.study.store import Result, Study, fields_of
 from smupar.study.sweep import sweep_from_json
 from smupar.study.transfer import transfer_from_json
 from smupar.study.tune import search_from_json
+
+if TYPE_CHECKING:
+    from smupar.lm.run.folder import Summary
 
 # Makes a study again from study.json, by the kind that it names. Any other kind is read as a sweep without axes.
 FROM_JSON = {"sweep": sweep_from_json, "transfer": transfer_from_json, "tune": search_from_json}
@@ -54,6 +59,7 @@ class StudyView:
         self.study = _RememberedStudy(folder)
         self._given, self._definition = definition, definition
         self._described: dict[str, Any] = {}
+        self._found: tuple[object, Findings, list[Chart]] | None = None
         self._metrics: dict[str, list[list[float | None]]] = {}
 
     def document(self, *, with_curves: bool = True) -> Document:
@@ -61,7 +67,7 @@ class StudyView:
         self._refresh()
         signs, waiting = read_signs(self.study.folder), self._waiting()
         results = self.study.results()
-        findings = self._read(bool(waiting)) if results else Findings("", (), (), "No run has ended yet.")
+        findings, charts = self._read(waiting)
         rows = self._rows(results, waiting, signs)
         progress = _progress(rows, signs)
         return {
@@ -70,7 +76,7 @@ class StudyView:
             "headline": findings.headline,
             "sentence": " ".join(filter(None, (_unfinished(progress), findings.sentence))),
             "answers": list(findings.answers),
-            "charts": [chart_of(panel) for panel in findings.panels],
+            "charts": charts,
             "table": _table(rows),
             "progress": progress,
             "curves": self._curves(rows, signs) if with_curves else {},
@@ -96,7 +102,9 @@ class StudyView:
         """Step, loss and validation loss of a run, from its metrics or from what its process says at the moment."""
         if run in self.study.ended and run not in self._metrics:
             self._metrics[run] = read_metrics(self.study.runs / run)
-        return self._metrics.get(run) or read_metrics(self.study.runs / run) or read_signs(self.study.folder).losses.get(run, [])
+        return (
+            self._metrics.get(run) or read_metrics(self.study.runs / run) or read_signs(self.study.folder).losses.get(run, [])
+        )
 
     def _refresh(self) -> None:
         self.study.refresh()
@@ -106,9 +114,15 @@ class StudyView:
             stored = described["definition"]
             self._definition = self._given or FROM_JSON.get(stored.get("kind"), sweep_from_json)(stored)
 
-    def _read(self, is_unfinished: bool) -> Findings:
-        read = self.definition.read_so_far if is_unfinished and self.definition.read_so_far else self.definition.read
-        return read(self.study)
+    def _read(self, waiting: Iterable[str]) -> tuple[Findings, list[Chart]]:
+        """What the study found, and its charts; those of the last time if no run has ended since."""
+        state = len(self.study.ended), sorted(waiting), self._described
+        if self._found is None or self._found[0] != state:
+            definition, findings = self.definition, Findings("", (), (), "No run has ended yet.")
+            if self.study.ended:
+                findings = (definition.read_so_far or definition.read)(self.study) if state[1] else definition.read(self.study)
+            self._found = state, findings, [chart_of(panel) for panel in findings.panels]
+        return self._found[1:]
 
     def _waiting(self) -> dict[str, dict[str, Any]]:
         """The rows of runs that have not ended, by id: what the running command plans, or what the definition asks for."""
@@ -134,7 +148,9 @@ class StudyView:
 
     def _curves(self, rows: Sequence[Mapping[str, Any]], signs: Signs) -> dict[str, list[list[float | None]]]:
         """The loss curves of running runs and of the best ones, thinned, for a page that has no server."""
-        ranked = sorted(rows, key=lambda row: (row["state"] not in ("running", "stalled"), row["loss"] is None, row["loss"] or 0))
+        ranked = sorted(
+            rows, key=lambda row: (row["state"] not in ("running", "stalled"), row["loss"] is None, row["loss"] or 0)
+        )
         curves = {row["id"]: self.curve(row["id"]) for row in ranked[:_MOST_CURVES] if row["state"] != "waiting"}
         return {run: thinned(curve, _MOST_POINTS) for run, curve in curves.items() if curve}
 
@@ -150,11 +166,8 @@ class _RememberedStudy(Study):
     def refresh(self) -> None:
         for path in self.runs.glob("*"):
             if path.name not in self.ended and (path / "summary.json").exists():
-                with contextlib.suppress(ValueError, OSError):
-                    summary = read_summary(path)
-                    assert summary is not None
-                    result = Result(read_config(path), summary)
-                    self.ended[path.name], self.rows[path.name] = result, _ended_row(result)
+                with contextlib.suppress(ValueError, OSError, TypeError, LookupError):
+                    self.ended[path.name], self.rows[path.name] = _read_run(path)
 
     def results(self, configs: Sequence[RunConfig] | None = None) -> list[Result]:
         if configs is None:
@@ -165,16 +178,37 @@ class _RememberedStudy(Study):
         return [config for config in unique(configs) if config.id not in self.ended]
 
 
-def _ended_row(result: Result) -> dict[str, Any]:
-    summary = result.summary
-    return row_of(result) | {
-        "loss": finite(summary.train_loss),
-        "valid_loss": finite(summary.valid_loss),
-        "tokens_per_second": finite(summary.tokens_per_second),
-        "seconds": finite(summary.seconds),
-        "device": summary.device,
-        "state": summary.status,
+def result_rows(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """The rows of results, as a page shows them."""
+    rows = [_row(fields_of(result.config), asdict(result.summary)) for result in results]
+    shared = _rules_of_dense_runs({}, rows)
+    return [row | {"rule": _shown_rule(row, shared)} for row in rows]
+
+
+def _row(fields: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run is, then how it went."""
+    return {
+        **fields,
+        "loss": finite(summary["train_loss"]),
+        "valid_loss": finite(summary["valid_loss"]),
+        "steps_done": summary["steps"],
+        "tokens_per_second": finite(summary["tokens_per_second"]),
+        "seconds": finite(summary["seconds"]),
+        "device": summary["device"],
+        "state": summary["status"],
     }
+
+
+def _read_run(folder: Path) -> tuple[Result, dict[str, Any]]:
+    """A finished run, and its row. Its summary is read as plain values: the module of ``Summary`` needs torch, which takes
+    seconds to load, and a page has to open at once. For the same reason its id is taken from its folder."""
+    remedy = "start the study's command again"
+    values, summary = (read_object(folder / name, remedy=remedy) for name in ("config.json", "summary.json"))
+    config = RunConfig.from_json(json.dumps(values))
+    vars(config)["id"] = folder.name
+    fields = LATER_FIELDS | flat(values) | {"id": folder.name, "betas": " ".join(map(str, config.betas))}
+    row = _row(fields | {"follow": config.portable.follow}, summary)
+    return Result(config, cast("Summary", SimpleNamespace(**summary))), row
 
 
 def read_metrics(folder: Path) -> list[list[float | None]]:
@@ -199,7 +233,7 @@ def _table(rows: list[dict[str, Any]], title: str = "Runs") -> PageTable | None:
     """The columns in which runs differ, and how they went."""
     if not rows:
         return None
-    others = ("id", "state", "status", "train_loss", "num_parameters", "hidden_sparsity", *_ENDS)
+    others = ("id", "state", *_ENDS)
     found = varied_columns([{name: row.get(name) for name in fields} for fields in [_configured(rows)] for row in rows], others)
     varied = sorted(found, key=lambda name: (_FIRST.index(name) if name in _FIRST else 99, name == "seed"))
     columns = ["id", "state", *varied, *(name for name in _ENDS if name != "device" or _num(rows, "device") > 1)]

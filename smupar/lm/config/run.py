@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 from pathlib import PurePath
 from typing import Any, Literal, TypeVar
 
@@ -201,12 +202,12 @@ class RunConfig:
     @property
     def normalised(self) -> RunConfig:
         """The same run in the one spelling that is hashed and stored."""
-        return replace(
-            self,
-            data=self.data and name_of_text(self.data),
-            valid_data=self.valid_data and name_of_text(self.valid_data),
-            sparsity=self.exact_sparsity,
-        )
+        spelled = {
+            "data": self.data and name_of_text(self.data),
+            "valid_data": self.valid_data and name_of_text(self.valid_data),
+            "sparsity": self.exact_sparsity,
+        }
+        return self if all(getattr(self, name) == value for name, value in spelled.items()) else replace(self, **spelled)
 
     @property
     def portable(self) -> RunConfig:
@@ -248,7 +249,7 @@ class RunConfig:
     def num_tokens(self) -> int:
         return self.steps * self.batch_size * self.seq_len
 
-    @property
+    @cached_property
     def id(self) -> str:
         """Equal for equal runs: the hash of everything above."""
         return hashlib.sha256(json.dumps(_hashed(self.portable), indent=1).encode()).hexdigest()[:10]

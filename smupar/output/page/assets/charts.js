@@ -48,8 +48,16 @@ function ticks(values, isLog) {
   return kept.length > 1 ? { tickvals: kept, ticktext: kept.map((x) => (Math.abs(Math.log2(x)) > 3 ? power(Math.log2(x)) : number(x))) } : {};
 }
 
+/** Ticks of a logarithmic y axis: 1, 2 and 5 times powers of ten, or powers of ten alone if there are many. */
+function logTicks(range) {
+  if (!range) return {};
+  const decades = Math.log10(range[1] / range[0]), steps = decades > 4 ? [1] : decades > 2 ? [1, 3] : decades > 0.3 ? [1, 2, 5] : [1, 1.2, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7, 8, 9], kept = [];
+  for (let e = Math.floor(Math.log10(range[0])); e <= Math.log10(range[1]); e++) for (const step of steps) { const value = Number((step * 10 ** e).toPrecision(3)); if (value >= range[0] && value <= range[1]) kept.push(value); }
+  return kept.length > 1 ? { tickvals: kept, ticktext: kept.map((value) => number(value, 2)) } : { exponentformat: "none" };
+}
+
 function axis(title, extra) {
-  return { title: { text: plain(title), font: { size: 12.5 }, standoff: 8 }, gridcolor: css("--line"), linecolor: css("--strong-line"), zeroline: false, tickfont: { size: 11.5, color: css("--muted") }, automargin: true, ...extra };
+  return { title: { text: plain(title), font: { size: 12.5 }, standoff: 8 }, gridcolor: css("--line"), linecolor: css("--strong-line"), zeroline: false, tickfont: { size: 12.5, color: css("--muted") }, automargin: true, ...extra };
 }
 
 function layout(extra) {
@@ -65,13 +73,13 @@ function marks(points, y, marker, extra = {}) {
 function tracesOf(line, chart, index, context) {
   const { runs, isVisible, range, other } = context;
   const points = line.points.filter(isVisible).map((point) => pointOf(point, line, chart, runs));
-  const colour = lineColour(line, chart, index), symbol = SYMBOLS[index % SYMBOLS.length];
+  const colour = lineColour(line, chart, index), symbol = SYMBOLS[index % SYMBOLS.length], size = context.isDense ? 4.5 : 7;
   const done = points.filter((p) => p.state === "finished"), open = points.filter((p) => ["waiting", "running", "stalled"].includes(p.state));
   const bottom = range ? (context.logY ? range[0] * (range[1] / range[0]) ** 0.03 : range[0] + 0.03 * (range[1] - range[0])) : 0.03;
   const top = range ? range[1] : 1, clipped = (y) => (range && (y === null || y > top || y < range[0]) ? (y === null ? bottom : y > top ? top : bottom) : (y ?? bottom));
   const traces = [{
-    ...marks(done, (p) => p.y, { color: colour, size: 7, symbol: other ? `${symbol}-open` : symbol, line: { width: other ? 1.6 : 0 } }),
-    mode: line.is_joined ? "lines+markers" : "markers", line: { color: colour, width: line.is_reference ? 1.6 : 2, dash: line.is_reference ? "dash" : other ? "dot" : "solid" }, cliponaxis: true,
+    ...marks(done, (p) => p.y, { color: colour, size, symbol: other ? `${symbol}-open` : symbol, line: { width: other ? 1.6 : 0 } }),
+    mode: line.is_joined ? "lines+markers" : "markers", line: { color: colour, width: line.is_reference ? 1.6 : context.isDense ? 1.2 : 2, dash: line.is_reference ? "dash" : other ? "dot" : "solid" }, cliponaxis: true,
   }];
   if (open.length) traces.push(marks(open, (p) => clipped(p.state === "waiting" ? null : p.y), { color: colour, size: open.map((p) => (p.state === "waiting" ? 7 : 10)), symbol: open.map((p) => (p.state === "stalled" ? "diamond-open" : "circle-open")), line: { width: open.map((p) => (p.state === "waiting" ? 1.3 : 2.4)) } }));
   const lost = points.filter((p) => p.state === "diverged"), above = done.filter((p) => range && p.y > top);
@@ -80,7 +88,7 @@ function tracesOf(line, chart, index, context) {
   const best = line.best;
   if (best && done.some((p) => p.x === best.x)) {
     const inside = best.low !== null, words = inside ? `lies between ${number(best.low)} and ${number(best.high)}` : line.is_joined ? "is at the edge of what has been run" : "";
-    traces.push({ ...marks([{ x: best.x, runs: done.find((p) => p.x === best.x).runs, text: [plain([line.rule || chart.rule, line.label].filter(Boolean).join(", ")), `best ${plain(chart.x_label)} ${number(best.x)}${best.is_final ? "" : ", provisional"}`, words].filter(Boolean).join("<br>") }], () => best.y, { color: colour, size: 15, symbol: inside || !line.is_joined ? "star" : "star-open", line: { color: inside || !line.is_joined ? css("--raised") : colour, width: 1.4 } }),
+    traces.push({ ...marks([{ x: best.x, runs: done.find((p) => p.x === best.x).runs, text: [plain([line.rule || chart.rule, line.label].filter(Boolean).join(", ")), `best ${plain(chart.x_label)} ${number(best.x)}${best.is_final ? "" : ", provisional"}`, words].filter(Boolean).join("<br>") }], () => best.y, { color: colour, size: context.isDense ? 11 : 15, symbol: inside || !line.is_joined ? "star" : "star-open", line: { color: inside || !line.is_joined ? css("--raised") : colour, width: 1.4 } }),
       error_x: inside ? { type: "data", symmetric: false, array: [best.high - best.x], arrayminus: [best.x - best.low], color: colour, thickness: 1.4, width: 4 } : undefined });
   }
   return traces;
@@ -156,33 +164,32 @@ function drawn(plot, traces, made, opens) {
 
 /** Draws charts into a grid; ``others`` are those of a document to compare with. */
 function drawCharts(grid, charts, others, context, frames) {
-  const used = [];
+  // All frames are in place before the first is drawn, so that each has its final width.
+  const used = charts.map((chart, number) => frameOf(`${chart.title.split(":")[0]}|${chart.x_label}|${number}`, frames));
+  if ([...grid.children].some((node, number) => !used[number] || used[number].node !== node) || grid.children.length !== used.length) grid.replaceChildren(...used.map((frame) => frame.node));
+  grid.classList.toggle("single", charts.length === 1);
+  used.forEach((frame) => frame.node.classList.toggle("tall", charts.length === 1));
   charts.forEach((chart, number) => {
-    const frame = frameOf(`${chart.title.split(":")[0]}|${chart.x_label}|${number}`, frames), logX = context.logX ?? chart.log_x, logY = context.logY || chart.log_y;
+    const frame = used[number], logX = context.logX ?? chart.log_x, logY = context.logY ?? chart.log_y;
     const beside = others.find((other) => (chart.rule ? other.rule === chart.rule : other.title === chart.title) && other.x_label === chart.x_label);
     const group = charts.concat(others).filter((each) => each.group === chart.group);
-    const range = yRange(group, context.runs, context.isVisible, logY), own = { ...context, logY, range };
+    const range = yRange(group, context.runs, context.isVisible, logY), own = { ...context, logY, range, isDense: chart.lines.reduce((sum, line) => sum + line.points.length, 0) > 150 };
     const traces = chart.lines.flatMap((line, index) => tracesOf(line, chart, index, own)).concat(beside ? beside.lines.flatMap((line, index) => tracesOf(line, beside, index, { ...own, runs: context.otherRuns, isVisible: () => true, other: true })) : []);
     const xs = chart.lines.concat(beside ? beside.lines : []).flatMap((line) => line.points.map((point) => point.x)).filter((x) => !logX || x > 0);
     const low = Math.min(...xs), high = Math.max(...xs), room = logX ? Math.max(0.06 * Math.log10(high / low), 0.02) : Math.max(0.06 * (high - low), 1e-9);
     const ends = !xs.length ? undefined : logX ? [Math.log10(low) - room, Math.log10(high) + room] : [low - room, high + room];
     const made = layout({
-      xaxis: axis(chart.x_label, { type: logX ? "log" : "linear", range: ends && chart.falls ? ends.reverse() : ends, ...ticks(xs, logX) }),
-      yaxis: axis(chart.y_label, { type: logY ? "log" : "linear", range: range ? (logY ? range.map(Math.log10) : range) : undefined, nticks: 6, ...(logY ? { dtick: undefined } : {}) }),
+      xaxis: axis(NAMES[chart.x_label] || chart.x_label, { type: logX ? "log" : "linear", range: ends && chart.falls ? ends.reverse() : ends, ...ticks(xs, logX) }),
+      yaxis: axis(chart.y_label, { type: logY ? "log" : "linear", range: range ? (logY ? range.map(Math.log10) : range) : undefined, nticks: 6, ...(logY ? logTicks(range) : {}) }),
       uirevision: `${logX} ${logY}`, ...moveOf(chart, logX),
     });
-    frame.title.textContent = chart.title;
+    frame.title.textContent = NAMES[chart.title] || chart.title;
     const mark = ruleColour(chart.rule);
     frame.title.className = mark ? "" : "plain";
     if (mark) frame.title.style.setProperty("--mark", mark);
     frame.plot.setAttribute("aria-label", `${chart.title}. ${chart.y_label} over ${chart.x_label}, ${chart.lines.length} curves. Arrow keys go from point to point, Enter opens a run.`);
     const keys = chart.lines.map((line, index) => keyOf(line, chart, index)).concat(beside ? beside.lines.map((line, index) => keyOf(line, beside, index, true)) : []);
     frame.keys.replaceChildren(...keys.slice(0, 24), ...(keys.length > 24 ? [el("li", { class: "more" }, `and ${keys.length - 24} more`)] : []), ...(chart.marked && chart.marked[1] ? [el("li", { class: "more" }, `dotted: ${chart.marked[1]}`)] : []));
-    used.push(frame);
-    if (frame.node.parentNode !== grid) grid.append(frame.node);
     drawn(frame.plot, traces, made, context.opens);
   });
-  for (const node of [...grid.children]) if (!used.some((frame) => frame.node === node)) node.remove();
-  grid.classList.toggle("single", charts.length === 1);
-  used.forEach((frame) => frame.node.classList.toggle("tall", charts.length === 1));
 }

@@ -22,6 +22,6 @@ function drawCurves(frame, rows, curves, { label, colourOf, logX, logY, opens })
     const low = ys[0], high = Math.max(ys[Math.floor(0.97 * (ys.length - 1))], low * 1.02);
     range = logY ? [Math.log10(low) - 0.02, Math.log10(high) + 0.02] : [low - 0.04 * (high - low), high + 0.04 * (high - low)];
   }
-  drawn(frame.plot, traces, layout({ xaxis: axis("step", { type: logX ? "log" : "linear", rangemode: "tozero", nticks: 8 }), yaxis: axis("loss (nats per token)", { type: logY ? "log" : "linear", range, nticks: 7 }), margin: { l: 52, r: 14, t: 8, b: 44 }, uirevision: `${logX} ${logY}` }), opens);
+  drawn(frame.plot, traces, layout({ xaxis: axis("step", { type: logX ? "log" : "linear", rangemode: "tozero", nticks: 8 }), yaxis: axis("loss (nats per token)", { type: logY ? "log" : "linear", range, nticks: 7, ...(logY && range ? logTicks(range.map((end) => 10 ** end)) : {}) }), margin: { l: 52, r: 14, t: 8, b: 44 }, uirevision: `${logX} ${logY}` }), opens);
   return traces.length;
 }

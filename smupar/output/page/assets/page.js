@@ -2,7 +2,7 @@
 
 const page = { source: null, key: null, doc: null, choices: new Map(), frames: new Map(), other: null, touched: 0 };
 
-const freshChoices = () => ({ filters: {}, colour: "", x: "", y: "loss", panel: "", logX: null, logY: false, curveLogX: false, curveLogY: false, sort: { column: null, falls: false }, allRows: false, compare: "" });
+const freshChoices = () => ({ filters: {}, colour: "", x: "", y: "loss", panel: "", logX: null, logY: null, curveLogX: false, curveLogY: false, sort: { column: null, falls: false }, allRows: false, compare: "" });
 const choices = () => { if (!page.choices.has(page.key)) page.choices.set(page.key, freshChoices()); return page.choices.get(page.key); };
 
 /** The rows of a document's table as objects, by column and by run. */
@@ -18,7 +18,9 @@ const labelOf = (table) => (row) => table.varied.map((name) => (name === "rule" 
 
 function colourer(table, field) {
   const by = field || (table.varied.includes("rule") ? "rule" : table.varied.find((name) => name !== "seed")), values = by ? [...new Set(table.records.map((row) => row[by]))].sort((a, b) => (a > b) - (a < b)) : [];
-  return (row) => (by === "rule" && ruleColour(row.rule)) || SERIES[theme()][Math.max(0, values.indexOf(row[by])) % SERIES.light.length];
+  const series = SERIES[theme()], place = (row) => Math.max(0, values.indexOf(row[by]));
+  if (values.length > series.length && table.numeric.includes(by)) return (row) => mix(series[0], series[4], place(row) / (values.length - 1)); // from low to high
+  return (row) => (by === "rule" && ruleColour(row.rule)) || series[place(row) % series.length];
 }
 
 // Parts of the page
@@ -90,7 +92,7 @@ function toolsOf(doc, table, redraw) {
     if (table.numeric.length) tools.push(selectOf("over", "Over", [...own, ...table.numeric.map((name) => [name, named(name)])], chosen.x, set("x")));
     if (chosen.colour || chosen.x || !doc.charts.length) tools.push(selectOf("panels", "A chart for each", [["", "one for all"], ...names], chosen.panel, set("panel")), selectOf("value", "Show", [["loss", "training loss"], ["valid_loss", "validation loss"]], chosen.y, set("y")));
   }
-  if (doc.charts.length || fields.length) tools.push(checkOf("log-x", "log x", chosen.logX ?? true, set("logX")), checkOf("log-y", "log y", chosen.logY, set("logY")));
+  if (doc.charts.length || fields.length) tools.push(checkOf("log-x", "log x", chosen.logX ?? true, set("logX")), checkOf("log-y", "log y", chosen.logY ?? doc.charts.some((chart) => chart.log_y), set("logY")));
   const others = page.source.list().filter((each) => each.key !== page.key);
   if (doc.kind !== "check") {
     const file = el("input", { type: "file", accept: ".html", class: "unseen", id: "other-file", tabindex: "-1", onchange: async (event) => { try { page.other = await documentOfFile(event.target.files[0]); chosen.compare = "file"; redraw(); } catch (error) { alert(error.message); } } });
@@ -113,16 +115,17 @@ function build() {
   for (const [id, tag] of [["head", "div"], ["answers", "div"], ["progress", "div"]]) parts[id] = el(tag, { id });
   parts.tools = el("div", { class: "tools", role: "group", "aria-label": "What the charts show" });
   parts.grid = el("div", { class: "charts", id: "charts" });
-  parts.chartNote = el("p", { class: "note" });
+  parts.chartNote = el("p", { class: "note legend" });
   parts.beside = el("div");
-  parts.chartSection = el("section", { "aria-label": "Charts" }, el("div", { class: "heading" }, el("h2", {}, "Charts"), parts.chartNote), parts.tools, parts.beside, parts.grid);
+  parts.chartSection = el("section", { "aria-label": "Charts" }, el("div", { class: "heading" }, el("h2", {}, "Charts")), parts.tools, parts.beside, parts.grid, parts.chartNote);
   parts.curveTools = el("div", { class: "tools" });
   parts.curveNote = el("p", { class: "note" });
   parts.curveGrid = el("div", { class: "charts single" });
   parts.curveSection = el("section", { "aria-label": "Loss curves" }, el("div", { class: "heading" }, el("h2", {}, "Loss curves"), parts.curveNote), parts.curveTools, parts.curveGrid);
   parts.table = el("div");
   parts.tableTitle = el("h2");
-  parts.tableSection = el("section", {}, el("div", { class: "heading" }, parts.tableTitle), parts.table);
+  parts.tableTools = el("div", { class: "tools", role: "group", "aria-label": "Which rows the table shows" });
+  parts.tableSection = el("section", {}, el("div", { class: "heading" }, parts.tableTitle), parts.tableTools, parts.table);
   parts.details = el("section");
   main.replaceChildren(parts.head, parts.answers, parts.progress, parts.chartSection, parts.curveSection, parts.tableSection, parts.details);
   page.parts = parts; page.toolsMade = ""; page.frames = new Map();
@@ -155,11 +158,12 @@ function draw(focus) {
 
 /** Tools stay as they are while runs end, so that an open menu stays open; they are made again when the choices change. */
 function drawTools(doc, table) {
-  const chosen = choices(), made = JSON.stringify([page.key, isOfRuns(table) ? fieldsOf(table) : 0, chosen.colour, chosen.x, chosen.panel, chosen.y, chosen.logX, chosen.logY, chosen.compare, page.source.list().map((each) => each.key)]);
+  const chosen = choices(), made = JSON.stringify([page.key, table ? fieldsOf(table) : 0, chosen.colour, chosen.x, chosen.panel, chosen.y, chosen.logX, chosen.logY, chosen.compare, page.source.list().map((each) => each.key)]);
   if (made === page.toolsMade) return;
   page.toolsMade = made;
   const active = document.activeElement && document.activeElement.id;
   refill(page.parts.tools, ...toolsOf(doc, table, draw));
+  refill(page.parts.tableTools, ...(table && !isOfRuns(table) ? [el("span", { class: "note" }, "Filter"), ...fieldsOf(table).map((field) => menuOf(field, chosen, draw))] : []));
   if (active && document.getElementById(active)) document.getElementById(active).focus();
 }
 
@@ -173,7 +177,7 @@ function drawDocumentCharts(doc, table, rows) {
     charts = exploredCharts(rows, { x, y: chosen.y, panel, colour: chosen.colour || left.find((name) => name !== panel) || "" });
   }
   refill(parts.beside, other ? comparisonOf(doc, other) : null);
-  const words = doc.kind === "study" ? "Filled: finished (training loss, mean of the last 5 % of the steps). Hollow: waiting at the bottom, running at its loss so far. Cross: diverged. Star: the best, with the bar in which it lies. Drag to zoom, double-click to go back, click a point to see its run." : charts.length ? "Drag to zoom, double-click to go back." : "";
+  const words = (doc.kind === "study" ? "● finished: training loss, mean of the last 5 % of the steps   ○ waiting (at the bottom) or running (at its loss so far)   ✕ diverged   ▲ above the range. Click a point to see its run. " : "") + (charts.some((chart) => chart.lines.some((line) => line.best)) ? "★ best, and the bar in which it lies; hollow at the edge of what was run. " : "") + "Drag to zoom, double-click to go back; arrow keys walk through the points of a chart.";
   parts.chartNote.textContent = charts.length ? words : "";
   parts.chartSection.hidden = !charts.length && doc.kind !== "study";
   if (!charts.length) { refill(parts.grid, parts.chartSection.hidden ? null : el("p", { class: "empty" }, "There is nothing to draw yet. Points appear here as runs end; if nothing is running, start the command above.")); return; }
