@@ -86,7 +86,9 @@ def report(folder: tyro.conf.Positional[str], parquet: bool = False) -> None:
 
 
 def watch(
-    folders: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="FOLDER [FOLDER ...]")],
+    folders: Annotated[
+        tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="FOLDER [FOLDER ...]", help_behavior_hint="(required)")
+    ],
     host: Annotated[str, tyro.conf.arg(metavar="HOST")] = "127.0.0.1",
     port: Annotated[
         int | None, tyro.conf.arg(metavar="PORT", help_behavior_hint="(default: the first free one from 8765 on)")
@@ -100,8 +102,7 @@ def watch(
 
     Args:
         folders: Folders of studies, runs, checks or reproductions, or folders that hold some.
-        host: Address to listen on. By default only this machine can see the page; 0.0.0.0 shows it to the network, to everyone who
-            can reach this machine.
+        host: Address to listen on. By default only this machine can see the page; 0.0.0.0 shows it to everyone in the network.
         port: Port to listen on; 0: any that is free.
     """
     from smupar.watch.server import watch as serve

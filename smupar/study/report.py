@@ -7,8 +7,8 @@ from smupar.plan.settings import refuse
 from smupar.study.curves import draw_png
 from smupar.study.definition import Findings, StudyDefinition
 from smupar.study.store import Study
-from smupar.study.view import FROM_JSON, StudyView
 from smupar.study.sweep import sweep_from_json
+from smupar.study.view import FROM_JSON, StudyView
 
 
 def write_report(study: Study, definition: StudyDefinition | None = None) -> str:

@@ -1,8 +1,8 @@
 """`smupar watch`: a local page for running and finished studies, runs, checks, reproductions and traces.
 
-`things` finds what folders hold, and makes its documents (`output/page`); `runs` and `pages` read what is no study; `server` serves
-the page and its JSON. It only reads: nothing in a folder changes, so any number of watchers may look at the same one, from
-other machines too, while a study writes. It does not load torch.
+`things` finds what folders hold, and makes its documents (`output/page`); `runs` reads runs that belong to no study; `server`
+serves the page and its JSON. It only reads: nothing in a folder changes, so any number of watchers may look at the same one,
+from other machines too, while a study writes. It does not load torch.
 
 GET /                                       the page
 GET /state.json                             what there is: key, title, folder, version

@@ -111,7 +111,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "smupar", ""
 
-    def do_GET(self) -> None:  # noqa: N802 (the name that http.server calls)
+    def do_GET(self) -> None:
         if not self.server.knows(self.headers.get("Host", "")):
             self._send(
                 HTTPStatus.FORBIDDEN, b"This server answers to localhost; name another host with --host.\n", "text/plain"

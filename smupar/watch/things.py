@@ -161,8 +161,7 @@ class Watched:
         for folder in self.folders:
             refuse(
                 not any(_found(folder)),
-                f"{folder} holds no study, run, check, reproduction or trace: start one there, for example smupar transfer "
-                f"--out {folder}",
+                f"{folder} holds no study, run, check, reproduction or trace: name the folder of one, or a folder above it",
             )
 
     def things(self) -> dict[str, Thing]:

@@ -1,9 +1,9 @@
 """The page: one template for studies, runs, checks, reproductions and traces.
 
-What there is to show is a *document*, plain JSON that `document` describes: a sentence, answers, charts, a table of runs, how far
-they are, and the command that goes on. Whoever knows a thing makes its document: `study/view`, `check/coordinates/page`,
-`updates/page`, `paper/reproduce`, `watch/runs`. The template draws any of them, so there is one look, one set of controls and one
-place for keyboard, colours and downloads.
+What there is to show is a *document*, plain JSON that `document` describes: a sentence, answers, charts, a table of runs, how
+far they are, and the command that goes on. Whoever knows a thing makes its document: `study/view`, `check/coordinates/page`,
+`updates/page`, `paper/reproduce`, `watch/runs`. The template draws any of them, so there is one look, one set of controls and
+one place for keyboard, colours and downloads.
 
 A page holds everything: documents, style, script and the plotting library (plotly.js, MIT, in assets). So it opens from a
 file system, needs no network, and its content-security policy forbids requests. ``write_page`` writes such a file;

@@ -8,8 +8,6 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 # good: green; bad: red; unclear: amber; plain: no colour
 Tone = Literal["good", "bad", "unclear", "plain"]
-# Runs: waiting has not begun; stalled is said to run, but nothing has moved for long; stopped was running when its process ended.
-State = Literal["waiting", "running", "stalled", "stopped", "finished", "diverged"]
 
 
 class ChartPoint(TypedDict):

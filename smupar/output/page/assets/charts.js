@@ -148,7 +148,7 @@ function walked(event, plot) {
     event.preventDefault();
   } else if (event.key === "Enter" && plot.place !== undefined) {
     const place = places[plot.place], ids = (plot.data[place.curveNumber].customdata || [])[place.pointNumber];
-    if (ids && ids.length) plot.opens(ids);
+    if (ids && ids.length) { event.preventDefault(); plot.opens(ids); } // or Enter would press what is focused next
   } else if (event.key === "Escape") { Plotly.Fx.unhover(plot); plot.place = undefined; }
 }
 

@@ -245,8 +245,9 @@ function setTheme(chosen) {
 }
 
 function keepPlace() {
-  const chosen = choices(), kept = { key: page.key, ...chosen, filters: Object.fromEntries(Object.entries(chosen.filters).map(([name, values]) => [name, [...values]])), compare: "" };
-  try { history.replaceState(null, "", "#" + encodeURIComponent(JSON.stringify(kept))); } catch { /* the page still works */ }
+  const fresh = freshChoices(), kept = { ...choices(), filters: Object.fromEntries(Object.entries(choices().filters).map(([name, values]) => [name, [...values]])), compare: "" };
+  const changed = Object.fromEntries(Object.entries(kept).filter(([name, value]) => JSON.stringify(value) !== JSON.stringify(fresh[name])));
+  try { history.replaceState(null, "", "#" + encodeURIComponent(JSON.stringify({ key: page.key, ...changed }))); } catch { /* the page still works */ }
 }
 
 function keptPlace() {
