@@ -141,7 +141,7 @@ def _document(name: str, fig: Figure, claim: Claim, place: Place, rows: Sequence
         "sentence": f"The paper: {fig.shows}",
         "answers": [_answer(part) for part in claim.parts or (claim,)],
         "charts": [chart_of(panel) for panel in fig.draw(rows)] if fig.draw else [],
-        "table": table_of(result_rows(rows)) if rows else None,
+        "table": table_of(result_rows(rows)),
         "progress": None,
         "curves": {},
         "command": f"smupar reproduce {name} --scale {scale.name}{data}",

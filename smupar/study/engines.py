@@ -79,7 +79,7 @@ class StudyProgress:
     @property
     def share_done(self) -> float:
         """Share of the steps, or of the runs, where the trainer counts their steps."""
-        return max(self.bar.n / max(1, self.bar.total), self.num_done / max(1, self.num_runs))
+        return max(self.bar.n / (self.bar.total or 1), self.num_done / max(1, self.num_runs))
 
     def close(self) -> None:
         self.bar.close()

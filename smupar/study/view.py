@@ -77,7 +77,7 @@ class StudyView:
             "sentence": " ".join(filter(None, (_unfinished(progress), findings.sentence))),
             "answers": list(findings.answers),
             "charts": charts,
-            "table": _table(rows),
+            "table": table_of(rows),
             "progress": progress,
             "curves": self._curves(rows, signs) if with_curves else {},
             "command": self._described["command"],
@@ -225,30 +225,22 @@ def read_metrics(folder: Path) -> list[list[float | None]]:
     return rows
 
 
-def table_of(rows: Sequence[Mapping[str, Any]], *, title: str = "Runs") -> PageTable:
-    return _table([dict(row) for row in rows], title)
-
-
-def _table(rows: list[dict[str, Any]], title: str = "Runs") -> PageTable | None:
-    """The columns in which runs differ, and how they went."""
+def table_of(rows: Sequence[Mapping[str, Any]]) -> PageTable | None:
+    """The columns in which runs differ, and how they went; None without rows."""
     if not rows:
         return None
-    others = ("id", "state", *_ENDS)
-    found = varied_columns([{name: row.get(name) for name in fields} for fields in [_configured(rows)] for row in rows], others)
+    names = list(dict.fromkeys(name for row in rows for name in row))  # runs of another version may lack some
+    found = varied_columns([{name: row.get(name) for name in names} for row in rows], ("id", "state", *_ENDS))
     varied = sorted(found, key=lambda name: (_FIRST.index(name) if name in _FIRST else 99, name == "seed"))
     columns = ["id", "state", *varied, *(name for name in _ENDS if name != "device" or _num(rows, "device") > 1)]
     rows = sorted(rows, key=lambda row: [_sortable(row.get(name)) for name in varied])
     return {
-        "title": title,
+        "title": "Runs",
         "columns": columns,
         "rows": [[row.get(name) for name in columns] for row in rows],
         "varied": varied,
         "numeric": [name for name in varied if all(_is_number(row.get(name)) for row in rows)],
     }
-
-
-def _configured(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(name for row in rows for name in row))
 
 
 def _num(rows: Sequence[Mapping[str, Any]], name: str) -> int:

@@ -34,7 +34,6 @@ class Runs:
     def document(self) -> Document:
         rows = [row for path in self.runs.values() if (row := _row(path))]
         running = [row for row in rows if row["state"] == "running"]
-        table = table_of(rows) if rows else None
         return {
             "kind": "runs",
             "title": "Run" if len(rows) == 1 else "Runs",
@@ -42,7 +41,7 @@ class Runs:
             "sentence": "",
             "answers": [],
             "charts": self._trace_charts() if len(self.runs) == 1 else [],
-            "table": table,
+            "table": table_of(rows),
             "progress": _progress(rows),
             "curves": {},
             "command": "",

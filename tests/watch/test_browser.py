@@ -94,7 +94,9 @@ def contrast(one, other):
 
 
 def test_study_fills_in_while_it_runs(visit, tmp_path):
-    flags = "--width 32 --base-width 32 --head-dim 16 --depth 1 --steps 60 --batch-size 2 --seq-len 16 --engine serial --device cpu"
+    flags = (
+        "--width 32 --base-width 32 --head-dim 16 --depth 1 --steps 60 --batch-size 2 --seq-len 16 --engine serial --device cpu"
+    )
     command = [sys.executable, "-m", "smupar", "sweep", "lr=2^-9..2^-4", *flags.split(), "--valid-batches", "1"]
     study = subprocess.Popen(
         [*command, "--out", str(tmp_path / "study")], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -169,7 +171,9 @@ def test_keyboard_reaches_points_and_runs(visit, served):
 def test_waiting_points_are_hollow_and_diverged_ones_are_crosses(visit, served):
     page = visit(served[0].url)
     choose(page, "part")
-    symbols = page.evaluate("[...document.querySelectorAll('#charts .plot')].map((plot) => plot.data.map((t) => t.marker.symbol))")
+    symbols = page.evaluate(
+        "[...document.querySelectorAll('#charts .plot')].map((plot) => plot.data.map((t) => t.marker.symbol))"
+    )
     assert ["circle-open"] * 5 in symbols[1]
     assert "x-thin" in symbols[1]
     assert page.locator(".headline").inner_text() == "SP has moved 4x so far."
@@ -237,7 +241,10 @@ def test_every_mark_has_contrast(visit, served, dark):
     assert len(marks) > 10
     assert min(contrast(colour, background) for colour in (*marks, *every)) >= 3
     for words in ("--text", "--muted", "--good", "--bad", "--unclear", "--accent"):
-        assert min(contrast(page.evaluate(f"css('{words}')"), page.evaluate(f"css('{place}')")) for place in ("--bg", "--surface")) >= 4.5
+        assert (
+            min(contrast(page.evaluate(f"css('{words}')"), page.evaluate(f"css('{place}')")) for place in ("--bg", "--surface"))
+            >= 4.5
+        )
     assert (contrast(background, "#ffffff") > 10) == dark
 
 

@@ -202,12 +202,12 @@ class RunConfig:
     @property
     def normalised(self) -> RunConfig:
         """The same run in the one spelling that is hashed and stored."""
-        spelled = {
-            "data": self.data and name_of_text(self.data),
-            "valid_data": self.valid_data and name_of_text(self.valid_data),
-            "sparsity": self.exact_sparsity,
-        }
-        return self if all(getattr(self, name) == value for name, value in spelled.items()) else replace(self, **spelled)
+        data = self.data and name_of_text(self.data)
+        valid_data = self.valid_data and name_of_text(self.valid_data)
+        sparsity = self.exact_sparsity
+        if (data, valid_data, sparsity) == (self.data, self.valid_data, self.sparsity):
+            return self
+        return replace(self, data=data, valid_data=valid_data, sparsity=sparsity)
 
     @property
     def portable(self) -> RunConfig:
