@@ -35,7 +35,7 @@ _GONE_SECONDS = 30.0  # without a sign of life
 _STALLED_SECONDS = 300.0  # without a step; the first step may have to be compiled
 
 
-class Watched(Protocol):
+class ShownProgress(Protocol):
     """What a progress display knows."""
 
     running: Mapping[str, Sequence[Row]]  # rows of the runs that are trained now, by id
@@ -69,7 +69,7 @@ def repeated(function: Callable[[], None], *, every: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def beating(study: Study, progress: Watched, device: str) -> Iterator[None]:
+def beating(study: Study, progress: ShownProgress, device: str) -> Iterator[None]:
     """Writes signs of life of this process during the block."""
     path = study.folder / LIVE / f"{socket.gethostname()}-{os.getpid()}.json"
     start, last = time.time(), {"share": 0.0, "at": time.time()}
@@ -102,7 +102,7 @@ def _written_at(path: Path) -> float:
         return 0.0
 
 
-def _sign(progress: Watched, device: str) -> dict[str, Any]:
+def _sign(progress: ShownProgress, device: str) -> dict[str, Any]:
     running = {run: list(rows) for run, rows in progress.running.items()}
     speeds = [rows[-1]["tokens_per_second"] for rows in running.values() if rows and "tokens_per_second" in rows[-1]]
     return {

@@ -234,8 +234,9 @@ def test_every_mark_has_contrast(visit, served, dark):
     page = visit(served[0].url, dark=dark)
     choose(page, "part")
     background = page.evaluate("css('--raised')")
+    traces = "[...document.querySelectorAll('.plot')].flatMap((plot) => plot.data || [])"
     marks = page.evaluate(
-        "[...document.querySelectorAll('.plot')].flatMap((p) => p.data || []).flatMap((t) => [t.marker && t.marker.color, t.line && t.line.color]).filter(Boolean)"
+        f"{traces}.flatMap((trace) => [trace.marker, trace.line]).map((of) => of && of.color).filter(Boolean)"
     )
     every = page.evaluate("[...SERIES[theme()], ...Object.values(RULES[theme()])]")
     assert len(marks) > 10
