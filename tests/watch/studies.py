@@ -16,7 +16,7 @@ _BEST = {"sp": -8.0, "mup": -6.0, "smupar": -5.5}  # the base-2 logarithm of the
 
 
 def loss_of(run):
-    """A parabola over log2(lr). Its minimum is at 2^-6 on the dense proxy; on the target at 2^-8 for SP, at 2^-5.5 for SmuPar."""
+    """A parabola over log2(lr). Its minimum is at 2^-6 on the dense proxy; on the target at 2^-8 (SP) and 2^-5.5 (SmuPar)."""
     best = _BEST[run.rule] if run.sparsity else -6.0
     return 3 + 0.1 * (math.log2(run.lr) - best) ** 2
 
