@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from smupar.dynamic.at_init import fan_in_init, magnitude_masks, snip_masks
     from smupar.dynamic.methods import GMP, IMP, SET, RigL
     from smupar.execute.sparse.convert import StorageReport, dense_state_dict, sparsify_storage
-    from smupar.execute.sparse.cpu import SparseWarning
+    from smupar.execute.sparse.library import SparseWarning
     from smupar.execute.stacked import train_stacked
     from smupar.model.parameterize import attach, parameterize
     from smupar.optim.groups import param_groups
@@ -53,7 +53,7 @@ _WHERE = {
     "sparsify_storage": "execute.sparse.convert",
     "dense_state_dict": "execute.sparse.convert",
     "StorageReport": "execute.sparse.convert",
-    "SparseWarning": "execute.sparse.cpu",
+    "SparseWarning": "execute.sparse.library",
     "record_updates": "updates.meter",
     "follow_updates": "updates.meter",
     "Trace": "updates.trace",

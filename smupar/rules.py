@@ -7,12 +7,16 @@ about. Each entry is a product of powers of the tensor's own multipliers:
     m_rho         density divided by the base density
 
 So an entry such as ``over(m_in=1, m_rho=1)`` reads 1 / (m_in m_rho).
+
+A *depth rule* is a column of a second table. Its entries are powers of m_depth, the number of residual blocks divided by the
+base model's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any
 
 ROLES = ("embedding", "hidden", "unembedding", "vector", "fixed")
@@ -71,6 +75,8 @@ class Rule:
     attention_exponent: float
     # role -> factor on Adam's epsilon, if epsilon is to scale with the gradients
     eps: dict[str, Power] = field(default_factory=dict)
+    # the depth rule that goes with this rule, unless the user names another one
+    depth: str = "none"
 
     def decay(self, family: str, role: str) -> Power:
         """The factor on lambda, the weight decay. It keeps learning rate times decay at the tuned value for every role. Without
@@ -137,14 +143,62 @@ _SMUPAR_LR = {
     "sgd": {**MUP.lr["sgd"], "hidden": _corrected(MUP.lr["sgd"]["hidden"])},
 }
 
-SMUPAR = replace(MUP, name="smupar", title="SmuPar", init_var=_SMUPAR_INIT, lr=_SMUPAR_LR)
-SMUPAR_INIT_ONLY = replace(MUP, name="smupar-init-only", title="muP + SmuPar init only", init_var=_SMUPAR_INIT)
-SMUPAR_LR_ONLY = replace(MUP, name="smupar-lr-only", title="muP + SmuPar LR only", lr=_SMUPAR_LR)
+SMUPAR = replace(MUP, name="smupar", title="SmuPar", init_var=_SMUPAR_INIT, lr=_SMUPAR_LR, depth="completep")
+SMUPAR_INIT_ONLY = replace(SMUPAR, name="smupar-init-only", title="muP + SmuPar init only", lr=MUP.lr)
+SMUPAR_LR_ONLY = replace(SMUPAR, name="smupar-lr-only", title="muP + SmuPar LR only", init_var=MUP.init_var)
 
 RULES = {rule.name: rule for rule in (SP, MUP, SMUPAR, SMUPAR_INIT_ONLY, SMUPAR_LR_ONLY)}
 
 # The choices of a run for which roles get weight decay. "all" is our rule; the others are for comparison.
 DECAYED = {"all": ROLES, "matrices": ("embedding", "hidden", "unembedding"), "hidden": ("hidden",)}
+
+
+@dataclass(frozen=True)
+class DepthRule:
+    """One column of the table of depth rules, for a model of residual blocks ``x + branch(x)``. All exponents follow from
+    alpha.
+
+    A branch is divided by m_depth^alpha. Each of m_depth blocks may then change the stream by 1 / m_depth, so an update of a
+    weight may change its branch by m_depth^(alpha - 1). Adam and Muon make updates of the size of their learning rate. The
+    updates of SGD also follow the gradient, which is divided by m_depth^alpha like the branch.
+    """
+
+    name: str
+    title: str
+    alpha: Fraction | None  # None: depth changes nothing
+
+    @property
+    def branch(self) -> Fraction:
+        """The exponent of m_depth in the factor on the output of a residual branch."""
+        return Fraction(0) if self.alpha is None else -self.alpha
+
+    def lr(self, family: str) -> Fraction:
+        """The exponent of m_depth in the learning rate of parameters inside residual blocks."""
+        if self.alpha is None:
+            return Fraction(0)
+        return 2 * self.alpha - 1 if family == "sgd" else self.alpha - 1
+
+    @property
+    def eps(self) -> Fraction:
+        """The exponent of m_depth in Adam's epsilon inside residual blocks, if epsilon is to scale with the gradients."""
+        return self.branch
+
+
+NO_DEPTH = DepthRule("none", "none", None)
+COMPLETEP = DepthRule("completep", "CompleteP (alpha 1)", Fraction(1))
+DEPTH_MUP = DepthRule("depth-mup", "depth-muP (alpha 1/2)", Fraction(1, 2))
+DEPTH_RULES = {rule.name: rule for rule in (NO_DEPTH, COMPLETEP, DEPTH_MUP)}
+
+
+def get_depth_rule(name: str) -> DepthRule:
+    if name not in DEPTH_RULES:
+        raise ValueError(f"unknown depth rule {name!r}: choose one of {', '.join(DEPTH_RULES)}")
+    return DEPTH_RULES[name]
+
+
+def depth_factor(m_depth: Fraction, exponent: Fraction) -> float:
+    """m_depth^exponent; exact where the exponent is a whole number."""
+    return float(m_depth ** int(exponent) if exponent.denominator == 1 else float(m_depth) ** float(exponent))
 
 
 def get_rule(name: str) -> Rule:
@@ -201,9 +255,37 @@ def table() -> list[list[str]]:
     return [header, *([what, *map(entry, rules), source] for what, entry, source in lines)]
 
 
+def depth_table() -> list[list[str]]:
+    """The depth rules as text, header first: the quantity, a column for each depth rule, and the source."""
+
+    def power(symbol: str, exponent: Fraction) -> str:
+        if exponent == 0:
+            return symbol
+        size = "m_depth" if abs(exponent) == 1 else "sqrt(m_depth)"
+        return f"{symbol} / {size}" if exponent < 0 else f"{symbol} {size}"
+
+    printed = "CompleteP's Table 1"
+    lines: list[tuple[str, Callable[[DepthRule], str], str]] = [
+        ("residual branch, forward", lambda rule: power("x + F(x)", rule.branch), printed),
+        ("weights, norms, biases in blocks: LR (Adam family)", lambda rule: power("eta", rule.lr("adam")), printed),
+        ("the same: LR (Muon)", lambda rule: power("eta", rule.lr("muon")), "ours: as Adam"),
+        ("the same: LR (SGD family)", lambda rule: power("eta", rule.lr("sgd")), "ours: derived"),
+        (
+            "the same: decay (Adam family)",
+            lambda rule: power("lambda", -rule.lr("adam")),
+            "ours: LR times decay stays as tuned",
+        ),
+        ("the same: Adam's epsilon, where it scales", lambda rule: power("eps", rule.eps), printed),
+    ]
+    header = ["inside residual blocks, beside the factors above", *(rule.title for rule in DEPTH_RULES.values()), "source"]
+    return [header, *([what, *map(entry, DEPTH_RULES.values()), source] for what, entry, source in lines)]
+
+
 def markdown() -> str:
     """The page docs/rules.md, generated so that it cannot drift from the code."""
     header, *rows = table()
+    depth_header, *depth_rows = depth_table()
+    defaults = ", ".join(f"{rule.title}: {DEPTH_RULES[rule.depth].title}" for rule in (SP, MUP, SMUPAR))
     lines = [
         "# The rules",
         "",
@@ -219,5 +301,14 @@ def markdown() -> str:
         "| " + " | ".join(header) + " |",
         "|" + "---|" * len(header),
         *("| " + " | ".join(row) + " |" for row in rows),
+        "",
+        "## Depth",
+        "",
+        "`m_depth` is the number of residual blocks over the base model's. A residual branch `F` is what a block adds to its",
+        f"input. Unless you name another depth rule, the rules have these ({defaults}).",
+        "",
+        "| " + " | ".join(depth_header) + " |",
+        "|" + "---|" * len(depth_header),
+        *("| " + " | ".join(row) + " |" for row in depth_rows),
     ]
     return "\n".join(lines) + "\n"

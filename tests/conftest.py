@@ -1,5 +1,8 @@
 """Two test processes share two cores: one thread each. Models here are small, more threads only cost."""
 
+import contextlib
+import resource
+import signal
 import warnings
 from types import SimpleNamespace
 
@@ -18,6 +21,23 @@ def one_process_group():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def small_files():
+    """A context in which no file may grow beyond a number of bytes. To a writer this looks like a full disk."""
+
+    @contextlib.contextmanager
+    def limited(num_bytes):
+        handler, limits = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, handler)
+
+    return limited
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ def test_numbers_of_readme_are_those_of_the_results():
     assert re.search(rf"SP, tuned ends above SmuPar at every density: .*\+{sp}% at 1/32", results)
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"], ids=lambda page: page.name)
 def test_page_links_to_files_that_exist(page):
     for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"

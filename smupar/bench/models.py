@@ -19,6 +19,7 @@ from torch import nn
 from tqdm import tqdm
 
 from smupar.bench.sparse.run import bench_sparse
+from smupar.execute.compiler_cache import guard_compiler_cache
 from smupar.execute.timing import Call, best_of, in_turns, seconds_of
 from smupar.lm.config.presets import gpt_610m
 from smupar.lm.config.run import Execution, ModelConfig, RunConfig
@@ -137,6 +138,7 @@ def _plain_step(config: RunConfig, how: Execution, device: torch.device) -> Call
         nn.init.constant_(scale, config.model.head_dim**-0.5)
     on_gpu = device.type == "cuda"
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=config.betas, fused=on_gpu)
+    guard_compiler_cache()
     loss_fn = torch.compile(next_token_loss, dynamic=False) if on_gpu else next_token_loss
     if on_gpu and config.model.positions == "alibi":
         use_flex_attention(model, config.seq_len)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smupar.model.parameterize import FACTOR, has_factor_hook, masks_move, unwrapped
+from smupar.model.parameterize import BRANCH, FACTOR, has_branch_hook, has_factor_hook, masks_move, unwrapped
 from smupar.model.seam import optimizers
 from smupar.model.sharding import is_sharded, whole
 from smupar.model.weights import ModelWeight, weight_of
@@ -99,6 +99,8 @@ def differences(
     for row in rows:
         for path, factor in row.forward:
             findings += _forward_factor(model.get_submodule(path), path, factor, row, parameters[row.name].dtype)
+    for path, factor in plan.branches:
+        findings += _branch_factor(model.get_submodule(path), path, factor)
     return [*findings, *_optimizers(model, plan, parameters, all_optimizers, lr)]
 
 
@@ -232,6 +234,18 @@ def _forward_factor(module: nn.Module, path: str, factor: float, row: PlanRow, d
         yield Finding(
             f"{layer} multiplies its output by {applied:.8g}, the plan says {factor:.8g}: {remedy}",
             cause,
+            path,
+            applied / factor,
+        )
+
+
+def _branch_factor(module: nn.Module, path: str, factor: float) -> Iterator[Finding]:
+    applied = float(getattr(module, BRANCH)) if has_branch_hook(module) and hasattr(module, BRANCH) else 1.0
+    if not math.isclose(applied, factor, rel_tol=1e-6):
+        yield Finding(
+            f"{path!r} ends a residual branch and multiplies its output by {applied:.6g}, the plan says {factor:.6g}: call "
+            "smupar.attach(model, plan)",
+            "branch factor",
             path,
             applied / factor,
         )

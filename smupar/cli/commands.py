@@ -40,7 +40,8 @@ def rules(markdown: bool = False) -> None:
     Args:
         markdown: Print Table 1 as the page docs/rules.md.
     """
-    print(table_1.markdown() if markdown else aligned(table_1.table()), end="" if markdown else "\n")
+    text = f"{aligned(table_1.table())}\n\n{aligned(table_1.depth_table())}\n"
+    print(table_1.markdown() if markdown else text, end="")
 
 
 def generate(config: Annotated[Typed, GenerateConfig]) -> None:
@@ -143,7 +144,7 @@ def bench(
     """
     from smupar.bench.models import BENCHES
 
-    refuse(repeats < 1, f"--repeats must be at least 1, got {repeats}")
+    refuse(not 1 <= repeats <= 10_000, f"--repeats must lie between 1 and 10,000, got {repeats}")
     refuse(out is not None and what != "sparse", f"--out is for bench sparse, {what} writes no files: leave it out")
     refuse(device is not None and what != "sparse", f"--device is for bench sparse, {what} runs where it can: leave it out")
     print(BENCHES[what](repeats=repeats, **{k: v for k, v in {"out": out, "device": device}.items() if v is not None}))

@@ -21,6 +21,7 @@ from smupar.cli import commands, data, evaluation
 from smupar.cli.flags import Call, parser_of
 from smupar.cli.resolve import Request, start
 from smupar.lm.config.run import RunConfig
+from smupar.output.files import sentence_of
 from smupar.study.config import TransferConfig, TuneConfig
 
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -75,7 +76,7 @@ def main(argv: list[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except (ValueError, OSError, ModuleNotFoundError) as error:
-        print(f"smupar: {_sentence_of(error)}", file=sys.stderr)
+        print(f"smupar: {sentence_of(error) if isinstance(error, OSError) else error}", file=sys.stderr)
         sys.exit(2)
     except Exception as error:
         if type(error).__name__ not in _OF_THE_MACHINE:
@@ -85,12 +86,6 @@ def main(argv: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("\nsmupar: interrupted", file=sys.stderr)
         sys.exit(130)
-
-
-def _sentence_of(error: Exception) -> str:
-    if isinstance(error, OSError) and error.filename and error.strerror:  # raised by the operating system, not by smupar
-        return f"{error.filename}: {error.strerror}. Name another path, or make this one usable"
-    return str(error)
 
 
 def _run(argv: list[str]) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from smupar.execute.compiler_cache import guard_compiler_cache
+
 # Number of calls before the capture. By then compilation, lazily created optimizer state and library handles, and the search
 # for the fastest 2:4 product (execute/sparse/semi) must be finished.
 WARM_UP = 3
@@ -47,6 +49,7 @@ def compile_static(fn: Callable[..., Tensor], **options: Any) -> Callable[..., T
     process, and compiles no more than eight. That is too few for a study of many widths, so this raises the limit."""
     import torch._dynamo
 
+    guard_compiler_cache()
     inner = torch.compile(fn, dynamic=False, **options)
 
     def call(*args: Any) -> Tensor:

@@ -6,7 +6,8 @@ The following is added to a model. It is keyed by name, and ``attach`` can put i
 - a bool buffer ``<param>_mask`` beside every sparse parameter; the weight is exactly 0 where it is False;
 - a hook on that parameter that masks its gradient as soon as it is accumulated, so that optimizers, clipping and reducers
   never see off-mask gradients. Hooks on tensors get lost (deepcopy, to_empty, sharding): hence ``attach``;
-- a non-persistent buffer ``smupar_factor`` and a hook on every module whose output Table 1 multiplies;
+- a non-persistent buffer ``smupar_factor`` and a hook on every module whose output Table 1 multiplies; likewise
+  ``smupar_branch`` on every module that ends a residual branch of a model that is deeper than its base;
 - an attribute of the root module that says which parameters are masked, and hooks round ``load_state_dict``.
 
 Optimizers whose updates mix entries also have their weights masked after each step (``seam``).
@@ -39,7 +40,7 @@ from smupar.plan.patterns import read_masks
 from smupar.plan.plan import Plan, PlanWarning
 from smupar.plan.settings import refuse
 
-FACTOR = "smupar_factor"
+FACTOR, BRANCH = "smupar_factor", "smupar_branch"
 _MARK = "_smupar_attached"
 
 
@@ -202,8 +203,8 @@ def has_factor_hook(module: nn.Module) -> bool:
 
 
 def add_missing_factors(models: Sequence[nn.Module], plans: Sequence[Plan]) -> None:
-    """Gives embeddings and unembeddings without a forward factor the factor 1, so that models of different rules can be
-    batched."""
+    """Gives embeddings, unembeddings and residual branches without a forward factor the factor 1, so that models of different
+    rules can be batched."""
     for model, plan in zip(models, plans, strict=True):
         for name, parameter in model.named_parameters(remove_duplicate=False):
             module = model.get_submodule(parent_path(name))
@@ -211,6 +212,11 @@ def add_missing_factors(models: Sequence[nn.Module], plans: Sequence[Plan]) -> N
             outer = name not in plan or plan[name].role in ("embedding", "unembedding")
             if outer and parameter.ndim > 1 and not hasattr(module, FACTOR):
                 _set_factor(module, 1.0, parameter)
+    branches = {path for plan in plans for path, _ in plan.branches}
+    for model in models:
+        for module in (model.get_submodule(path) for path in sorted(branches)):
+            if not hasattr(module, BRANCH):
+                set_branch(module, 1.0, next(model.parameters()))
 
 
 # Before anything changes
@@ -225,7 +231,7 @@ def _refuse(model: nn.Module) -> None:
     check_not_compiled(model, "and would ignore new hooks: parameterize before you compile")
     for path, module in model.named_modules():
         refuse(
-            hasattr(module, _MARK) or hasattr(module, FACTOR),
+            any(hasattr(module, mark) for mark in (_MARK, FACTOR, BRANCH)),
             f"{'this model' if not path else repr(path)} is parameterized already. Build a fresh model to parameterize it "
             "again; to restore hooks after a copy use smupar.attach(model, plan).",
         )
@@ -294,6 +300,12 @@ def _scale_output(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> T
     return output * getattr(module, FACTOR)
 
 
+def _scale_branch(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """For modules that end a residual branch, whose bias is scaled too. Attention may return a tuple with its output first."""
+    factor = getattr(module, BRANCH)
+    return (output[0] * factor, *output[1:]) if isinstance(output, tuple) else output * factor
+
+
 def _attach(model: nn.Module, plan: Plan, masks: Mapping[str, Tensor]) -> None:
     """The work of ``attach``. ``masks`` are the masks that the model still misses."""
     _let_compilers_see_hooks()
@@ -303,9 +315,12 @@ def _attach(model: nn.Module, plan: Plan, masks: Mapping[str, Tensor]) -> None:
         weight.attach(masks.get(row.name))
         for path, factor in row.forward:
             _set_factor(model.get_submodule(path), factor, weight.parameter)
+    for path, factor in plan.branches:
+        set_branch(model.get_submodule(path), factor, next(model.parameters()))
     masked = {weight.name: weight for _, weight in rows if weight.is_masked}  # by the plan, or for masks that will move
     no_broadcast(model, (name for weight in masked.values() for name in weight.mask_buffers))
     no_broadcast(model, (f"{path}.{FACTOR}" for row, _ in rows for path, _ in row.forward))
+    no_broadcast(model, (f"{path}.{BRANCH}" for path, _ in plan.branches))
     if not all(weight.stores_zeros for weight in masked.values()):
         watch_optimizers(model, ())  # copied and unpickled models were never registered
     if not hasattr(model, _MARK):
@@ -328,10 +343,25 @@ def _let_compilers_see_hooks() -> None:
             torch._dynamo.reset()
 
 
-def _set_factor(module: nn.Module, factor: float, parameter: Tensor) -> None:
+def _set_buffer(module: nn.Module, name: str, factor: float, parameter: Tensor) -> None:
     # Rebuilt each time: .bfloat16() rounds a buffer and to_empty leaves it without a value.
     dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-    module.register_buffer(FACTOR, torch.tensor(factor, dtype=dtype, device=parameter.device), persistent=False)
+    module.register_buffer(name, torch.tensor(factor, dtype=dtype, device=parameter.device), persistent=False)
+
+
+def has_branch_hook(module: nn.Module) -> bool:
+    return _scale_branch in module._forward_hooks.values()
+
+
+def set_branch(module: nn.Module, factor: float, parameter: Tensor) -> None:
+    """Makes a module multiply its output by a factor. ``parameter`` is any of the model, for its device and dtype."""
+    _set_buffer(module, BRANCH, factor, parameter)
+    if not has_branch_hook(module):
+        module.register_forward_hook(_scale_branch)
+
+
+def _set_factor(module: nn.Module, factor: float, parameter: Tensor) -> None:
+    _set_buffer(module, FACTOR, factor, parameter)
     if has_factor_hook(module):
         return
     if kind_of(module).is_lookup:

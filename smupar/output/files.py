@@ -1,49 +1,151 @@
-"""Writes files and folders atomically, and locks folders so that one process works in them at a time."""
+"""Writes files and folders atomically, locks folders so that one process works in them at a time, and says what to do if the
+disk is full or a path may not be written."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
+import re
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+_MARK = ".unfinished-by-smupar"  # a file in every folder that whole_folder has not finished
 
-def write_atomic(path: Path, text: str) -> None:
+
+def sentence_of(error: OSError) -> str:
+    """One line for users about an error of the operating system: the path, what is wrong with it, and what to do."""
+    if error.strerror is None or (error.filename is None and error.errno not in FULL):
+        return str(error)  # a message of our own
+    return f"{error.filename or 'writing failed'}: {error.strerror}. {remedy_of(error)}"
+
+
+def remedy_of(error: OSError) -> str:
+    if error.errno in FULL:
+        return "Make room there (delete files, or have the quota raised) or name another path, then run the same command again"
+    if error.errno in _NOT_ALLOWED:
+        return "Name a path that this user may read and write, or change its permissions"
+    return "Name another path, or make this one usable"
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Names the path in errors of the operating system about it or its temporary files. Python names none if the disk is full,
+    and libraries written in Rust raise errors of their own, which have the number in their text."""
+    try:
+        yield
+    except ValueError:  # a message of our own
+        raise
+    except Exception as error:
+        number = error.errno if isinstance(error, OSError) else int((_OS_ERROR.search(str(error)) or "00")[1])
+        named = str(getattr(error, "filename", None) or path)
+        if not number or not named.startswith(str(path)):
+            raise
+        raise OSError(number, os.strerror(number), str(path)) from error
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
     """Writes a file so that it has either the old or the new content, even if the power fails."""
+    data = content if isinstance(content, bytes) else content.encode()
+    path = path.resolve() if path.is_symlink() else path
+    if path.exists() and not path.is_file():  # a folder, which is refused, or a device or pipe, which must not be replaced
+        with writing(path):
+            path.write_bytes(data)
+        return
     # Several ranks may write the same file at the same time: the process id gives each its own temporary file.
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with writing(path):
+        _remove_left_over(path)
+        try:
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+        sync_folder(path.parent)
+
+
+def _remove_left_over(path: Path) -> None:
+    """Removes the temporary files of ``write_atomic`` that killed processes left beside a file."""
+    for left in path.parent.iterdir():
+        number = left.name.removeprefix(f"{path.name}.").removesuffix(".tmp")
+        if number.isdecimal() and left.name == f"{path.name}.{number}.tmp" and not is_alive(int(number)):
+            left.unlink(missing_ok=True)
+
+
+def is_alive(process: int) -> bool:
     try:
-        with temporary.open("w", encoding="utf-8", newline="") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-    sync_folder(path.parent)
+        os.kill(process, 0)  # signal 0 only asks
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:  # a process of another user
+        return True
+    return True
 
 
-def sync_folder(folder: Path) -> None:
-    """Makes a rename in the folder durable."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Makes the content of a file durable, or, for a folder, the names in it."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
 
 
+def sync_folder(folder: Path) -> None:
+    """Makes a rename in the folder durable."""
+    sync(folder)
+
+
 @contextlib.contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """A folder under a temporary name. It gets its final name when the block ends without an error."""
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    yield unfinished
-    unfinished.replace(path)
+    """A folder under a temporary name. It gets its final name, synced to disk, when the block ends without an error; otherwise
+    it is removed. The next call for the same path removes what a killed process left."""
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_unfinished(path)
+        unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}.unfinished")
+        unfinished.mkdir()
+        handle = os.open(unfinished, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)  # tells the folder from one that a killed process left
+            (unfinished / _MARK).touch()
+            yield unfinished
+            for each in (*unfinished.rglob("*"), unfinished):
+                sync(each)
+            unfinished.rename(path)
+            (path / _MARK).unlink()
+            sync_folder(path.parent)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+        finally:
+            os.close(handle)
+
+
+def _remove_unfinished(path: Path) -> None:
+    """Removes the folders that ``whole_folder`` did not finish, except those that another process is still writing."""
+    for left in path.parent.iterdir():
+        ours = left.name.startswith(f"{path.name}.") and left.name.endswith(".unfinished") and (left / _MARK).is_file()
+        if ours and not left.is_symlink():
+            handle = os.open(left, os.O_RDONLY)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left, ignore_errors=True)
+            except BlockingIOError:
+                pass
+            finally:
+                os.close(handle)
 
 
 def refuse_existing(path: Path) -> None:

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import io
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
+from smupar.output.files import write_atomic
 from smupar.output.optional import optional
 
 
 def new_figure(**settings: Any) -> Any:
     """An empty matplotlib figure. If matplotlib is missing, the error says how to install it."""
     return optional("matplotlib.figure", "the picture", "plot").Figure(**settings)
+
+
+def save_figure(figure: Any, path: str | PathLike[str], *, dpi: int) -> None:
+    """Writes a figure in the format that the file's ending names; PNG if it has none."""
+    content = io.BytesIO()
+    figure.savefig(content, dpi=dpi, format=Path(path).suffix.removeprefix(".") or "png")
+    write_atomic(Path(path), content.getvalue())

@@ -7,7 +7,6 @@ commit that made it. The page NAME.md is generated from these facts. Only its la
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -33,7 +32,7 @@ def publish(done: Reproduced, scale: Scale, into: str | Path) -> Path:
     facts = _facts(done, scale)
     write_atomic(folder / f"{done.name}.json", _compact(facts))
     for picture in sorted(done.folder.glob("*.png")):
-        shutil.copyfile(picture, folder / _picture_name(done.name, picture))
+        write_atomic(folder / _picture_name(done.name, picture), picture.read_bytes())
     page = _write_page(folder / f"{done.name}.json")
     write_atomic(folder / "README.md", index(folder))
     return page

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Real
@@ -16,6 +16,7 @@ from typing import TypedDict, Unpack
 from torch import Tensor, nn
 
 from smupar.plan.allocations import Allocation, as_density, uniform
+from smupar.plan.depth import Correspondence, branch_factors, correspond
 from smupar.plan.neighbours import RoleSetting
 from smupar.plan.patterns import parse_pattern, read_masks
 from smupar.plan.plan import Plan, PlanRow, PlanWarning
@@ -23,7 +24,7 @@ from smupar.plan.reminders import attentions, make_reminders
 from smupar.plan.roles import GUESSED, Note, ParamRole, infer_roles
 from smupar.plan.settings import match_globs, refuse
 from smupar.plan.sparsity import DensitySetting, Sparsity, make_sparse
-from smupar.rules import Rule, get_rule
+from smupar.rules import DepthRule, Rule, depth_factor, get_depth_rule, get_rule
 
 MaskSetting = Mapping[str, Tensor] | str | PathLike[str] | None
 InitStdSetting = float | str | Mapping[str, float | str]
@@ -46,12 +47,14 @@ class Settings(TypedDict, total=False):
     masks: MaskSetting
     roles: Mapping[str, RoleSetting] | None
     delta: nn.Module | None
+    branches: Sequence[str] | None
+    depth: str | None
 
 
 def make_plan(model: nn.Module, *, base: nn.Module, **settings: Unpack[Settings]) -> Plan:
     """Makes the plan that ``parameterize`` would carry out, without touching the model.
 
-    base          the same model at base width, the width at which hyperparameters were tuned
+    base          the same model at base width, the width at which hyperparameters were tuned; it may have fewer layers
     rule          "sp" | "mup" | "smupar" (default) | "smupar-init-only" | "smupar-lr-only"
     density       share of hidden weights kept: a float, {"glob": float} (first match wins) or an allocation such as
                   erk(1 / 16); default 1, or N / M for an N:M pattern
@@ -64,6 +67,10 @@ def make_plan(model: nn.Module, *, base: nn.Module, **settings: Unpack[Settings]
     masks         your own masks: {"name": bool tensor}, or a file with these or with a state dict; they set the densities
     roles         {"glob": role or ("hidden", in_dim)}, for parameters whose role cannot be inferred
     delta         the same model at any other width; shows which dimensions scale if model and base are equally wide
+    branches      globs of the modules whose outputs are added to the residual stream, such as ["blocks.*.attn.proj",
+                  "blocks.*.mlp.down"]; needed if the model is deeper than the base
+    depth         "completep" | "depth-mup" | "none": how factors follow the depth; default "completep" for SmuPar's rules and
+                  "none" for SP and muP, as in the tables of the papers
     """
     settings["masks"] = read_masks(settings.get("masks"))
     plan = planned(model, base, settings)
@@ -90,7 +97,9 @@ def planned(model: nn.Module, base: nn.Module, settings: Settings) -> Plan:
         model, roles, pattern, pattern.default_density if density is None else density, numbers.base_spread, masks
     )
     stds = _base_stds(roles, numbers.rule, settings.get("init_std", "fan_in"))
-    rows = tuple(_row(role, sparsity, numbers, stds.get(role.name)) for role in roles)
+    depth = correspond(model, base)
+    branches = branch_factors(model, depth, numbers.depth, settings.get("branches"))
+    rows = tuple(_row(role, sparsity, numbers, stds.get(role.name), depth.m_depth(role.name)) for role in roles)
     output_factor = numbers.forward("unembedding", _output_width(roles) * sparsity.live)
     return Plan(
         rule=numbers.rule.name,
@@ -102,7 +111,9 @@ def planned(model: nn.Module, base: nn.Module, settings: Settings) -> Plan:
         alpha_output=numbers.alphas["unembedding"],
         output_factor=output_factor,
         live_neurons=sparsity.live_neurons,
-        notes=_notes(model, roles, sparsity, numbers),
+        depth=numbers.depth.name if depth.lists else "none",
+        branches=branches,
+        notes=_notes(model, roles, sparsity, numbers, depth),
         pending=make_reminders(model, roles, numbers.rule, output_factor, numbers.forward("embedding", Fraction(1))),
     )
 
@@ -122,6 +133,7 @@ class _Numbers:
     """The settings that do not depend on the model, checked."""
 
     rule: Rule
+    depth: DepthRule
     base_spread: Allocation
     base_density: Fraction
     alphas: Mapping[str, float]  # role -> tuned factor on its layer's output
@@ -136,7 +148,14 @@ class _Numbers:
             "embedding": _finite(settings.get("alpha_input", 1.0), "alpha_input"),
             "unembedding": _finite(settings.get("alpha_output", 1.0), "alpha_output"),
         }
-        return cls(rule, spread, as_density(spread.density, "base_density"), alphas, _whole(settings.get("seed", 0), "seed"))
+        return cls(
+            rule=rule,
+            depth=get_depth_rule(settings.get("depth") or rule.depth),
+            base_spread=spread,
+            base_density=as_density(spread.density, "base_density"),
+            alphas=alphas,
+            seed=_whole(settings.get("seed", 0), "seed"),
+        )
 
     def forward(self, use: str, m_d: Fraction) -> float:
         """The forward factor of a layer whose role is ``use``."""
@@ -175,7 +194,7 @@ def _base_std(role: ParamRole, setting: float | str, tied_fan_in: int) -> float:
 # Rows
 
 
-def _row(role: ParamRole, sparsity: Sparsity, numbers: _Numbers, base_std: float | None) -> PlanRow:
+def _row(role: ParamRole, sparsity: Sparsity, numbers: _Numbers, base_std: float | None, m_depth: Fraction) -> PlanRow:
     rule, multipliers = numbers.rule, sparsity.multipliers(role)
     width_in, width_out, density_mult = multipliers
     m_d = width_out if role.role == "embedding" else width_in
@@ -192,10 +211,13 @@ def _row(role: ParamRole, sparsity: Sparsity, numbers: _Numbers, base_std: float
         num_kept=sparsity.num_kept(role),
         density_mult=density_mult,
         init_std=None if base_std is None else base_std * math.sqrt(rule.init_var[role.role].of(*multipliers)),
+        depth_mult=m_depth,
         lr_factors={
-            family: float(powers[role.role].of(*multipliers)) for family, powers in rule.lr.items() if role.role in powers
+            family: float(powers[role.role].of(*multipliers)) * depth_factor(m_depth, numbers.depth.lr(family))
+            for family, powers in rule.lr.items()
+            if role.role in powers
         },
-        eps_factor=float(rule.eps[role.role].of(*multipliers)),
+        eps_factor=float(rule.eps[role.role].of(*multipliers)) * depth_factor(m_depth, numbers.depth.eps),
         forward=tuple((path, numbers.forward(use, m_d)) for path, use in role.uses),
         note=str(role.note or ""),
     )
@@ -211,7 +233,9 @@ def _output_width(roles: list[ParamRole]) -> Fraction:
 # What the user should know
 
 
-def _notes(model: nn.Module, roles: list[ParamRole], sparsity: Sparsity, numbers: _Numbers) -> list[Note]:
+def _notes(
+    model: nn.Module, roles: list[ParamRole], sparsity: Sparsity, numbers: _Numbers, depth: Correspondence
+) -> list[Note]:
     given = Note(
         "given masks",
         "masks of your own: the rule assumes random masks, so check the model's coordinates if they come from magnitudes or "
@@ -225,6 +249,9 @@ def _notes(model: nn.Module, roles: list[ParamRole], sparsity: Sparsity, numbers
     for note, names in noted.items():
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         notes.append(Note(note.kind, f"{', '.join(names[:4])}{more} {'is' if len(names) == 1 else 'are'} {note}"))
+    for path, multiplier in depth.lists.items():
+        text = f"{path!r} has {float(multiplier):g} times as many layers as the base: depth rule {numbers.depth.title}"
+        notes.append(Note("depth", text, False))
     if not numbers.rule.has_alphas and any(alpha != 1 for alpha in numbers.alphas.values()):
         notes.append(Note("alphas", f"{numbers.rule.title} has no alpha_input and alpha_output: they are not used", False))
     attention = any(attentions(model))

@@ -10,6 +10,7 @@ from fractions import Fraction
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from smupar.plan.depth import Correspondence, correspond
 from smupar.plan.layers import GROUPED_DIM, IMAGES, PARAMETRIZED, LayerKind, check_registered, is_depthwise, kind_of, num_groups
 from smupar.plan.settings import refuse
 
@@ -177,7 +178,7 @@ def _shapes_like(
         not (isinstance(model, type(other)) or isinstance(other, type(model))),
         f"{what} is a {type(other).__name__}, the model a {type(model).__name__}: both must be of one class",
     )
-    other_names, other_shapes = _names(other), _shapes(other, what)
+    other_names, other_shapes = _in_names_of(correspond(model, other, what), names, _names(other), _shapes(other, what))
     if names.keys() == other_names.keys() and shapes.keys() != other_shapes.keys():
         name = min(shapes.keys() ^ other_shapes.keys())
         raise ValueError(
@@ -192,7 +193,7 @@ def _shapes_like(
         shown = "; ".join(f"only in {side}: {', '.join(extra[:4])}" for side, extra in sides if extra)
         raise ValueError(
             f"{what} has {len(other_shapes)} parameters and the model {len(shapes)} ({shown}). "
-            f"Build {what} with the same depth and options; only widths may differ."
+            f"Build {what} with the same options; only widths, and the number of blocks in a list, may differ."
         )
     tied_otherwise = {first for _, first in names.items() ^ other_names.items()}
     for name, shape in shapes.items():
@@ -205,6 +206,28 @@ def _shapes_like(
             f"{name!r} has shape {shape} in the model and {other_shapes[name]} in {what}: only sizes may differ",
         )
     return other_shapes
+
+
+def _in_names_of(
+    depth: Correspondence, names: dict[str, str], other_names: dict[str, str], other_shapes: dict[str, Shape]
+) -> tuple[dict[str, str], dict[str, Shape]]:
+    """The names and shapes of a model of another depth, under the names of the model whose ``names`` are given. Parameters
+    without a counterpart keep their own names."""
+    if not depth.lists:
+        return other_names, other_shapes
+    counterparts = {name: depth.names[name] for name in names if depth.names[name] in other_names}
+    # Not every block of a deeper base has a counterpart of its own.
+    inside = tuple(f"{block}." for block in depth.base_blocks)
+    unmatched = {name for name in other_names.keys() - counterparts.values() if not name.startswith(inside)}
+    renamed = {name: other_names[name] for name in unmatched}
+    for name, other in counterparts.items():
+        first = other_names[other]
+        is_tied_alike = first != other and depth.names[names[name]] == first
+        renamed[name] = name if first == other else names[name] if is_tied_alike else first
+    shapes = {name: other_shapes[name] for name in unmatched if name in other_shapes}
+    return renamed, shapes | {
+        name: other_shapes[other_names[other]] for name, other in counterparts.items() if renamed[name] == name
+    }
 
 
 def _layout(module: nn.Module, leaf: str, shape: Shape, scaling: tuple[int, ...]) -> tuple[str, tuple[int, ...], int]:

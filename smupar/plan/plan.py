@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from smupar.output.tables import aligned
+from smupar.plan.parameters import parent_path
 from smupar.plan.patterns import parse_pattern
 from smupar.plan.reminders import REMINDERS
 from smupar.plan.roles import Note
@@ -24,6 +25,7 @@ from smupar.plan.settings import layer_glob, refuse
 from smupar.rules import get_rule
 
 FORMAT = "smupar-plan/1"
+_SETTINGS = ("rule", "depth", "pattern", "seed", "base_density", "alpha_input", "alpha_output", "output_factor", "branches")
 
 
 class PlanWarning(UserWarning):
@@ -53,6 +55,7 @@ class PlanRow:
     eps_factor: float
     forward: tuple[tuple[str, float], ...]  # (module path, factor on its output)
     note: str = ""
+    depth_mult: Fraction = Fraction(1)  # layers of the list that holds the parameter, over the base's
 
     def lr_factor(self, family: str) -> float:
         refuse(
@@ -83,6 +86,8 @@ class Plan:
     alpha_output: float
     output_factor: float  # factor on the logits
     live_neurons: tuple[int, int] = (1, 1)  # (live neurons in each period, period), for pattern "neuron"
+    depth: str = "none"  # the depth rule, where model and base differ in depth
+    branches: tuple[tuple[str, float], ...] = ()  # (module path, factor on its output), of residual branches
     notes: list[Note] = field(default_factory=list)
     pending: dict[str, str] = field(default_factory=dict)
 
@@ -151,6 +156,7 @@ class Plan:
             data["rows"] = tuple(_row_from_json(row) for row in data["rows"])
             data["base_density"] = Fraction(data["base_density"])
             data["live_neurons"] = tuple(data["live_neurons"])
+            data["branches"] = tuple((path, factor) for path, factor in data.get("branches", ()))
             # Plans written by the first version have notes without a kind, and their reminders call settle by its old name.
             data["notes"] = [
                 Note("older", note, is_caution=False) if isinstance(note, str) else Note(**note)
@@ -165,7 +171,7 @@ class Plan:
         """One line for each difference; empty if the plans are equal."""
         lines = [
             f"{name}: {getattr(self, name)} -> {getattr(other, name)}"
-            for name in ("rule", "pattern", "seed", "base_density", "alpha_input", "alpha_output", "output_factor")
+            for name in _SETTINGS
             if getattr(self, name) != getattr(other, name)
         ]
         lines += [f"{row.name}: only in the first" for row in self if row.name not in other]
@@ -179,14 +185,16 @@ class Plan:
     def __str__(self) -> str:
         # Parameters of several blocks share a line if their numbers are equal. A star replaces the layer number, followed by
         # the number of parameters.
-        cells = {row.name: _cells(row) for row in self}
+        deeper, branches = any(row.depth_mult != 1 for row in self), dict(self.branches)
+        cells = {row.name: _cells(row, deeper, branches.get(parent_path(row.name))) for row in self}
         blocks: dict[str, list[str]] = {}
         for name in cells:
             blocks.setdefault(layer_glob(name), []).append(name)
         alike = {glob for glob, names in blocks.items() if len(names) > 1 and len({cells[name] for name in names}) == 1}
         titles = {blocks[glob][0]: f"{glob} ({len(blocks[glob])}x)" for glob in alike}
-        header = "parameter, role, shape, density, m_in, m_out, m_rho, init std, LR Adam, LR SGD, decay Adam, forward"
-        lines = [header.split(", ")]
+        multipliers = ["m_in", "m_out", "m_rho", *(["m_depth"] if deeper else [])]
+        factors = ["init std", "LR Adam", "LR SGD", "decay Adam", "forward"]
+        lines = [["parameter", "role", "shape", "density", *multipliers, *factors]]
         lines += [[titles.get(name, name), *cells[name]] for name in cells if name in titles or layer_glob(name) not in alike]
         total = sum(math.prod(row.shape) for row in self)
         kept = sum(math.prod(row.shape) * row.density for row in self)
@@ -201,6 +209,7 @@ class Plan:
 def _row_from_json(row: dict[str, Any]) -> PlanRow:
     for name in ("width_in", "width_out", "density", "density_mult"):
         row[name] = Fraction(row[name])
+    row["depth_mult"] = Fraction(row.get("depth_mult", 1))  # plans of older versions have none
     for name in ("shape", "in_dims", "scaling"):
         row[name] = tuple(row[name])
     row["forward"] = tuple((path, factor) for path, factor in row["forward"])
@@ -218,20 +227,25 @@ def _shown(value: Any) -> str:
     return str(value)
 
 
-def _forward_cell(row: PlanRow) -> str:
+def _forward_cell(row: PlanRow, branch: float | None) -> str:
+    if branch is not None:
+        return f"branch {_shown(branch)}"
     if len(row.forward) < 2:
         return "".join(_shown(factor) for _, factor in row.forward)
     return ", ".join(f"{path.rpartition('.')[2]} {_shown(factor)}" for path, factor in row.forward)
 
 
-def _cells(row: PlanRow) -> tuple[str, ...]:
+def _cells(row: PlanRow, deeper: bool, branch: float | None) -> tuple[str, ...]:
+    """The cells of a row. ``deeper``: whether the table has a column of depth multipliers. ``branch``: the factor on the output
+    of the parameter's module, if that ends a residual branch."""
     return (
         row.role,
         "x".join(map(str, row.shape)) or "1",
         *map(_shown, (row.density, row.width_in, row.width_out, row.density_mult)),
+        *((_shown(row.depth_mult),) if deeper else ()),
         "kept" if row.init_std is None else _shown(row.init_std),
         _shown(row.lr_factors["adam"]),
         _shown(row.lr_factors["sgd"]),
         _shown(row.decay_factor("adam")),
-        _forward_cell(row),
+        _forward_cell(row, branch),
     )

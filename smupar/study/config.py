@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from smupar.lm.config.run import ModelConfig, RunConfig
+from smupar.lm.config.validation import check_not_too_large
 from smupar.plan.settings import refuse
 
 # The hyperparameters that are searched on a dense proxy, and hold for other models.
@@ -63,6 +64,10 @@ class TransferConfig:
             self.seeds < 1 or min(self.widths) < 1,
             f"seeds and widths must be at least 1, got {self.seeds} and {min(self.widths)}",
         )
+        check_not_too_large("seeds", self.seeds)
+        check_not_too_large("width", *self.widths)
+        check_not_too_large("depth", self.proxy_depth or 1)
+        check_not_too_large("steps", self.proxy_steps or 1)
         refuse(
             self.values and (len(set(self.values)) < 3 or min(self.values) <= 0),
             "values needs three or more different numbers above 0: an optimum has neighbours",
@@ -108,6 +113,7 @@ class TuneConfig:
     def __post_init__(self) -> None:
         for name, least in (("num_samples", 1), ("round_size", 1), ("search_seed", 0)):
             refuse(getattr(self, name) < least, f"{name} must be at least {least}, got {getattr(self, name)}")
+            check_not_too_large(name, getattr(self, name))
         refuse(self.method not in ("random", "tpe"), f"method must be random or tpe, got {self.method!r}")
         for name, (low, high) in self.ranges.items():
             refuse(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from smupar.output.page.document import Chart, ChartLine, Optimum, finite
-from smupar.output.pictures import new_figure
+from smupar.output.pictures import new_figure, save_figure
 from smupar.rules import RULES
 from smupar.study.optima import Curve
 
@@ -92,7 +92,7 @@ def draw_png(panels: Sequence[Panel], path: Path, title: str = "", *, columns: i
         figure.legend(keys.values(), keys.keys(), fontsize=8, loc="outside right center")
     if title:
         figure.suptitle(title, fontsize=11)
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path, dpi=150)
 
 
 def _draw_panel(panel: Panel, axis: Any, low: float, high: float) -> None:

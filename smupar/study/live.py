@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from smupar.lm.config.run import RunConfig
+from smupar.output.files import write_atomic
 from smupar.output.page.document import Worker, finite
 from smupar.study.store import Study, fields_of
 
@@ -81,7 +82,7 @@ def beating(study: Study, progress: ShownProgress, device: str) -> Iterator[None
         advanced = max([last["at"], *(_written_at(study.runs / run / "metrics.jsonl") for run in progress.running)])
         path.parent.mkdir(exist_ok=True)
         text = json.dumps(_sign(progress, device) | {"started": start, "advanced": advanced, "time": time.time()})
-        temporary = path.with_suffix(".tmp")
+        temporary = path.with_suffix(".tmp")  # not forced to the disk: in two seconds it is old
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
 
@@ -125,9 +126,7 @@ def write_planned(study: Study, missing: Sequence[RunConfig]) -> None:
     rows = [fields_of(config) for config in missing]
     common = {name: value for name, value in rows[0].items() if all(row[name] == value for row in rows)}
     runs = {row["id"]: {name: value for name, value in row.items() if name not in common} for row in rows}
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"common": common, "runs": runs}), encoding="utf-8")
-    temporary.replace(path)
+    write_atomic(path, json.dumps({"common": common, "runs": runs}))
 
 
 def read_planned(folder: Path) -> dict[str, dict[str, Any]] | None:

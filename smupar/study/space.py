@@ -11,6 +11,7 @@ from smupar.lm.config.run import ModelConfig, RunConfig, changed
 from smupar.plan.settings import refuse
 
 _Item = TypeVar("_Item")
+_SMALLEST, _LARGEST = -1022, 1023  # exponents of normal floating-point numbers, which are more than any axis needs
 _MODEL = {field.name for field in dataclasses.fields(ModelConfig)}
 _FIELDS = _MODEL | {field.name for field in dataclasses.fields(RunConfig)} - {"model"}
 
@@ -91,9 +92,14 @@ def _exponent(name: str, word: str) -> float:
     try:
         if not word.startswith("2^"):
             raise ValueError
-        return float(word[2:])
+        exponent = float(word[2:])
     except ValueError as error:
         raise ValueError(f"{name}: a range is written 2^-8..2^-4, got {word!r}") from error
+    refuse(
+        not _SMALLEST <= exponent <= _LARGEST,
+        f"{name}: {word[:20]} is not a number that floating point holds: powers go from 2^{_SMALLEST} to 2^{_LARGEST}",
+    )
+    return exponent
 
 
 def _typed(name: str, word: str) -> Any:

@@ -162,9 +162,9 @@ class Study:
     def write_parquet(self) -> None:
         """Writes the rows of the table with their types."""
         arrow, parquet = (optional(name, "table.parquet") for name in ("pyarrow", "pyarrow.parquet"))
-        temporary = self.folder / "table.parquet.tmp"
-        parquet.write_table(arrow.Table.from_pylist([row_of(result) for result in self.results()]), temporary)
-        temporary.replace(self.folder / "table.parquet")
+        content = io.BytesIO()
+        parquet.write_table(arrow.Table.from_pylist([row_of(result) for result in self.results()]), content)
+        write_atomic(self.folder / "table.parquet", content.getvalue())
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:

@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from smupar.output.files import write_atomic
 from smupar.output.page import write_page
-from smupar.output.pictures import new_figure
+from smupar.output.pictures import new_figure, save_figure
 from smupar.plan.settings import layer_glob, refuse
 from smupar.updates.page import trace_document
 
@@ -73,7 +74,7 @@ class Trace:
             raise ValueError(f"this is no trace in format {FORMAT!r} ({error}): record one with record_updates") from error
 
     def save(self, path: str | PathLike[str]) -> None:
-        Path(path).write_text(self.to_json())
+        write_atomic(Path(path), self.to_json())
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Trace:
@@ -222,4 +223,4 @@ def _plot(target: Trace, proxy: Trace | None, path: str | PathLike[str]) -> None
         panel.set_ylabel("RMS(X dW) / base LR")
     axes.flat[0].legend(frameon=False, fontsize=8)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path, dpi=120)

@@ -138,6 +138,18 @@ def test_of_a_flag_given_twice_the_last_counts(command):
     assert command("plan", "paper-610m", "--rule", "sp", "--rule", "smupar").stdout == wanted
 
 
+@pytest.mark.parametrize(("num_bytes", "name"), [(50, "study.json"), (9000, "picture.png")])
+def test_study_on_a_full_disk_names_the_file_and_what_to_do(command, tmp_path, small_files, num_bytes, name):
+    sizes = ["--width", "64", "--depth", "1", "--steps", "1", "--batch-size", "1", "--seq-len", "8", "--valid-batches", "1"]
+    with small_files(num_bytes):
+        done = command("sweep", "lr=0.01,0.02", *sizes, "--engine", "serial", "--out", tmp_path / "s")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        f"smupar: {tmp_path}/s/{name}: File too large. Make room there (delete files, or have the quota raised) or name "
+        "another path, then run the same command again"
+    )
+
+
 def test_errors_of_the_system_name_the_path_and_what_to_do(command, tmp_path):
     (tmp_path / "file").write_text("")
     said = command("reproduce", "tab01", "--out", "file/x")

@@ -35,6 +35,10 @@ BAG = [
 ]
 
 
+DEEP = replace(BASE, model=replace(BASE.model, depth=3), base_depth=1, sparsity=0.5)
+DEEP_BAG = [DEEP, replace(DEEP, depth_rule="depth-mup", lr=2**-7), replace(DEEP, rule="mup"), replace(DEEP, depth_rule="none")]
+
+
 @pytest.fixture(scope="module")
 def text():
     return data.open_text(BASE)
@@ -90,6 +94,14 @@ def test_every_update_is_that_of_torch(text, optimizer, lr, tolerance, clip):
         assert relative(ours[:, index], theirs) < tolerance
 
 
+def test_depth_rules_of_a_stack_give_the_losses_of_single_runs(text):
+    stack = GPTStack(DEEP_BAG, text, torch.device("cpu"))
+    ours = torch.stack([stack.step(step) for step in range(8)])
+    for index, config in enumerate(DEEP_BAG):
+        assert relative(ours[:, index], one_by_one(config, text, 8)[0]) < 1e-5, config
+    assert relative(ours[-1, 0], ours[-1, 3]) > 1e-3
+
+
 def test_single_model_is_not_batched_and_gives_the_same(text):
     stack = GPTStack(BAG[1:2], text, torch.device("cpu"))
     ours = torch.cat([stack.step(step) for step in range(10)])
@@ -131,12 +143,17 @@ def test_stack_key_tells_what_fits_together():
     assert stack_key(replace(BASE, steps=99)) != stack_key(BASE)
     assert stack_key(replace(BASE, model=replace(BASE.model, width=96))) != stack_key(BASE)
     assert stack_key(replace(BASE, optimizer="nadam")) is None
+    assert len({stack_key(config) for config in DEEP_BAG}) == 1
+    # The model's own factor is a plain number, which all models of a stack share.
+    own = [replace(config, model=replace(DEEP.model, residual_factor=True)) for config in DEEP_BAG]
+    assert len({stack_key(config) for config in own}) == 2
 
 
 # What runs of a stack may differ in. For each such field: what both runs share, and the value that the second one has.
 DIFFERENT = {
     "rule": ({}, "sp"),
     "base_width": ({}, 64),
+    "depth_rule": ({"model": replace(BASE.model, depth=2), "base_depth": 1}, "none"),
     "sparsity": ({}, 0.5),
     "pattern": ({"sparsity": None}, "1:2"),
     "allocation": ({}, "erk"),

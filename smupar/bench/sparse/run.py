@@ -16,10 +16,10 @@ from tqdm import tqdm
 
 from smupar.bench.sparse import cpu, gpu
 from smupar.bench.sparse.rows import Machine, Part, Row, measure_machine
-from smupar.execute.sparse.cpu import NoKernel, library
+from smupar.execute.sparse.library import NoKernel, library
 from smupar.lm.config.run import ModelConfig
 from smupar.output.files import write_atomic
-from smupar.output.pictures import new_figure
+from smupar.output.pictures import new_figure, save_figure
 from smupar.plan.settings import refuse
 
 _GPT = ModelConfig(width=1024, depth=8, head_dim=64, vocab_size=256)
@@ -66,7 +66,7 @@ def bench_sparse(
             write_atomic(folder / "sparse.json", json.dumps(numbers, indent=1))
     if folder is not None and total.rows:
         try:
-            draw(total.rows, width).savefig(folder / "sparse.png", dpi=120)
+            save_figure(draw(total.rows, width), folder / "sparse.png", dpi=120)
         except ModuleNotFoundError as error:  # the numbers do not need matplotlib
             print(f"smupar: only {folder / 'sparse.json'} was written, {error}", file=sys.stderr)
     return table(total, machine, repeats, device)

@@ -14,8 +14,9 @@ from smupar.check.audit import Finding
 from smupar.check.coordinates.diagnosis import Diagnosis, diagnose, folded
 from smupar.check.coordinates.measure import JUDGED, Cell, Reading
 from smupar.check.coordinates.verdict import FAIL, PASS, UNCLEAR, Slope, decides, overall, slopes, thresholds
+from smupar.output.files import write_atomic
 from smupar.output.page import write_page
-from smupar.output.pictures import new_figure
+from smupar.output.pictures import new_figure, save_figure
 from smupar.plan.plan import Plan
 from smupar.rules import get_rule
 
@@ -96,14 +97,14 @@ class Report:
             allow_nan=False,
         )
         if path is not None:
-            Path(path).write_text(text)
+            write_atomic(Path(path), text)
         return text
 
     def plot(self, path: str | Path | None = None, *, quantities: tuple[str, ...] = JUDGED) -> Any:
         """The picture: a row for each quantity, a column for each rule, a line for each step. PNG, or any matplotlib format."""
         figure = _draw(self, quantities)
         if path is not None:
-            figure.savefig(path, dpi=110)
+            save_figure(figure, path, dpi=110)
         return figure
 
     def to_html(self, path: str | Path) -> None:

@@ -3,7 +3,8 @@
 convert    ``sparsify_storage`` converts a model's masked linear layers between dense and sparse storage
 auto       measures which backend is fastest for a layer
 backends   the table of backends: which layers each can hold, and its kernel on each device
-cpu        kernels for CPUs: our own (``kernel.cpp``, compiled on first use), or torch's
+cpu        kernels for CPUs: our own, or torch's
+library    compiles our own, ``kernel.cpp``, on first use and loads it
 gpu        code that the kernels for NVIDIA GPUs share, with ``bf16.cuh``
 tiles      backend "csr" on a GPU, for non-zeros anywhere, with ``tiles.cu``
 semi       backend "2:4", with cuSPARSELt and ``semi.cu``

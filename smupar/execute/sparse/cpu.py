@@ -1,45 +1,20 @@
 """The kernels for CPUs, whose cost is proportional to the number of non-zeros. ``Compiled`` is ours, ``Torch`` calls torch's
-(MKL).
-
-Our kernel, ``kernel.cpp``, is compiled on first use and stored in the user's cache. Its interface is plain C. So compiling
-takes seconds and needs no headers of torch, and the library works with any version of torch. Without a compiler, torch's own
-products are used, with a warning.
+(MKL), which are used with a warning where ours cannot be compiled.
 """
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, partial
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from smupar.execute.sparse.library import NoKernel, SparseWarning, library
 from smupar.model.compressed import Kernel, KernelIndex
-
-_SOURCE = Path(__file__).with_name("kernel.cpp")
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-Wno-ignored-attributes", "-Wno-psabi")
-_ADDRESS, _INT, _LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-_FORWARD = [_ADDRESS, _LONG, _LONG, _LONG, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _INT]
-_BACKWARD = [_ADDRESS, _ADDRESS, _LONG, _LONG, _LONG, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _INT]
-
-
-class NoKernel(Exception):  # noqa: N818  # not an error: torch's products are used instead
-    """Our own kernel is not available here; the text says why."""
-
-
-class SparseWarning(UserWarning):
-    """Sparse execution works, but not as fast as it could."""
 
 
 @dataclass(frozen=True)
@@ -184,73 +159,3 @@ def best_kernel() -> Kernel:
             stacklevel=2,
         )
         return Torch()
-
-
-# Compiling our kernel
-
-
-def library() -> ctypes.CDLL:
-    """The compiled kernel. Raises ``NoKernel`` if there is none."""
-    loaded = _library()
-    if isinstance(loaded, str):
-        raise NoKernel(loaded)
-    return loaded
-
-
-@cache
-def _library() -> ctypes.CDLL | str:
-    compiler = next(
-        (path for name in (os.environ.get("CXX"), "c++", "g++", "clang++") if name and (path := shutil.which(name))), None
-    )
-    if compiler is None:
-        return "there is no C++ compiler (c++, g++ or clang++; set CXX to name another)"
-    made_of = b"/".join([_SOURCE.read_bytes(), _machine(), compiler.encode()])
-    name = f"kernel-{hashlib.sha256(made_of).hexdigest()[:16]}.so"
-    try:
-        folder = _folder()
-        if not (folder / name).exists():
-            _compile(compiler, folder, name)
-        return _typed(ctypes.CDLL(str(folder / name)))
-    except subprocess.CalledProcessError as error:
-        said = error.stderr.strip().splitlines()
-        return f"{compiler} could not compile {_SOURCE.name}: {said[0] if said else error}"
-    except OSError as error:
-        return f"the compiled kernel could not be stored or loaded: {error}"
-
-
-def _machine() -> bytes:
-    """A description of this processor, since code compiled for it may not run on another processor."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return f"{platform.platform()} {platform.machine()} {flags}".encode()
-
-
-def _folder() -> Path:
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "smupar"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except OSError:
-        return Path(tempfile.mkdtemp(prefix="smupar-"))
-
-
-def _compile(compiler: str, folder: Path, name: str) -> None:
-    with tempfile.TemporaryDirectory(dir=folder) as unfinished:
-        path = Path(unfinished) / name
-        run = partial(subprocess.run, check=True, capture_output=True, text=True)
-        command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(path)]
-        try:
-            run([*command, "-fopenmp"])
-        except subprocess.CalledProcessError:  # Apple's compiler has no OpenMP: use one thread
-            run([*command, "-Wno-unknown-pragmas"])
-        path.replace(folder / name)  # the rename is atomic, so other processes see a complete file
-
-
-def _typed(loaded: ctypes.CDLL) -> ctypes.CDLL:
-    for suffix in ("f32", "f64"):
-        for name, arguments in (("forward", _FORWARD), ("backward", _BACKWARD)):
-            function = getattr(loaded, f"smupar_{name}_{suffix}")
-            function.argtypes, function.restype = arguments, None
-    return loaded

@@ -6,7 +6,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from smupar.lm.config.run import RunConfig
-from smupar.lm.config.validation import check_choices, check_not_negative, check_positive, check_sparsities
+from smupar.lm.config.validation import (
+    check_choices,
+    check_not_negative,
+    check_not_too_large,
+    check_positive,
+    check_sparsities,
+)
 from smupar.plan.settings import refuse
 
 
@@ -69,6 +75,7 @@ class CheckConfig:
         check_not_negative(self, "lr", "init_std", "alpha_input", "alpha_output")
         check_sparsities(*self.sparsities)
         refuse(not self.widths or min(self.widths) < 1, f"widths must be whole numbers from 1 on, got {self.widths}")
+        check_not_too_large("width", *self.widths)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from smupar.lm.config.validation import (
     n_of_m,
 )
 from smupar.plan.settings import refuse
+from smupar.rules import DEPTH_RULES, get_rule
 
 _Config = TypeVar("_Config")
 _FEW_MOVES = 5
@@ -123,6 +124,11 @@ class RunConfig:
     """sp, mup, smupar, smupar-init-only or smupar-lr-only."""
     base_width: int = 64
     """Width at which lr, init_std and the alphas were tuned."""
+    base_depth: int | None = None
+    """Number of blocks of the model on which they were tuned; default the same as --depth."""
+    depth_rule: Literal["completep", "depth-mup", "none"] | None = None
+    """How factors follow the depth. completep: branches divided by depth over base depth; depth-mup: by its square root; none:
+    what the model does itself. Default completep for SmuPar's rules, none for sp and mup."""
     sparsity: float | None = None
     """Share of hidden weights that are zero, in [0, 1); with pattern neuron the share of neurons. Default 0.9375; with pattern
     N:M the share follows from it."""
@@ -225,6 +231,13 @@ class RunConfig:
     def start_density(self) -> float | None:
         """The density that the run starts with, which ``parameterize`` takes."""
         return 1.0 if self.prunes else self.density
+
+    @property
+    def residual_depth(self) -> int:
+        """The depth in the model's own 1 / sqrt(2 depth): the base's where a depth rule scales branches, so that the two do
+        not add up."""
+        scales = DEPTH_RULES[self.depth_rule or get_rule(self.rule).depth].alpha is not None
+        return self.base_depth if scales and self.base_depth is not None else self.model.depth
 
     @property
     def mask_method(self) -> MaskMethod:

@@ -16,6 +16,28 @@ if TYPE_CHECKING:
 _LARGEST = 1e30  # beyond it fp32 overflows
 _ROUNDING = 1e-3  # of a sparsity that a pattern fixes
 
+# The largest counts. They stop typing mistakes before a list or a loop of that length starts, and are far beyond what anyone
+# has trained.
+_AT_MOST = {
+    "width": 2**20,  # the widest models have 2^15
+    "base_width": 2**20,
+    "head_dim": 2**20,
+    "ff_multiple": 2**20,
+    "depth": 10_000,  # ResNets and Transformers were trained with a thousand layers
+    "vocab_size": 2**24,  # the largest vocabularies have a million tokens
+    "context": 2**30,  # the longest contexts have 10^7 tokens
+    "seq_len": 2**30,
+    "batch_size": 2**30,  # the largest batches have 10^5 sequences
+    "steps": 10**12,  # at a millisecond a step, this takes 30 years
+    "valid_batches": 10**6,  # one after the other, without a checkpoint
+    "rounds": 10_000,
+    "seeds": 10_000,  # every seed is a run
+    "num_samples": 10**6,  # every sample is a run
+    "round_size": 10**6,
+    "tokens": 10**9,
+}
+_LARGEST_COUNT = 2**63 - 1  # of everything else: what fits into 64 bits
+
 
 @lru_cache
 def _choices(kind: Any) -> dict[str, tuple[Any, ...]]:
@@ -36,29 +58,44 @@ def check_sparsities(*values: float) -> None:
 
 def check_positive(config: object, *names: str) -> None:
     for name in names:
-        refuse(getattr(config, name) < 1, f"{name} must be a positive whole number, got {getattr(config, name)}")
+        value = getattr(config, name)
+        refuse(value < 1, f"{name} must be a positive whole number, got {_short(value)}")
+        check_not_too_large(name, value)
+
+
+def check_not_too_large(name: str, *values: int) -> None:
+    """Refuses a count that no machine could work through, before anything of that length is started."""
+    largest = _AT_MOST.get(name, _LARGEST_COUNT)
+    for value in values:
+        refuse(value > largest, f"{name} must be at most {largest:,}, got {_short(value)}")
+
+
+def _short(value: float) -> str:
+    """A number as text, cut if it has hundreds of digits."""
+    text = str(value)
+    return text if len(text) <= 24 else f"{text[:20]}... ({len(text)} digits)"
 
 
 def check_not_negative(config: object, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
-        refuse(not 0 <= value < math.inf, f"{name} must be a number from 0 on, got {value}")
+        refuse(not 0 <= value < math.inf, f"{name} must be a number from 0 on, got {_short(value)}")
+        if isinstance(value, int):
+            check_not_too_large(name, value)
 
 
 def check_model(model: ModelConfig) -> None:
     """Refuses sizes with which no GPT can be built."""
     check_choices(model)
     check_positive(model, "width", "depth", "head_dim", "vocab_size", "context")
-    width, head_dim, ratio, multiple = model.width, model.head_dim, model.ff_ratio, model.ff_multiple
+    check_positive(model, *(() if model.ff_multiple is None else ("ff_multiple",)))
+    width, head_dim, ratio = model.width, model.head_dim, model.ff_ratio
     refuse(
         width % head_dim,
         f"width {width} is not a multiple of head_dim {head_dim}: --width {max(1, round(width / head_dim)) * head_dim} "
         "would be, or choose another --head-dim",
     )
-    refuse(
-        (ratio is not None and not 0 < ratio < 1000) or (multiple is not None and multiple < 1),
-        f"ff_ratio must lie in (0, 1000), ff_multiple from 1 on, got {ratio}, {multiple}",
-    )
+    refuse(ratio is not None and not 0 < ratio < 1000, f"ff_ratio must lie in (0, 1000), got {ratio}")
     refuse(
         model.positions == "rotary" and head_dim % 2,
         f"rotary positions turn pairs, and head_dim {head_dim} is odd: choose an even --head-dim",
@@ -78,6 +115,7 @@ def check_run(run: RunConfig) -> None:
 def _check_sizes(run: RunConfig) -> None:
     """Checks steps, batches, and the proxy beside the model."""
     check_positive(run, "steps", "batch_size", "seq_len", "base_width", "valid_batches")
+    check_not_too_large("rounds", run.rounds)
     refuse(
         run.mask_method.in_rounds and (run.rounds < 1 or run.steps % (run.rounds + 1)),
         f"{run.steps} steps are not {run.rounds + 1} equal rounds: choose --steps as a multiple of --rounds plus one",
@@ -87,6 +125,10 @@ def _check_sizes(run: RunConfig) -> None:
         run.base_width % run.model.head_dim,
         f"base width {run.base_width} is not a multiple of head_dim {run.model.head_dim}: the head size is the same "
         "in both models, choose another --base-width or --head-dim",
+    )
+    refuse(
+        run.base_depth is not None and not 1 <= run.base_depth <= run.model.depth,
+        f"base_depth must lie between 1 and depth {run.model.depth}, got {run.base_depth}: tune on a model that is not deeper",
     )
     base = replace(run.model, width=run.base_width)
     refuse(
@@ -106,6 +148,7 @@ def _check_optimizer(run: RunConfig) -> None:
         run.lr > _LARGEST or run.momentum >= 1,
         f"lr {run.lr:g} or momentum {run.momentum:g} is too large: momentum lies below 1",
     )
+    refuse(not all(0 <= beta < 1 for beta in run.betas), f"betas must lie in [0, 1), got {run.betas}")
     refuse(
         run.clip is not None and not 0 < run.clip < math.inf,
         f"clip must be a number above 0, got {run.clip}: leave it out for no clipping",

@@ -8,11 +8,9 @@ result is the same to the byte.
 from __future__ import annotations
 
 import codecs
-import errno
-import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,26 +21,27 @@ from tqdm import tqdm
 
 from smupar.lm.config.commands import PrepareConfig
 from smupar.lm.data.shards import (
+    BAR_BYTES,
     INDEX,
     PROGRESS,
     VERIFIED,
-    Shard,
     ShardIndex,
     ShardWriter,
-    TokenizerInfo,
     check_sizes,
     read_index,
     token_dtype,
 )
+from smupar.lm.data.source_file import ReadBytes, still_begins_with
 from smupar.lm.data.sources import BrokenOffError, SourceUnit, TextPiece, describe, find_units
 from smupar.lm.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
-from smupar.output.files import locked, refuse_other_files, write_atomic
+from smupar.output.files import FULL, locked, refuse_other_files, write_atomic
+from smupar.output.json_files import as_record, read_object, write_sealed
+from smupar.output.optional import first_line
 from smupar.plan.settings import refuse
 
 _PROGRESS_FORMAT = "smupar-progress/1"
 _OUR_FILES = re.compile(rf"tokens-\d{{5,}}\.bin|{INDEX}|{PROGRESS}|{VERIFIED}|{TOKENIZER_FILE}")
 _OUR_TEMPORARY = re.compile(rf"({_OUR_FILES.pattern})(\.\d+)?\.tmp")
-_FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 _OPTIONS = ("field", "split", "encoding", "errors", "max_tokens", "shard_tokens")
 
 # Characters for one call of the tokenizer: enough to keep its threads busy, few enough to hold in memory.
@@ -56,11 +55,13 @@ class PreparationState(ShardIndex):
 
     num_units: int = 0  # finished files (or datasets)
     num_pieces: int = 0  # finished pieces of the next file
+    finished: tuple[str, ...] = ()  # sha256 of every finished file; empty for a dataset
+    partial: ReadBytes | None = None  # what was read of the next file
     # True if the preparation stopped at unreadable input. Then another command may start over in the same folder.
     failed: bool = False
 
     def write(self, folder: Path) -> None:
-        write_atomic(folder / PROGRESS, json.dumps({"format": _PROGRESS_FORMAT, **asdict(self)}, indent=1) + "\n")
+        write_sealed(folder / PROGRESS, {"format": _PROGRESS_FORMAT, **asdict(self)})
 
 
 def prepare(config: PrepareConfig) -> ShardIndex:
@@ -83,7 +84,7 @@ def prepare(config: PrepareConfig) -> ShardIndex:
 
     if (folder / INDEX).is_file():
         index = read_index(folder)
-        _refuse_if_different(folder, index, asked)
+        _refuse_if_different(folder, _differences(index, asked))
         check_sizes(folder, index)
         (folder / PROGRESS).unlink(missing_ok=True)
         print(f"{folder} is already prepared: nothing to do", file=sys.stderr)
@@ -120,7 +121,7 @@ def _prepare(
     except OSError as error:
         # Errors of reading have another type, so this error is about writing the folder.
         writer.abandon()
-        remedy = "make space" if error.errno in _FULL else "see to it that the folder can be written"
+        remedy = "make space" if error.errno in FULL else "see to it that the folder can be written"
         raise ValueError(
             f"cannot write {folder} ({error.strerror or error}), {writer.num_tokens} tokens in {len(writer.shards)} shards are "
             f"done: {remedy} and run the same command again, it goes on"
@@ -139,8 +140,9 @@ def _fill(
     writer: ShardWriter, tokenizer: Tokenizer, units: list[SourceUnit], config: PrepareConfig, progress: PreparationState
 ) -> None:
     eot = np.array([] if tokenizer.eot is None else [tokenizer.eot], dtype=token_dtype(tokenizer.vocab_size))
+    finished = list(progress.finished)
     with closing(_Bar(units, progress)) as bar:
-        for batch in _batches(_read(units, config, progress)):
+        for batch in _batches(_read(units, config, progress, finished)):
             encoded = tokenizer.encode_batch([piece.text for _, _, piece in batch])
             for (unit, number, piece), tokens in zip(batch, encoded, strict=True):
                 ids = np.concatenate([tokens, eot]) if piece.ends_document else tokens
@@ -154,6 +156,8 @@ def _fill(
                         largest_token=writer.largest_token,
                         num_units=unit,
                         num_pieces=number,
+                        finished=tuple(finished[:unit]),
+                        partial=piece.read,
                     ).write(writer.folder)
             bar.show(batch, writer.num_tokens)
             if config.max_tokens is not None and writer.num_tokens >= config.max_tokens:
@@ -166,12 +170,18 @@ def _fill(
 Numbered = tuple[int, int, TextPiece]
 
 
-def _read(units: list[SourceUnit], config: PrepareConfig, progress: PreparationState) -> Iterator[Numbered]:
+def _read(
+    units: list[SourceUnit], config: PrepareConfig, progress: PreparationState, finished: list[str]
+) -> Iterator[Numbered]:
+    """The pieces with text. Adds the sha256 of each unit to ``finished`` when it is read to its end."""
     for unit in range(progress.num_units, len(units)):
         skip = progress.num_pieces if unit == progress.num_units else 0
+        whole = None
         for number, piece in enumerate(units[unit].read(config, skip=skip), skip + 1):
+            whole = piece.read
             if piece.text:
                 yield unit, number, piece
+        finished.append(whole.sha256 if whole else "")
 
 
 def _batches(pieces: Iterator[Numbered]) -> Iterator[list[Numbered]]:
@@ -211,12 +221,16 @@ class _Bar:
 
 
 def _check_encoding(config: PrepareConfig) -> None:
+    remedy = "pass --encoding utf-8, latin-1, ... and --errors strict, replace or ignore"
     try:
-        b"".decode(config.encoding)
+        # Some codecs, such as rot13 and zip, do not turn bytes into text. Decoding no bytes at all would not look them up.
+        b" ".decode(config.encoding, "ignore")
         codecs.getincrementaldecoder(config.encoding)
         codecs.lookup_error(config.errors)
     except LookupError as error:
-        raise ValueError(f"{error}: pass --encoding utf-8, latin-1, ... and --errors strict, replace or ignore") from error
+        raise ValueError(f"{error}: {remedy}") from error
+    except (ValueError, TypeError) as error:  # from codecs that know no "ignore"
+        raise ValueError(f"the encoding {config.encoding!r} is not for text files ({first_line(error)}): {remedy}") from error
 
 
 def _resumed(folder: Path, units: Sequence[SourceUnit], asked: PreparationState) -> PreparationState:
@@ -229,19 +243,36 @@ def _resumed(folder: Path, units: Sequence[SourceUnit], asked: PreparationState)
         refuse_other_files(folder, "preparation")
         return asked
     progress = _read_progress(path)
-    if progress.failed and _differences(progress, asked):
+    differences = _differences(progress, asked) or _changed_files(units, progress)
+    if progress.failed and differences:
         _remove_ours(folder)
         return asked
-    _refuse_if_different(folder, progress, asked)
+    _refuse_if_different(folder, differences)
     check_sizes(folder, progress)
-    _say_if_newer(units, path)
     return replace(progress, source=asked.source, failed=False)
+
+
+def _changed_files(units: Sequence[SourceUnit], progress: PreparationState) -> list[str]:
+    """The finished files that no longer hold what was read from them, and the same for the file that was read in part."""
+    before = [
+        (unit, ReadBytes(unit.size, sha256))
+        for unit, sha256 in zip(units, progress.finished, strict=False)
+        if unit.size is not None and sha256
+    ]
+    if progress.partial is not None:
+        before.append((units[progress.num_units], progress.partial))
+    size = sum(read.num_bytes for _, read in before)
+    with tqdm(total=size, desc="compare", unit="B", unit_scale=True, disable=size < BAR_BYTES, leave=False) as bar:
+        changed = [unit.name for unit, read in before if not still_begins_with(Path(unit.name), read, bar)]
+    return [f"another text in {changed[0]}" + (f" and {len(changed) - 1} more" if len(changed) > 1 else "")] if changed else []
 
 
 def _say_if_newer(units: Sequence[SourceUnit], written: Path) -> None:
     """Warns if a file is newer than the shards, since it may hold another text of the same size. This is not an error, because
     a new time does not prove a new text."""
-    newer = [unit.name for unit in units if unit.size is not None and Path(unit.name).stat().st_mtime > written.stat().st_mtime]
+    made = written.stat().st_mtime
+    files = [(unit.name, Path(unit.name).stat()) for unit in units if unit.size is not None]
+    newer = [name for name, facts in files if max(facts.st_mtime, facts.st_ctime) > made]
     if newer:
         more = f" and {len(newer) - 1} more were" if len(newer) > 1 else " was"
         print(
@@ -252,23 +283,29 @@ def _say_if_newer(units: Sequence[SourceUnit], written: Path) -> None:
 
 
 def _read_progress(path: Path) -> PreparationState:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        if values.pop("format") != _PROGRESS_FORMAT:
-            raise KeyError("format")
-        values["tokenizer"] = TokenizerInfo(**values["tokenizer"])
-        values["shards"] = tuple(Shard(**shard) for shard in values["shards"])
-        return PreparationState(**values)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged or of another version ({error}): choose another --out, or delete it") from error
+    remedy = "choose another --out, or delete the folder and prepare it again"
+    values = read_object(path, remedy=remedy)
+    there = values.pop("format", None)
+    refuse(there != _PROGRESS_FORMAT, f"{path} has format {there!r} and this version reads {_PROGRESS_FORMAT!r}: {remedy}")
+    progress = as_record(PreparationState, values, source=str(path), remedy=remedy)
+    if progress.num_units and not progress.finished:  # written by a version that kept no checksums
+        return replace(progress, finished=("",) * progress.num_units)
+    return progress
 
 
 def _differences(there: ShardIndex, asked: ShardIndex) -> list[str]:
     differences = []
     if there.tokenizer.sha256 != asked.tokenizer.sha256:
-        differences.append(f"tokenizer {there.tokenizer.name}, not {asked.tokenizer.name}")
-    if there.source.get("sources") != asked.source["sources"]:
-        differences.append(f"sources {_named(there)}, not {_named(asked)}")
+        old, new = there.tokenizer, asked.tokenizer
+        differences.append(
+            f"tokenizer {old.name}, not {new.name}"
+            if old.name != new.name
+            else f"another tokenizer called {old.name}: sha256 {old.sha256[:12]}..., not {new.sha256[:12]}..."
+        )
+    sources = there.source.get("sources", [])
+    if sources != asked.source["sources"]:
+        named, now = _named(sources), _named(asked.source["sources"])
+        differences.append(f"sources {named}, not {now}" if named != now else f"other names or sizes of files in {now}")
     options = there.source.get("options", {})
     # Shards before the first decoding error do not depend on --errors, so a failed preparation may go on with another value.
     lax = isinstance(there, PreparationState) and there.failed and options.get("errors") == "strict"
@@ -278,16 +315,17 @@ def _differences(there: ShardIndex, asked: ShardIndex) -> list[str]:
     return differences
 
 
-def _named(index: ShardIndex) -> str:
+def _named(sources: Sequence[Mapping[str, Any]]) -> str:
     return ", ".join(
-        source["source"] + (f" ({source['num_bytes']} bytes)" if "num_bytes" in source else "")
-        for source in index.source.get("sources", [])
+        source["source"] + (f" ({source['num_bytes']} bytes)" if "num_bytes" in source else "") for source in sources
     )
 
 
-def _refuse_if_different(folder: Path, there: ShardIndex, asked: ShardIndex) -> None:
-    differences = _differences(there, asked)
-    refuse(differences, f"{folder} holds another preparation ({'; '.join(differences)}): choose another --out")
+def _refuse_if_different(folder: Path, differences: list[str]) -> None:
+    refuse(
+        differences,
+        f"{folder} holds another preparation ({'; '.join(differences)}): choose another --out, or delete {folder}",
+    )
 
 
 def _leave_after_bad_input(folder: Path, *, remove_folder: bool) -> None:

@@ -27,7 +27,7 @@ FORMAT = "smupar-tokens/1"
 INDEX, PROGRESS, VERIFIED = "index.json", "progress.json", "verified.json"
 
 _CHUNK = 1 << 22  # bytes that are read or written at a time
-_BAR_BYTES = 1 << 30  # hashing fewer bytes takes about a second and needs no progress bar
+BAR_BYTES = 1 << 30  # hashing fewer bytes takes about a second and needs no progress bar
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def verify(folder: str | Path) -> ShardIndex:
         return index
     size = sum(now[shard.file]["size"] for shard in todo)
     with (
-        tqdm(total=size, desc="verify", unit="B", unit_scale=True, disable=size < _BAR_BYTES, leave=False) as bar,
+        tqdm(total=size, desc="verify", unit="B", unit_scale=True, disable=size < BAR_BYTES, leave=False) as bar,
         ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool,
     ):
         for shard, sha256 in zip(todo, pool.map(lambda shard: _file_hash(folder / shard.file, bar), todo), strict=True):

@@ -7,25 +7,21 @@ file needs little memory and uses all cores.
 from __future__ import annotations
 
 import codecs
-import gzip
 import hashlib
 import io
 import itertools
 import json
 import os
-import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from smupar.lm.config.commands import PrepareConfig
+from smupar.lm.data.source_file import PIECE, HashedFile, ReadBytes, open_source
 from smupar.output.optional import first_line, optional
 from smupar.plan.settings import refuse
 
-# Bytes read and characters handed on at a time. Tokenizers run one thread per piece.
-_PIECE = 1 << 18
 _UTF8_BOM = b"\xef\xbb\xbf"
 
 
@@ -35,6 +31,7 @@ class TextPiece(NamedTuple):
     text: str  # empty for a row without text; empty pieces count too, so that a resumed preparation can skip by count
     ends_document: bool
     position: int  # bytes of the file read so far, for the progress bar
+    read: ReadBytes | None  # what the file held up to there; None for a dataset
 
 
 class BrokenOffError(ValueError):
@@ -50,14 +47,17 @@ class SourceUnit:
     config_name: str | None = None  # for datasets only
 
     def read(self, config: PrepareConfig, *, skip: int = 0) -> Iterator[TextPiece]:
-        """The pieces from number ``skip`` on."""
+        """The pieces from number ``skip`` on. After those of a file comes an empty piece, which describes the whole file.
+        Raises if the file changes meanwhile."""
         if self.size is None:
-            return _read_dataset(self, config, skip)
+            yield from _read_dataset(self, config, skip)
+            return
         path = Path(self.name)
         kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
-        if path.suffix == ".parquet":
-            return _read_parquet(path, config, skip)
-        return _read_jsonl(path, config, skip) if kind in (".jsonl", ".json") else _read_text(path, config, skip)
+        read = _read_parquet if path.suffix == ".parquet" else _read_jsonl if kind in (".jsonl", ".json") else _read_text
+        with open_source(path, self.size) as (stream, raw):
+            yield from read(path, stream, raw, config, skip)
+            yield TextPiece("", False, self.size, raw.so_far)
 
 
 def find_units(source: str, *, out: Path) -> list[SourceUnit]:
@@ -110,23 +110,6 @@ def _walk(root: Path, out: Path) -> list[Path]:
     return sorted(paths, key=lambda path: path.as_posix())
 
 
-@contextmanager
-def _open(path: Path) -> Iterator[tuple[io.BufferedReader, io.FileIO]]:
-    """The decompressed content, and the raw file, whose position says how much was read."""
-    try:
-        with io.FileIO(path) as raw:
-            # The type checker does not accept GzipFile as a RawIOBase, but it works as one.
-            content: Any = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
-            with io.BufferedReader(content, _PIECE) as stream:
-                yield stream, raw
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(
-            f"{path} is not gzip, or damaged ({error}): get it again, or rename it if it is not compressed"
-        ) from error
-    except OSError as error:
-        raise ValueError(f"cannot read {path} ({error.strerror or error}): check that it is there and may be read") from error
-
-
 def _undecodable(path: Path, error: UnicodeDecodeError, offset: int) -> ValueError:
     remedy = "--errors replace" if error.encoding.startswith("latin") else "--encoding latin-1 or --errors replace"
     return ValueError(
@@ -134,32 +117,31 @@ def _undecodable(path: Path, error: UnicodeDecodeError, offset: int) -> ValueErr
     )
 
 
-def _read_text(path: Path, config: PrepareConfig, skip: int) -> Iterator[TextPiece]:
+def _read_text(path: Path, stream: io.BufferedReader, raw: HashedFile, config: PrepareConfig, skip: int) -> Iterator[TextPiece]:
     decoder = codecs.getincrementaldecoder(config.encoding)(config.errors)
     is_utf8 = codecs.lookup(config.encoding).name == "utf-8"
     number = num_bytes = 0
     text = ""
-    with _open(path) as (stream, raw):
-        while True:
-            chunk = stream.read(_PIECE)
-            before = num_bytes - len(decoder.getstate()[0])  # the decoder may hold part of a character
-            num_bytes += len(chunk)
-            if before == 0 and is_utf8 and chunk.startswith(_UTF8_BOM):
-                before, chunk = len(_UTF8_BOM), chunk[len(_UTF8_BOM) :]
-            try:
-                text += decoder.decode(chunk, final=not chunk)
-            except UnicodeDecodeError as error:
-                raise _undecodable(path, error, before + error.start) from error
-            if not chunk:
-                break
-            if len(text) >= _PIECE:
-                cut = cut_at(text)
-                number += 1
-                if number > skip:
-                    yield TextPiece(text[:cut], False, raw.tell())
-                text = text[cut:]
-        if text and number >= skip:
-            yield TextPiece(text, True, raw.tell())
+    while True:
+        chunk = stream.read(PIECE)
+        before = num_bytes - len(decoder.getstate()[0])  # the decoder may hold part of a character
+        num_bytes += len(chunk)
+        if before == 0 and is_utf8 and chunk.startswith(_UTF8_BOM):
+            before, chunk = len(_UTF8_BOM), chunk[len(_UTF8_BOM) :]
+        try:
+            text += decoder.decode(chunk, final=not chunk)
+        except UnicodeDecodeError as error:
+            raise _undecodable(path, error, before + error.start) from error
+        if not chunk:
+            break
+        if len(text) >= PIECE:
+            cut = cut_at(text)
+            number += 1
+            if number > skip:
+                yield TextPiece(text[:cut], False, raw.so_far.num_bytes, raw.so_far)
+            text = text[cut:]
+    if text and number >= skip:
+        yield TextPiece(text, True, raw.so_far.num_bytes, raw.so_far)
 
 
 def cut_at(text: str) -> int:
@@ -176,23 +158,24 @@ def cut_at(text: str) -> int:
     return at if (at := text.rfind(" ", half, end)) > 0 else end
 
 
-def _read_jsonl(path: Path, config: PrepareConfig, skip: int) -> Iterator[TextPiece]:
+def _read_jsonl(
+    path: Path, stream: io.BufferedReader, raw: HashedFile, config: PrepareConfig, skip: int
+) -> Iterator[TextPiece]:
     refuse(
         "\n".encode(config.encoding) != b"\n",
         f"{path}: lines of JSON in {config.encoding} are not read here, convert the file to UTF-8",
     )
     offset = 0
-    with _open(path) as (stream, raw):
-        for number, line in enumerate(stream, 1):
-            if number > skip:
-                content = line.removeprefix(_UTF8_BOM) if number == 1 else line
-                try:
-                    decoded = content.decode(config.encoding, config.errors)
-                except UnicodeDecodeError as error:
-                    raise _undecodable(path, error, offset + len(line) - len(content) + error.start) from error
-                text = _field_of_line(decoded, config, f"{path}, line {number}") if decoded.strip() else ""
-                yield TextPiece(text, True, raw.tell())
-            offset += len(line)
+    for number, line in enumerate(stream, 1):
+        if number > skip:
+            content = line.removeprefix(_UTF8_BOM) if number == 1 else line
+            try:
+                decoded = content.decode(config.encoding, config.errors)
+            except UnicodeDecodeError as error:
+                raise _undecodable(path, error, offset + len(line) - len(content) + error.start) from error
+            text = _field_of_line(decoded, config, f"{path}, line {number}") if decoded.strip() else ""
+            yield TextPiece(text, True, raw.so_far.num_bytes, raw.so_far)
+        offset += len(line)
 
 
 def _field_of_line(line: str, config: PrepareConfig, where: str) -> str:
@@ -200,6 +183,8 @@ def _field_of_line(line: str, config: PrepareConfig, where: str) -> str:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not JSON ({error.msg} at column {error.colno}); one object per line is expected") from error
+    except (RecursionError, ValueError) as error:  # nested too deeply, or a number with thousands of digits
+        raise ValueError(f"{where}: JSON that Python does not read ({first_line(error)}); leave the line out") from error
     if not isinstance(row, dict):
         raise ValueError(
             f"{where}: a JSON object is expected, found {type(row).__name__}; give each line a field that holds text"
@@ -229,17 +214,22 @@ def _names(names: Any) -> str:
     return ", ".join(map(repr, names)) or "none"
 
 
-def _read_parquet(path: Path, config: PrepareConfig, skip: int) -> Iterator[TextPiece]:
+def _read_parquet(
+    path: Path, stream: io.BufferedReader, raw: HashedFile, config: PrepareConfig, skip: int
+) -> Iterator[TextPiece]:
     parquet = optional("pyarrow.parquet", f"reading Parquet ({path})")
     arrow_error = optional("pyarrow", f"reading Parquet ({path})").ArrowException
+    while stream.read(PIECE):  # Parquet is not read from start to end, so it is hashed first
+        pass
     try:
         with parquet.ParquetFile(path) as file:
-            yield from _rows(file, path, config, skip)
+            for text, position in _rows(file, path, config, skip):
+                yield TextPiece(text, True, position, raw.so_far)
     except (OSError, arrow_error) as error:
         raise ValueError(f"{path} is not Parquet, or damaged ({first_line(error)}): get it again, or rename it") from error
 
 
-def _rows(file: Any, path: Path, config: PrepareConfig, skip: int) -> Iterator[TextPiece]:
+def _rows(file: Any, path: Path, config: PrepareConfig, skip: int) -> Iterator[tuple[str, int]]:
     schema = file.schema_arrow
     refuse(
         config.field not in schema.names,
@@ -261,7 +251,7 @@ def _rows(file: Any, path: Path, config: PrepareConfig, skip: int) -> Iterator[T
             for text in batch.column(0).to_pylist():
                 row += 1
                 if row > skip:
-                    yield TextPiece(text or "", True, size * row // num_rows)
+                    yield text or "", size * row // num_rows
 
 
 def _read_dataset(unit: SourceUnit, config: PrepareConfig, skip: int) -> Iterator[TextPiece]:
@@ -286,4 +276,4 @@ def _read_dataset(unit: SourceUnit, config: PrepareConfig, skip: int) -> Iterato
             ) from error
         if row is None:
             return
-        yield TextPiece(_field(row, config.field, f"{unit.name}, row {number}"), True, 0)
+        yield TextPiece(_field(row, config.field, f"{unit.name}, row {number}"), True, 0, None)

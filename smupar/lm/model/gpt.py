@@ -90,6 +90,11 @@ class MLP(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x) if self.gated else F.gelu(self.up(x)))
 
 
+def residual_factor(config: ModelConfig, depth: int) -> float:
+    """The model's own factor on residual branches, before any depth rule."""
+    return 1 / math.sqrt(2 * depth) if config.residual_factor else 1.0
+
+
 class TransformerBlock(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -97,7 +102,7 @@ class TransformerBlock(nn.Module):
         self.attention = Attention(config)
         self.norm_mlp = nn.LayerNorm(config.width, bias=config.biases)
         self.mlp = MLP(config)
-        self.factor = 1 / math.sqrt(2 * config.depth) if config.residual_factor else 1.0
+        self.factor = residual_factor(config, config.depth)
 
     def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
         x = x + self.factor * self.attention(self.norm_attention(x), cache)
@@ -137,6 +142,10 @@ class GPT(nn.Module):
 
 def attentions(model: nn.Module) -> list[Attention]:
     return [module for module in model.modules() if isinstance(module, Attention)]
+
+
+def blocks(model: nn.Module) -> list[TransformerBlock]:
+    return [module for module in model.modules() if isinstance(module, TransformerBlock)]
 
 
 # Positions
@@ -188,6 +197,8 @@ def use_plain_attention(model: GPT) -> None:
 
 # Parameterized
 
+BRANCHES = ("blocks.*.attention.out", "blocks.*.mlp.down")  # the modules whose outputs are added to the residual stream
+
 
 def build(config: RunConfig) -> tuple[GPT, Plan]:
     """A parameterized GPT on the CPU and its plan, with the attention scale set."""
@@ -199,6 +210,8 @@ def parameterized(model: GPT, config: RunConfig, *, reset: bool | None = None) -
     """Parameterizes a GPT in place with the run's settings; ``reset`` is passed to ``parameterize``."""
     plan = parameterize(model, base=_base(config), reset=reset, **_settings(config))
     set_attention_scale(model, plan)
+    for block in blocks(model):
+        block.factor = residual_factor(config.model, config.residual_depth)
     if config.prunes:
         add_masks(model, plan)
     return plan
@@ -223,7 +236,7 @@ def on_meta(config: ModelConfig) -> GPT:
 
 
 def _base(config: RunConfig) -> GPT:
-    return on_meta(replace(config.model, width=config.base_width))
+    return on_meta(replace(config.model, width=config.base_width, depth=config.base_depth or config.model.depth))
 
 
 def allocated(config: RunConfig, density: float | None) -> float | Allocation | None:
@@ -242,6 +255,8 @@ def _settings(config: RunConfig) -> Settings:
         "init_std": config.init_std,
         "alpha_input": config.alpha_input,
         "alpha_output": config.alpha_output,
+        "branches": BRANCHES,
+        "depth": config.depth_rule,
         # If model and base are equally wide, a wider delta shows which dimensions scale.
         "delta": on_meta(replace(config.model, width=2 * config.base_width))
         if config.model.width == config.base_width

@@ -29,7 +29,7 @@ from smupar import __version__
 from smupar.lm.config.run import STANDARD_LIBRARY, RunConfig, differences, flat
 from smupar.lm.data.batches import Corpus, CorpusFacts
 from smupar.lm.data.tokenizer import TOKENIZER_FILE
-from smupar.output.files import locked, refuse_other_files, write_atomic
+from smupar.output.files import locked, refuse_other_files, write_atomic, writing
 from smupar.plan.settings import refuse
 from smupar.updates.trace import Trace
 
@@ -154,7 +154,8 @@ class RunFolder:
 
     def log(self, row: Row) -> None:
         assert self._metrics is not None, "resume_metrics opens the file"
-        self._metrics.write(metrics_line(row))
+        with writing(self.path / "metrics.jsonl"):
+            self._metrics.write(metrics_line(row))
 
 
 def metrics_line(row: Row) -> str:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smupar.check.audit import audit
+from smupar.execute.compiler_cache import guard_compiler_cache
 from smupar.execute.cuda_graphs import Graphed, Upload, compile_static
 from smupar.execute.sparse.convert import StorageReport, sparsify_storage
 from smupar.lm.config.run import Execution, RunConfig
@@ -127,6 +128,7 @@ class Stepper:
         if flex:
             use_flex_attention(self.model, self.config.seq_len)
         if self.world.sharded:  # a block at a time, so that its weights are gathered and freed around it
+            guard_compiler_cache()
             for block in self.model.blocks:
                 block.compile(dynamic=False)
         else:

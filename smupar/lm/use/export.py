@@ -14,12 +14,12 @@ from torch import Tensor
 
 from smupar.lm.config.commands import ExportConfig
 from smupar.lm.data.tokenizer import TOKENIZER_FILE
-from smupar.lm.model.gpt import GPT, attentions
+from smupar.lm.model.gpt import GPT, attentions, blocks, residual_factor
 from smupar.lm.run import checkpoint
 from smupar.lm.run.folder import read_facts, read_summary
 from smupar.lm.use.load import EXPORT_FORMAT, LoadedRun, load_run
 from smupar.model.csr import compress_export
-from smupar.model.parameterize import FACTOR, mask_of
+from smupar.model.parameterize import BRANCH, FACTOR, mask_of
 from smupar.output.files import refuse_existing, whole_folder
 from smupar.plan.plan import PLAN_FILE
 from smupar.plan.settings import refuse
@@ -46,8 +46,8 @@ def export(config: ExportConfig) -> str:
     }
     with whole_folder(out) as folder:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-        (folder / "config.json").write_text(json.dumps(described, indent=1))
-        (folder / "README.md").write_text(model_card(run))
+        (folder / "config.json").write_text(json.dumps(described, indent=1), encoding="utf-8")
+        (folder / "README.md").write_text(model_card(run), encoding="utf-8")
         if (run.folder / TOKENIZER_FILE).exists():
             shutil.copy(run.folder / TOKENIZER_FILE, folder)
     size = (out / "model.safetensors").stat().st_size
@@ -68,7 +68,8 @@ def is_of_transformers(config: ExportConfig) -> bool:
 @torch.no_grad()
 def folded(model: GPT) -> dict[str, Tensor]:
     """The state dict of an untied, plain GPT with the same logits. The weights of embedding and unembedding are multiplied by
-    their factors, and the queries by the rule's attention scale divided by the usual 1 / sqrt(head_dim)."""
+    their factors, the queries by the rule's attention scale divided by the usual 1 / sqrt(head_dim), and the outputs of
+    residual branches by their factor divided by the plain model's own."""
     tensors = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     tensors["unembedding.weight"] = model.unembedding.weight.detach().clone()
     for path in ("embedding", "position", "unembedding"):
@@ -80,6 +81,11 @@ def folded(model: GPT) -> dict[str, Tensor]:
         for name in ("weight", "bias"):
             if f"blocks.{number}.attention.qkv.{name}" in tensors:
                 tensors[f"blocks.{number}.attention.qkv.{name}"][: model.config.width] *= factor
+    plain = residual_factor(model.config, model.config.depth)
+    for number, block in enumerate(blocks(model)):
+        for path, module in block.named_modules(prefix=f"blocks.{number}"):
+            for name, _ in module.named_parameters() if hasattr(module, BRANCH) else ():
+                tensors[f"{path}.{name}"] *= getattr(module, BRANCH) * (block.factor / plain)
     return tensors
 
 

@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from smupar.lm.config.commands import GenerateConfig
+from smupar.lm.config.validation import check_not_too_large
 from smupar.lm.model.gpt import GPT, Cache
 from smupar.lm.run.distributed import pick_device
 from smupar.lm.use.load import load_model
 from smupar.plan.settings import refuse
+
+_COLDEST = 1e-30  # below it logits divided by the temperature overflow fp32; the likeliest token is certain long before
 
 
 def generate(config: GenerateConfig) -> Iterator[str]:
@@ -21,6 +24,8 @@ def generate(config: GenerateConfig) -> Iterator[str]:
         config.tokens < 1 or not 0 <= config.temperature < math.inf or config.top_k < 0,
         "--tokens must be above 0, --temperature and --top-k at least 0",
     )
+    check_not_too_large("tokens", config.tokens)
+    refuse(abs(config.seed) >= 2**63, "--seed must fit into 64 bits: choose a smaller number")
     model, tokenizer = load_model(config.folder, device=pick_device(config.device))
     prompt = tokenizer.encode(config.prompt).tolist()
     refuse(not prompt, "the prompt is empty: give at least one character with --prompt")
@@ -62,7 +67,7 @@ def sample(model: GPT, prompt: list[int], config: GenerateConfig, *, vocab_size:
 
 
 def choose(logits: Tensor, config: GenerateConfig, rng: torch.Generator) -> Tensor:
-    if config.temperature == 0:
+    if config.temperature < _COLDEST:
         return logits.argmax()
     if config.top_k:
         least = logits.topk(min(config.top_k, len(logits))).values[-1]

@@ -32,7 +32,7 @@ from smupar.lm.model.gpt import GPT
 from smupar.lm.run.distributed import pick_device
 from smupar.lm.run.folder import versions
 from smupar.lm.use.load import is_export, load_model, load_run, read_description
-from smupar.output.files import write_atomic
+from smupar.output.files import write_atomic, writing
 from smupar.output.optional import first_line, optional
 from smupar.plan.plan import PLAN_FILE
 from smupar.plan.settings import refuse
@@ -257,7 +257,7 @@ def score_file(folder: str, requests: str | Path, out: str | Path, config: Scori
     )
     missing = {request.key: request for request in asked if request.key not in answered}
     bar = tqdm(total=len(missing), desc=str(folder), unit=" requests", disable=None, leave=False)
-    with bar, path.open("a", encoding="utf-8") as file:
+    with bar, writing(path), path.open("a", encoding="utf-8") as file:
         for scored in score(model, missing.values(), config, device):
             for request, answer in scored:
                 refuse(

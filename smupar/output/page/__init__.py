@@ -18,12 +18,12 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-import os
 import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from smupar.output.files import write_atomic
 from smupar.output.page.document import Document
 
 FORMAT = "smupar-page/1"
@@ -46,11 +46,8 @@ def page(documents: Sequence[Document], *, live: bool = False) -> str:
 
 
 def write_page(path: Path, document: Document) -> None:
-    """Writes the page of one document. A reader sees the old page or the new one. It is not forced to the disk, since it can
-    always be made again."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(page([document]), encoding="utf-8")
-    temporary.replace(path)
+    """Writes the page of one document. Who opens it meanwhile sees the old page or the new one."""
+    write_atomic(path, page([document]))
 
 
 def read_page(path: Path) -> Document | None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import smupar
-from smupar.execute.sparse import auto, cpu
+from smupar.execute.sparse import auto, library
 from smupar.execute.sparse.cpu import best_kernel
 from smupar.model.compressed import SparseLinear
 from tests.execute.sparse.kept import batch, convnet, pair, parameterized
@@ -52,13 +52,13 @@ def test_auto_leaves_layers_dense_that_cannot_be_sparse():
 def test_without_a_compiler_torch_does_it_and_says_so(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    for cached in (cpu._library, best_kernel):
+    for cached in (library._library, best_kernel):
         cached.cache_clear()
     with pytest.warns(smupar.SparseWarning, match=r"no C\+\+ compiler"):
         dense, sparse, _ = pair()
     tokens, _ = batch(0)
     torch.testing.assert_close(sparse(tokens), dense(tokens))
-    for cached in (cpu._library, best_kernel):
+    for cached in (library._library, best_kernel):
         cached.cache_clear()
 
 
@@ -67,7 +67,7 @@ def test_compiler_that_fails_is_quoted(monkeypatch, tmp_path):
     broken.write_text("#!/bin/sh\necho 'error: out of ink' >&2\nexit 1\n")
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
-    cpu._library.cache_clear()
-    with pytest.raises(cpu.NoKernel, match="out of ink"):
-        cpu.library()
-    cpu._library.cache_clear()
+    library._library.cache_clear()
+    with pytest.raises(library.NoKernel, match="out of ink"):
+        library.library()
+    library._library.cache_clear()

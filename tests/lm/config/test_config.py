@@ -6,9 +6,11 @@ from typing import get_args, get_type_hints
 
 import pytest
 
+from smupar.lm.config.commands import CheckConfig
 from smupar.lm.config.mask_methods import MASK_METHODS
 from smupar.lm.config.presets import preset
-from smupar.lm.config.run import ModelConfig, RunConfig
+from smupar.lm.config.run import Execution, ModelConfig, RunConfig
+from smupar.study.config import TransferConfig, TuneConfig
 
 RUN = RunConfig(model=ModelConfig(width=64, depth=1), base_width=32, sparsity=0.75, steps=5, batch_size=2, seq_len=16)
 
@@ -28,7 +30,7 @@ def _with(config=RUN, **options):
         ({"head_dim": 0}, "head_dim must be a positive whole number, got 0"),
         ({"ff_ratio": 0.0}, "ff_ratio must lie in"),
         ({"ff_ratio": math.nan}, "ff_ratio must lie in"),
-        ({"ff_multiple": 0}, "ff_ratio must lie in"),
+        ({"ff_multiple": 0}, "ff_multiple must be a positive whole number"),
         ({"width": 15, "head_dim": 5, "positions": "rotary"}, "head_dim 5 is odd: choose an even --head-dim"),
     ],
 )
@@ -47,6 +49,8 @@ def test_bad_model_raises_with_a_remedy(options, message):
         ({"steps": 0}, "steps must be a positive whole number, got 0"),
         ({"batch_size": 0}, "batch_size must be a positive whole number"),
         ({"lr": -1.0}, "lr must be a number from 0 on, got -1.0"),
+        ({"betas": (0.9, 1.0)}, r"betas must lie in \[0, 1\), got \(0.9, 1.0\)"),
+        ({"betas": (math.inf, 0.9)}, r"betas must lie in \[0, 1\)"),
         ({"clip": 0.0}, "clip must be a number above 0, got 0.0: leave it out for no clipping"),
         ({"steps": 10, "warmup": 11}, r"warmup must lie in \[0, steps = 10\], got 11"),
         ({"warmup": -1}, r"warmup must lie in \[0, steps = 400\], got -1"),
@@ -59,6 +63,48 @@ def test_bad_model_raises_with_a_remedy(options, message):
 def test_bad_run_raises_with_a_remedy(options, message):
     with pytest.raises(ValueError, match=message):
         RunConfig(**options)
+
+
+MANY = int("9" * 20)
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "largest"),
+    [
+        (ModelConfig, "width", "1,048,576"),
+        (ModelConfig, "depth", "10,000"),
+        (ModelConfig, "head_dim", "1,048,576"),
+        (ModelConfig, "vocab_size", "16,777,216"),
+        (ModelConfig, "ff_multiple", "1,048,576"),
+        (ModelConfig, "context", "1,073,741,824"),
+        (RunConfig, "base_width", "1,048,576"),
+        (RunConfig, "steps", "1,000,000,000,000"),
+        (RunConfig, "batch_size", "1,073,741,824"),
+        (RunConfig, "seq_len", "1,073,741,824"),
+        (RunConfig, "valid_batches", "1,000,000"),
+        (RunConfig, "rounds", "10,000"),
+        (Execution, "keep", "9,223,372,036,854,775,807"),
+        (Execution, "save_every", "9,223,372,036,854,775,807"),
+        (CheckConfig, "seeds", "10,000"),
+        (TransferConfig, "seeds", "10,000"),
+        (TransferConfig, "proxy_steps", "1,000,000,000,000"),
+        (TransferConfig, "proxy_depth", "10,000"),
+        (TuneConfig, "num_samples", "1,000,000"),
+        (TuneConfig, "round_size", "1,000,000"),
+    ],
+)
+def test_number_with_twenty_digits_is_refused_at_once(make, name, largest):
+    with pytest.raises(ValueError, match=rf"^{name.removeprefix('proxy_')} must be at most {largest}, got {MANY}$"):
+        make(**{name: MANY})
+    with pytest.raises(ValueError, match=r"got 99999999999999999999\.\.\. \(400 digits\)$"):
+        make(**{name: int("9" * 400)})
+    make(**{name: 64})
+
+
+def test_widths_with_twenty_digits_are_refused_at_once():
+    for make in (CheckConfig, TransferConfig):
+        with pytest.raises(ValueError, match=f"^width must be at most 1,048,576, got {MANY}$"):
+            make(widths=(256, MANY))
 
 
 def test_context_limits_learned_positions_only():

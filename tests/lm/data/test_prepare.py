@@ -2,6 +2,7 @@
 
 import dataclasses
 import gzip
+import hashlib
 import json
 import os
 import random
@@ -116,8 +117,10 @@ def test_row_of_parquet_becomes_a_document():
     parquet.write_table(pyarrow.table({"body": rows, "n": list(range(40))}), "a.parquet", row_group_size=7)
     assert prepare(_config("a.parquet", field="body")).num_documents == 32
     assert _text() == "".join(row + "\0" for row in rows if row)
-    read = [piece.text for piece in sources.SourceUnit("a.parquet", 1).read(_config("a.parquet", field="body"), skip=17)]
-    assert read == [row or "" for row in rows[17:]]
+    (unit,) = sources.find_units("a.parquet", out=Path("out"))
+    *read, last = unit.read(_config("a.parquet", field="body"), skip=17)
+    assert [piece.text for piece in read] == [row or "" for row in rows[17:]]
+    assert last.read.sha256 == hashlib.sha256(Path("a.parquet").read_bytes()).hexdigest()
 
 
 def test_rows_of_a_dataset_are_streamed(monkeypatch):
@@ -186,10 +189,11 @@ def test_long_file_gives_the_tokens_it_gives_in_one_piece():
     lines = ["def line of code(self):", "", "        return self.code", "é" * 50, "\t"]
     text = "\n".join(random.Random(0).choices(lines, k=50_000))
     _write("a.txt", text)
-    pieces = list(sources.SourceUnit("a.txt", 1).read(_config("a.txt")))
+    (unit,) = sources.find_units("a.txt", out=Path("out"))
+    *pieces, end = unit.read(_config("a.txt"))
     assert [piece.ends_document for piece in pieces] == [False, False, False, True]
     for skip in range(5):
-        assert list(sources.SourceUnit("a.txt", 1).read(_config("a.txt"), skip=skip)) == pieces[skip:]
+        assert list(unit.read(_config("a.txt"), skip=skip)) == [*pieces[skip:], end]
     prepare(_config("a.txt", tokenizer=_bpe(), shard_tokens=75_000))
     ids = load_tokenizer("tiny.json").encode(text)
     tokens = open_tokens("out")
@@ -359,6 +363,112 @@ def test_interrupted_preparation_says_so_and_goes_on():
     assert not list(Path("out").glob("*.tmp"))
 
 
+def _changed(name, content):
+    """Writes a file again, with the size and times that it had."""
+    facts = Path(name).stat()
+    assert len(content) == facts.st_size
+    Path(name).write_bytes(content)
+    os.utime(name, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+
+
+@pytest.mark.parametrize("name", ["d/a.jsonl", "d/b.txt"])
+def test_source_that_changed_between_kill_and_resume_is_named(name):
+    _write("d/a.jsonl", _lines({"text": "first"}, {"text": "second"}))
+    _write("d/b.txt", "third\n" * 100_000)
+    _write("d/c.txt", "fourth")
+    config = _config("d", shard_tokens=100_000)
+    _start(config, kill_at=3).communicate(timeout=30)  # when the first shard and its progress are on disk
+    before = _files()
+    assert sorted(before) == ["progress.json", "tokens-00000.bin"]
+    text = Path(name).read_bytes()
+    _changed(name, text.replace(b"i", b"I"))
+    assert f"out holds another preparation (another text in {name}): choose another --out, or delete out" in _message(config)
+    assert _files() == before
+    _changed(name, text)
+    _changed("d/c.txt", b"FOURTH")  # was not read yet
+    prepare(config)
+    assert _text() == "first\0second\0" + "third\n" * 100_000 + "\0FOURTH\0"
+
+
+def _halfway(name):
+    """The pieces of a file from the second on, when the first was read."""
+    (unit,) = sources.find_units(name, out=Path("out"))
+    pieces = unit.read(_config(name))
+    next(pieces)
+    return pieces
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: _changed("a.txt", b"otherwise" + text[9:]),
+        lambda text: _write("a.txt", text + b"more"),
+        lambda text: _write("a.txt", text[:-9]),
+        lambda text: _write("a.txt", b""),
+    ],
+    ids=["start", "grows", "shrinks", "is emptied"],
+)
+def test_source_that_changes_while_it_is_read_is_named(change):
+    text = b"some text\n" * 100_000
+    _write("a.txt", text)
+    rest = _halfway("a.txt")
+    change(text)
+    with pytest.raises(ValueError, match=r"^a\.txt changed while it was read: run the same command again"):
+        list(rest)
+
+
+def test_source_with_new_times_and_the_same_text_is_read():
+    _write("a.txt", "some text\n" * 100_000)
+    rest = _halfway("a.txt")
+    Path("a.txt").touch()
+    *_, last = rest
+    assert last.read.sha256 == hashlib.sha256(Path("a.txt").read_bytes()).hexdigest()
+
+
+def test_preparation_whose_source_changed_meanwhile_starts_over_with_the_same_command(monkeypatch):
+    monkeypatch.setattr("smupar.lm.data.prepare._BATCH_PIECES", 1)
+    text = b"some text\n" * 100_000
+    _write("a.txt", text)
+    config = _config("a.txt", shard_tokens=1000)
+    read = sources.SourceUnit.read
+
+    def changed_after_the_second_piece(unit, *args, **options):
+        for number, piece in enumerate(read(unit, *args, **options)):
+            if number == 2:
+                _changed("a.txt", text.upper())
+            yield piece
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sources.SourceUnit, "read", changed_after_the_second_piece)
+        assert "a.txt changed while it was read" in _message(config)
+    assert len(_files()) > 2  # finished shards of the old text
+    prepare(config)
+    assert _text() == text.decode().upper() + "\0"
+
+
+def test_progress_of_an_older_version_without_checksums_goes_on():
+    config = _interrupted()
+    progress = json.loads(Path("out/progress.json").read_text())
+    for name in ("finished", "partial", "sha256"):
+        del progress[name]
+    Path("out/progress.json").write_text(json.dumps(progress))
+    prepare(config)
+    assert _text() == "".join(f"document {i}\0" for i in range(9))
+
+
+def test_refusals_tell_both_sides_apart():
+    _write("d/a.txt", "text " * 9)
+    prepare(_config("d", tokenizer=_bpe("tok.json")))
+    Path("d/a.txt").rename("d/b.txt")
+    assert "(other names or sizes of files in d (45 bytes))" in _message(_config("d", tokenizer="tok.json"))
+    Path("d/b.txt").rename("d/a.txt")
+    hashes = [hashlib.sha256(Path("tok.json").read_bytes()).hexdigest()[:12]]
+    Path("tok.json").write_text(bpe(["another text"] * 9, vocab_size=300).to_str(), encoding="utf-8")
+    hashes.append(hashlib.sha256(Path("tok.json").read_bytes()).hexdigest()[:12])
+    expected = "(another tokenizer called tok: sha256 {}..., not {}...)".format(*hashes)
+    assert expected in _message(_config("d", tokenizer="tok.json"))
+
+
 @pytest.mark.parametrize("complete", [False, True])
 def test_other_preparation_is_not_overwritten(complete):
     _interrupted()
@@ -458,11 +568,16 @@ def test_full_disk_says_how_far_it_came_and_the_same_command_goes_on():
         ("bom.txt", b"\xef\xbb\xbfa\xff", {}, "at byte 4)"),
         ("ascii.txt", b"a\xc3", {"encoding": "ascii"}, "not text in ascii (ordinal not in range(128) at byte 1)"),
         ("a.txt", "a", {"encoding": "klingon"}, "unknown encoding: klingon: pass --encoding utf-8, latin-1"),
+        ("a.txt", "a", {"encoding": "rot13"}, "'rot13' is not a text encoding"),
+        ("a.txt", "a", {"encoding": "zip"}, "'zip' is not a text encoding"),
+        ("a.txt", "a", {"encoding": "undefined"}, "the encoding 'undefined' is not for text files"),
         ("a.txt", "a", {"tokenizer": "gpt5"}, "unknown tokenizer 'gpt5'"),
         ("a.txt.zst", "a", {}, "a.txt.zst is compressed in a way that is not read here"),
         ("a.txt.gz", "plain", {}, "a.txt.gz is not gzip, or damaged"),
         ("a.txt.gz", gzip.compress(b"a" * 999, mtime=0)[:-9], {}, "a.txt.gz is not gzip, or damaged"),
         ("a.jsonl", '{"text": "a"}\n{"text": \n', {}, "a.jsonl, line 2: not JSON (Expecting value at column"),
+        ("a.jsonl", '{"text": ' + "[" * 99999 + "\n", {}, "a.jsonl, line 1: JSON that Python does not read"),
+        ("a.jsonl", '{"text": ' + "9" * 9999 + "}\n", {}, "a.jsonl, line 1: JSON that Python does not read"),
         ("a.jsonl", "[1]\n", {}, "a.jsonl, line 1: a JSON object is expected, found list"),
         ("a.jsonl", '{"body": 1, "id": 2}\n', {}, "line 1: no field 'text', it has 'body', 'id': choose one with --field"),
         ("a.jsonl", '{"text": 7}\n', {}, "field 'text' holds int, not text"),

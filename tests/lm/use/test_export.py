@@ -20,6 +20,7 @@ from smupar.lm.use.load import load_model, load_run
 from smupar.model.parameterize import is_parameterized, mask_of
 
 TEXT = b"Tune a small dense model, train wide sparse ones with the same hyperparameters. " * 50
+ROOM = "Make room there (delete files, or have the quota raised) or name another path, then run the same command again"
 MODEL = ModelConfig(width=64, depth=1, biases=True, context=16)
 TINY = RunConfig(model=MODEL, base_width=32, sparsity=0.9375, steps=5, batch_size=4, seq_len=16, valid_batches=1)
 KINDS = {
@@ -29,6 +30,8 @@ KINDS = {
     "sp-learned": replace(TINY, rule="sp", model=replace(MODEL, positions="learned")),
     "untied": replace(TINY, model=replace(MODEL, tied=False, residual_factor=True, depth=2)),
     "plain": replace(TINY, model=replace(MODEL, biases=False, activation="gelu", positions="rotary"), sparsity=0.0),
+    "deep": replace(TINY, model=replace(MODEL, depth=4), base_depth=2),
+    "deep with its own factor": replace(TINY, model=replace(MODEL, depth=4, residual_factor=True), base_depth=1),
     "neuron": replace(TINY, pattern="neuron", sparsity=0.5),
     # So large a rate that training makes the model worse.
     "overshot": replace(TINY, lr=1.0, warmup=4, schedule="constant"),
@@ -54,6 +57,23 @@ def runs(tmp_path_factory):
 def _exported(runs, kind, out, **options):
     export(ExportConfig(runs(kind), str(out), **options))
     return out
+
+
+def test_export_that_does_not_fit_is_removed_and_says_what_to_do(runs, tmp_path, small_files, command):
+    folder = runs("plain")
+    with small_files(4096):
+        done = command("export", folder, tmp_path / "out")
+    assert done.returncode == 2
+    assert done.stderr == f"smupar: {tmp_path / 'out'}: File too large. {ROOM}\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_export_leaves_a_folder_of_the_user_alone(runs, tmp_path):
+    (tmp_path / "out.unfinished").mkdir()
+    (tmp_path / "out.unfinished" / "thesis.tex").write_text("dear")
+    _exported(runs, "plain", tmp_path / "out")
+    assert (tmp_path / "out.unfinished" / "thesis.tex").read_text() == "dear"
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["README.md", "config.json", "model.safetensors"]
 
 
 def _tokens(vocab_size=256):
@@ -92,7 +112,12 @@ def _logits(model):
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 @pytest.mark.parametrize("storage", ["dense", "sparse"])
-@pytest.mark.parametrize("kind", ["smupar-alibi", "smupar-learned", "sp-alibi", "sp-learned", "untied", "plain"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("smupar-alibi", "smupar-learned", "sp-alibi", "sp-learned", "untied", "plain", "deep", "deep with its own factor"),
+    ],
+)
 def test_exported_plain_gpt_gives_the_logits_of_the_run(runs, tmp_path, kind, storage):
     out = _exported(runs, kind, tmp_path / "out", format=storage)
     expected = _logits(load_run(runs(kind)).model)

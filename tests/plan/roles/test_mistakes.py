@@ -79,7 +79,7 @@ REFUSED = {
     "another class": ({"model": lambda: LM(32), "base": lambda: sequential(8)}, "base is a Sequential, the model a LM"),
     "another depth": (
         {**MLP, "base": lambda: sequential(16)[:3]},
-        r"base has 4 parameters and the model 6 \(only in the model: 4.bias, 4.weight\)(.|\n)*same depth",
+        r"base has 4 parameters and the model 6 \(only in the model: 4.bias, 4.weight\)(.|\n)*number of blocks",
     ),
     "tied in the model": (
         {"model": lambda: LM(32, tied=True), "base": lambda: LM(8)},

@@ -1,0 +1,44 @@
+"""Keeps torch.compile from loading code of other users.
+
+It caches compiled code in a folder whose name anyone can guess, /tmp/torchinductor_<user>, and takes what is there, whoever
+made it. Our CUDA kernels need no such care: torch compiles them in memory. Triton's cache is in the user's home.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from smupar.output.private import NotPrivateError, cache_folder, private_folder
+
+_SETTING = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def guard_compiler_cache() -> None:
+    """Makes the folder now, so that nobody else can, or moves the cache into the user's own if somebody else has. A folder that
+    the user chose stays."""
+    if _SETTING in os.environ:
+        return
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    guessed = Path(default_cache_dir())
+    try:
+        parent = guessed.parent.stat().st_mode
+        if parent & stat.S_IWOTH and not parent & stat.S_ISVTX:
+            raise NotPrivateError(f"others can rename what is in {guessed.parent}")
+        with private_folder(guessed):
+            return
+    except OSError:
+        os.environ[_SETTING] = _own_folder()
+
+
+def _own_folder() -> str:
+    try:
+        own = cache_folder() / "torch"
+        with private_folder(own.parent), private_folder(own):
+            return str(own)
+    except OSError as error:
+        raise ValueError(
+            f"there is no private folder for what torch.compile makes ({error}): set {_SETTING} to a folder of your own"
+        ) from error

@@ -1,0 +1,86 @@
+"""Folders for code that is compiled here and loaded later. No other user of the machine can write to them, so nobody can make
+someone else run their code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from smupar.output.files import is_alive
+
+_OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_TEMPORARY = re.compile(r"smupar-(\d+)-\w{8}")
+
+
+class NotPrivateError(OSError):
+    """Another user owns the folder, or can write to it."""
+
+
+def cache_folder() -> Path:
+    """The folder in the user's cache that is smupar's. It may not exist yet, and nothing is known about its owner."""
+    if named := os.environ.get("XDG_CACHE_HOME"):
+        return Path(named) / "smupar"
+    try:
+        return Path.home() / ".cache" / "smupar"
+    except RuntimeError as error:
+        raise FileNotFoundError("this user has no home folder") from error
+
+
+@contextlib.contextmanager
+def private_folder(path: Path) -> Iterator[Path]:
+    """Makes the folder if there is none, and holds it open. Raises ``NotPrivateError`` if others own it or can write to it.
+
+    Yields a path that leads to the folder that was checked, even if someone swaps one of the folders above it meanwhile. This
+    needs /proc: without it, as on macOS, the plain path is yielded.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    if path.is_symlink():
+        raise NotPrivateError(f"{path} is a symbolic link")
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        facts = os.fstat(handle)
+        if facts.st_uid != os.geteuid():
+            raise NotPrivateError(f"{path} belongs to another user")
+        if facts.st_mode & _OTHERS_MAY_WRITE:
+            raise NotPrivateError(f"other users can write to {path}, delete it to get a private one")
+        held = Path(f"/proc/self/fd/{handle}")
+        yield held if held.is_dir() else path
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def private_temporary_folder() -> Iterator[Path]:
+    """A private folder that lasts for the block. Folders that killed processes left are removed first."""
+    for path in Path(tempfile.gettempdir()).iterdir():
+        if _is_left_over(path):
+            shutil.rmtree(path, ignore_errors=True)
+    made = Path(tempfile.mkdtemp(prefix=f"smupar-{os.getpid()}-"))
+    try:
+        with private_folder(made) as folder:
+            yield folder
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _is_left_over(path: Path) -> bool:
+    named = _TEMPORARY.fullmatch(path.name)
+    return named is not None and path.lstat().st_uid == os.geteuid() and not is_alive(int(named[1]))
+
+
+def read_own(path: Path) -> bytes:
+    """The content of a file. Raises ``NotPrivateError`` if it is not a plain file, or belongs to another user."""
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # opening a pipe must not wait for a writer
+    with os.fdopen(handle, "rb") as file:
+        facts = os.fstat(handle)
+        if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid():
+            raise NotPrivateError(f"{path.name} is not a plain file, or belongs to another user")
+        return file.read()
