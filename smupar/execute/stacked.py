@@ -6,7 +6,7 @@ Parameters, masks and factors get a leading dimension of models, and one batched
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,6 +150,28 @@ class Stack:
                 mask = weight_of(model, name).mask
                 if mask is not None:
                     mask.copy_(self.tensors.masks[name][index])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The tensors that training changes, under flat names. All others follow from the models, plans and hyperparameters."""
+        t = self.tensors
+        state = {"alive": t.alive, "number": t.number}
+        for kind in ("params", "masks", "rates", "corrections", "measured"):
+            state |= {f"{kind}.{name}": tensor for name, tensor in getattr(t, kind).items()}
+        return state | {f"state.{name}.{k}": tensor for name, own in t.state.items() for k, tensor in enumerate(own)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor], *, num_steps: int) -> None:
+        """Goes on after so many steps of a stack of the same models. Values are copied into the tensors that a compiled or
+        captured step is bound to, so nothing is compiled again."""
+        mine = self.state_dict()
+        for name in {**mine, **state}:
+            here, there = (tuple(own[name].shape) if name in own else None for own in (mine, state))
+            refuse(
+                here != there, f"{name!r} is {there} in the state and {here} in the stack: load the state of the same models"
+            )
+        for name, tensor in mine.items():
+            tensor.copy_(state[name])
+        self.num_steps = num_steps
 
     # One step, as a function of tensors
 

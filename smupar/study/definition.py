@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -60,13 +60,27 @@ def more_seeds(study: Study, first: Sequence[RunConfig], axis: str, seeds: int) 
     runs = []
     for curve in grouped(first, lambda config: with_fields(config, {axis: 1.0}).id):
         points = [seeds_of(config, seeds) for config in sorted(curve, key=lambda config: getattr(config, axis))]
-        results = [study.results(point) for point in points]
-        means = [mean_loss(finished) if finished else math.inf for finished in results]
-        best = means.index(min(means))
-        for index, point in enumerate(points):
-            done = {result.config.id for result in results[index]}
-            runs += [config for config in point[1:] if abs(index - best) <= 1 or config.id in done]
+        losses = {result.config.id: result.loss for point in points for result in study.results(point)}
+        asked = _points_with_seeds(points, losses)
+        runs += [run for n, point in enumerate(points) for run in point[1:] if n in asked or run.id in losses]
     return runs
+
+
+def _points_with_seeds(points: Sequence[Sequence[RunConfig]], losses: Mapping[str, float]) -> set[int]:
+    """The numbers of the points of a curve that get all seeds. They are asked for in rounds, and a round is decided by results
+    of the rounds before. So a study that was interrupted in the middle of a round asks for the same runs."""
+    asked: set[int] = set()
+    while True:
+        known = [[run.id for run in (point if n in asked else point[:1])] for n, point in enumerate(points)]
+        if any(run not in losses for n in asked for run in known[n]):
+            return asked
+        ended = [[losses[run] for run in ids if run in losses] for ids in known]
+        means = [sum(own) / len(own) if own else math.inf for own in ended]
+        best = means.index(min(means))
+        around = {n for n in range(len(points)) if abs(n - best) <= 1}
+        if around <= asked:
+            return asked
+        asked |= around
 
 
 def seeds_of(config: RunConfig, seeds: int) -> list[RunConfig]:

@@ -10,17 +10,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
-import math
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
-from tqdm import tqdm
 
 from smupar.execute.timing import seconds_of
 from smupar.lm.config.run import Execution, RunConfig
@@ -28,9 +25,7 @@ from smupar.lm.data import batches as data
 from smupar.lm.model.cost import estimate
 from smupar.lm.model.gpt import plan_on_meta
 from smupar.lm.run.distributed import device_name, pick_device
-from smupar.lm.run.folder import Row, Summary
-from smupar.lm.run.loop import Cadence, Loop, Progress
-from smupar.lm.run.signals import Stop, end_if_stopped, ended_by_sigterm
+from smupar.lm.run.signals import end_if_stopped, ended_by_sigterm
 from smupar.lm.run.stack import GPTStack, stack_key
 from smupar.lm.run.train import train
 from smupar.plan.optimizers import family_of
@@ -38,51 +33,16 @@ from smupar.plan.plan import PlanWarning
 from smupar.study.config import EngineConfig, EngineName
 from smupar.study.definition import Stage, StudyDefinition
 from smupar.study.live import beating, write_planned
-from smupar.study.space import grouped
+from smupar.study.space import grouped, unique
+from smupar.study.stack_training import StudyProgress, train_stack
+from smupar.study.stacks import Division, recorded_divisions, remove_leftovers, without
 from smupar.study.store import Study
 from smupar.study.view import refreshed
 
-_LOOK_EVERY = 50  # steps after which losses of a stack are fetched from a GPU, and runs that diverged are seen
-_NUM_ROWS = 50  # rows of metrics that a run of a stack has
 _USABLE = 0.8  # share of the free memory
 _MOST = 64  # runs in a stack
 _MEASURED_STEPS = 8
 _LONG_SECONDS = 600.0
-
-
-class StudyProgress:
-    """A progress bar: how many runs are done, running or diverged, and the time left."""
-
-    running: Mapping[str, Sequence[Row]] = MappingProxyType({})  # the rows of runs that are trained now, by id
-
-    def __init__(self, configs: Sequence[RunConfig]) -> None:
-        self.num_runs, self.num_done, self.num_diverged = len(configs), 0, 0
-        self.bar = tqdm(
-            total=sum(config.steps for config in configs),
-            desc="study",
-            unit="step",
-            unit_scale=True,
-            mininterval=0.5 if sys.stderr.isatty() else 10,
-            bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed} gone, {remaining} left, {postfix}",
-        )
-
-    def steps(self, num: int, running: int) -> None:
-        self.bar.set_postfix_str(
-            f"{self.num_done} of {self.num_runs} runs done, {running} running, {self.num_diverged} diverged", refresh=False
-        )
-        self.bar.update(num)
-
-    def done(self, summary: Summary) -> None:
-        self.num_done += 1
-        self.num_diverged += summary.status == "diverged"
-
-    @property
-    def share_done(self) -> float:
-        """Share of the steps, or of the runs, where the trainer counts their steps."""
-        return max(self.bar.n / (self.bar.total or 1), self.num_done / max(1, self.num_runs))
-
-    def close(self) -> None:
-        self.bar.close()
 
 
 @contextlib.contextmanager
@@ -93,6 +53,7 @@ def run_study(
     with Study.open(folder, definition.stored, command, keeps_weights=keeps_weights) as study:
         with refreshed(study, definition):
             configs = [config for propose in definition.stages for config in settle(study, propose, how)]
+        remove_leftovers(study)
         yield study, configs
 
 
@@ -111,11 +72,11 @@ def settle(study: Study, propose: Stage, how: EngineConfig) -> Sequence[RunConfi
             return configs
         try:
             with ended_by_sigterm():
-                execute(study, missing, engine=how.engine, device=how.device, address=how.address)
+                execute(study, configs, engine=how.engine, device=how.device, address=how.address)
         except (KeyboardInterrupt, SystemExit):
             print(
-                f"\n{len(configs) - len(study.missing(configs))} of {len(configs)} runs are done and kept; stacked ones that "
-                "were running begin again: the same command goes on",
+                f"\n{len(configs) - len(study.missing(configs))} of {len(configs)} runs are done and kept; those that were "
+                "running go on from their last save: start the same command again",
                 file=sys.stderr,
             )
             raise
@@ -149,14 +110,15 @@ def execute(
 ) -> None:
     """Runs those that have no result in the study yet."""
     missing = study.missing(configs)
+    study.set_aside_damaged(missing)
     if engine == "ray":
         from smupar.study.ray_engine import execute_on_ray
 
-        execute_on_ray(study, missing, address=address)
+        execute_on_ray(study, configs, address=address)
         return
     where = pick_device(device)
     with contextlib.closing(StudyProgress(missing)) as progress, beating(study, progress, device_name(where)):
-        for group in groups(missing):
+        for group in groups(configs):
             run_group(study, group, engine, where, progress)
             if torch.cuda.is_initialized():  # frees what the group's captured steps held
                 gc.collect()
@@ -165,71 +127,98 @@ def execute(
 
 def groups(configs: Sequence[RunConfig]) -> list[list[RunConfig]]:
     """The runs in groups that can be stacked; a run that cannot be stacked is a group of its own."""
-    return grouped(configs, lambda config: stack_key(config) or config.id)
+    return grouped(unique(configs), lambda config: stack_key(config) or config.id)
 
 
-def run_group(study: Study, group: list[RunConfig], engine: EngineName, device: torch.device, progress: StudyProgress) -> None:
-    room = largest_stack(group[0], device)
-    if stack_key(group[0]) is None or room < 1:  # the trainer takes a batch in parts
-        for config in group:
-            progress.running = {config.id: ()}  # the trainer writes its rows itself
-            summary = train(config, Execution(out=str(study.runs / config.id), device=str(device)))
-            end_if_stopped(summary.status)
-            progress.done(summary)
+def run_group(
+    study: Study, group: Sequence[RunConfig], engine: EngineName, device: torch.device, progress: StudyProgress
+) -> None:
+    """Trains what is missing of a group. Runs that were begun go on in the stacks in which they were; all others are divided
+    into stacks now."""
+    missing = [config.id for config in study.missing(group)]
+    if not missing:
         return
-    text = data.open_text(group[0])
-    # Parts of equal size, so that the last one is not mostly filled up.
-    num_parts = len(group) if engine == "serial" else -(-len(group) // room)
-    stack, size = _faster_stack(group, text, device, -(-len(group) // num_parts), measure=engine == "auto")
-    for start in range(0, len(group), size):
-        part = group[start : start + size]
-        # A last part that is too short is filled up with copies, so that nothing has to be compiled for it.
-        filled = part + [part[-1]] * (size - len(part))
-        if start or stack.num_steps:
-            stack.refill(filled)
-        _train_stack(study, stack, part, progress)
+    if stack_key(group[0]) is None:
+        _train_one_by_one(study, group, device, progress)
+        return
+    begun = [each for each in recorded_divisions(study, missing) if _goes_on(study, each, group[0], engine, device)]
+    for division in begun:
+        _train_division(study, division, group, None, device, progress)
+    fresh = without(missing, begun)
+    if fresh:
+        division, stack = _divide([config for config in group if config.id in fresh], engine, device)
+        _train_division(study, division, group, stack, device, progress)
 
 
-def _train_stack(study: Study, stack: GPTStack, part: Sequence[RunConfig], progress: StudyProgress) -> None:
-    """Trains a stack to its end. ``part`` has the runs whose results are kept; they are the first of the stack."""
-    steps, keeper = part[0].steps, _StackKeeper(len(part), progress)
-    progress.running = dict(zip((config.id for config in part), keeper.rows, strict=True))
-    cadence = Cadence(steps, log_every=max(1, steps // _NUM_ROWS), valid_every=steps, look_every=_LOOK_EVERY)
-    with Stop.on_signals() as stop:
-        loop = Loop(stack, cadence, keeper, stop, [Progress() for _ in part])
-        status = loop.run()
-    end_if_stopped(status)
-    keeper.show(steps)  # also if all diverged, and the loop ended early
-    summaries = loop.summaries(status, [config.id for config in part])
-    if study.keeps_weights:
-        stack.save(study.runs, summaries)
-    for config, summary, rows, trace in zip(part, summaries, keeper.rows, stack.traces(), strict=False):
-        study.add(config, summary, rows, trace)
+def _goes_on(study: Study, division: Division, config: RunConfig, engine: EngineName, device: torch.device) -> bool:
+    """Whether runs can go on in the stacks in which they were begun. If they cannot, the record of these stacks is removed."""
+    here = device_name(device)
+    how = f"in stacks of {division.size}" if division.size else "one by one"
+    begun = f"runs of {study.folder} were begun {how} on {division.device}"
+    if not division.suits(engine):
+        reason = f"--engine {engine} trains them in another way"
+    elif division.size > largest_stack(config, device, share=1.0):
+        reason = f"too few fit into the memory of {here}"
+    else:
+        if division.device != here:
+            warnings.warn(f"{begun}: they go on in the same way on {here}, and may differ in the last digits", stacklevel=2)
+        return True
+    warnings.warn(f"{begun}, and {reason}: what has not ended begins again", stacklevel=2)
+    division.forget(study)
+    return False
+
+
+def _train_one_by_one(study: Study, configs: Sequence[RunConfig], device: torch.device, progress: StudyProgress) -> None:
+    """Trains runs by the trainer, which takes a batch in parts if memory is small."""
+    for config in study.missing(configs):
+        progress.running = {config.id: ()}  # the trainer writes its rows itself
+        summary = train(config, Execution(out=str(study.runs / config.id), device=str(device)))
+        end_if_stopped(summary.status)
         progress.done(summary)
-    if stop.requested:  # by a signal after the last step
-        end_if_stopped(stop.status)
 
 
-class _StackKeeper:
-    """Holds the rows of a stack's runs until they have ended, and shows their progress."""
+def _train_division(
+    study: Study,
+    division: Division,
+    group: Sequence[RunConfig],
+    stack: GPTStack | None,
+    device: torch.device,
+    progress: StudyProgress,
+) -> None:
+    """Trains the stacks of a division that have not ended. ``stack`` has the runs of the first, if it has been made."""
+    by_id = {config.id: config for config in group}
+    if division.size == 0:
+        division.write(study)
+        _train_one_by_one(study, [by_id[run] for run in division.runs if run in by_id], device, progress)
+        return
+    for number, runs in enumerate(division.stacks):
+        wanted = study.missing([by_id[run] for run in runs if run in by_id])
+        if not wanted:
+            continue
+        # Places of runs that nobody asks for any more, and those after the last run, are filled with copies. So a stack is
+        # always of the same size: nothing has to be compiled for it, and the others are rounded as they would have been.
+        part = [by_id.get(run, wanted[0]) for run in runs]
+        filled = part + [part[-1]] * (division.size - len(part))
+        if stack is None:
+            stack = GPTStack(filled, data.open_text(part[0]), device, own_batches=division.own_batches)
+        elif stack.num_steps or stack.configs != filled:
+            stack.refill(filled)
+        train_stack(study, stack, part, division, number, progress)
 
-    def __init__(self, num_runs: int, progress: StudyProgress) -> None:
-        self.rows: list[list[Row]] = [[] for _ in range(num_runs)]
-        self.progress, self.shown = progress, 0
 
-    def show(self, done: int, loss: float = math.nan, seconds: float = math.nan) -> None:
-        self.progress.steps((done - self.shown) * len(self.rows), len(self.rows))
-        self.shown = done
-
-    def log(self, index: int, row: Row) -> None:
-        self.rows[index].append(row)
-
-    def save(self, progress: Sequence[Progress]) -> None:
-        """Saves nothing, since a stack that is stopped begins again."""
+def _divide(group: Sequence[RunConfig], engine: EngineName, device: torch.device) -> tuple[Division, GPTStack | None]:
+    """Decides how runs are stacked. Also returns the stack of the first ones, if there is one."""
+    runs, room = tuple(config.id for config in group), largest_stack(group[0], device)
+    if room < 1:
+        return Division(runs, 0, own_batches=False, device=device_name(device)), None
+    # Stacks of equal size, so that the last one is not mostly filled up.
+    num_stacks = len(group) if engine == "serial" else -(-len(group) // room)
+    stack, size = _faster_stack(group, data.open_text(group[0]), device, -(-len(group) // num_stacks), measure=engine == "auto")
+    return Division(runs, size, stack.own_batches, device_name(device)), stack
 
 
 def _faster_stack(
-    group: list[RunConfig], text: data.Corpus, device: torch.device, size: int, *, measure: bool
+    group: Sequence[RunConfig], text: data.Corpus, device: torch.device, size: int, *, measure: bool
 ) -> tuple[GPTStack, int]:
     """A stack of ``size`` runs, or of one run if that is faster; and the number of its runs."""
     if size == 1:
@@ -250,13 +239,15 @@ def _seconds_of_warm_step(stack: GPTStack, device: torch.device) -> float:
     return min(seconds_of(partial(stack.step, step), device=device) for step in steps)
 
 
-def largest_stack(config: RunConfig, device: torch.device) -> int:
-    """How many such runs to train at once, by the device's memory; 0 if not even one should fit."""
+def largest_stack(config: RunConfig, device: torch.device, *, share: float = _USABLE) -> int:
+    """How many such runs to train at once, in a share of the device's free memory; 0 if not even one should fit."""
     cost, model = estimate(config), config.model
     # Attention by products keeps its scores, in fp32 and as weights, in every layer.
     scores = 8 * model.depth * model.num_heads * config.batch_size * config.seq_len**2
-    each = cost.state_bytes + cost.activation_bytes + scores + cost.num_parameters * 8
-    return min(_MOST, int(_USABLE * _free_bytes(device) / each))
+    # A stack's state is copied twice when it is saved, in the host's memory.
+    copies = 2 * cost.state_bytes if device.type == "cpu" else 0.0
+    each = cost.state_bytes + cost.activation_bytes + scores + cost.num_parameters * 8 + copies
+    return min(_MOST, int(share * _free_bytes(device) / each))
 
 
 def _free_bytes(device: torch.device) -> float:

@@ -28,8 +28,11 @@ from smupar.lm.run.folder import Summary
 from smupar.lm.run.signals import handled
 from smupar.output.optional import first_line, optional
 from smupar.plan.settings import refuse
-from smupar.study.engines import StudyProgress, groups, run_group
+from smupar.study.engines import groups, run_group
 from smupar.study.live import beating
+from smupar.study.space import unique
+from smupar.study.stack_training import StudyProgress
+from smupar.study.stacks import recorded_divisions, without
 from smupar.study.store import Study
 
 # Each task on a GPU compiles its step, so there a task gets as many runs as possible. On cores, small tasks share the work
@@ -50,13 +53,14 @@ class _PartState(NamedTuple):
     diverged: int = 0
 
 
-def execute_on_ray(study: Study, todo: Sequence[RunConfig], *, address: str = "auto") -> None:
-    """Runs all of ``todo``. ``address`` is that of a cluster, ``auto`` for the one that this machine belongs to, or ``local``
-    to start one here and end it afterwards."""
+def execute_on_ray(study: Study, configs: Sequence[RunConfig], *, address: str = "auto") -> None:
+    """Runs those that have no result yet. ``address`` is that of a cluster, ``auto`` for the one that this machine belongs to,
+    or ``local`` to start one here and end it afterwards."""
+    todo = study.missing(configs)
     if not todo:
         return
     with _connected(address) as ray, contextlib.closing(StudyProgress(todo)) as progress, beating(study, progress, "Ray"):
-        _run_all(ray, study, list(todo), progress)
+        _run_all(ray, study, todo, unique(configs), progress)
     _wait_until_seen(study, todo)
 
 
@@ -94,7 +98,7 @@ def _start(ray: Any, address: str) -> None:
         ) from error
 
 
-def _run_all(ray: Any, study: Study, todo: list[RunConfig], progress: StudyProgress) -> None:
+def _run_all(ray: Any, study: Study, todo: list[RunConfig], configs: list[RunConfig], progress: StudyProgress) -> None:
     resources = ray.cluster_resources()
     resource = "GPU" if resources.get("GPU", 0) >= 1 else "CPU"
     parts = _PartsProgress(ray, progress)
@@ -105,10 +109,10 @@ def _run_all(ray: Any, study: Study, todo: list[RunConfig], progress: StudyProgr
     left, failure = todo, ""
     for _ in range(_ROUNDS):
         pending = {}
-        tasks = split(left, num_slots=max(1, int(resources.get(resource, 1))), resource=resource)
-        for number, part in enumerate(tasks, start=len(parts.configs)):
+        tasks = tasks_of(study, left, configs, num_slots=max(1, int(resources.get(resource, 1))), resource=resource)
+        for number, (part, others) in enumerate(tasks, start=len(parts.configs)):
             parts.configs[number] = part
-            pending[task.remote(*where, part, parts.reports, number)] = number
+            pending[task.remote(*where, part, others, parts.reports, number)] = number
         lost, failures = _collect(ray, pending, parts)
         left = [config for config in todo if config.id not in parts.finished]
         if not left:
@@ -119,6 +123,20 @@ def _run_all(ray: Any, study: Study, todo: list[RunConfig], progress: StudyProgr
     raise ValueError(
         f"{len(left)} of {len(todo)} runs have no result ({failure}); the finished ones are kept, the same command goes on"
     )
+
+
+def tasks_of(
+    study: Study, todo: Sequence[RunConfig], configs: Sequence[RunConfig], **slots: Any
+) -> list[tuple[list[RunConfig], list[RunConfig]]]:
+    """Parts of what is to do, each with other runs that were begun in the same stacks. Those stay together."""
+    begun = recorded_divisions(study, [config.id for config in todo])
+    tasks = []
+    for division in begun:
+        together = [config for config in configs if config.id in division.runs]
+        part = [config for config in todo if config.id in division.runs]
+        tasks.append((part, [config for config in together if config not in part]))
+    fresh = without([config.id for config in todo], begun)
+    return tasks + [(part, []) for part in split([config for config in todo if config.id in fresh], **slots)]
 
 
 def split(configs: Sequence[RunConfig], *, num_slots: int, resource: str) -> list[list[RunConfig]]:
@@ -239,9 +257,17 @@ class _WorkerProgress(StudyProgress):
 
 
 def _train_part(
-    folder: str, cwd: str, device: str, keeps_weights: bool, configs: list[RunConfig], reports: Any, number: int
+    folder: str,
+    cwd: str,
+    device: str,
+    keeps_weights: bool,
+    configs: list[RunConfig],
+    others: list[RunConfig],
+    reports: Any,
+    number: int,
 ) -> list[tuple[str, bool]]:
-    """Trains what is missing of a part, in a worker. Returns the ids of its finished runs, and whether they diverged."""
+    """Trains what is missing of a part, in a worker. ``others`` have ended, and were in the same stacks. Returns the ids of the
+    part's finished runs, and whether they diverged."""
     refuse(
         not (Path(folder) / "study.json").exists(),
         f"{folder} is not on node {socket.gethostname()}: choose an --out that all nodes share",
@@ -254,7 +280,7 @@ def _train_part(
         progress = _WorkerProgress(lambda state: reports.tell.remote(number, tuple(state)), len(configs) - len(todo))
         if todo:
             with beating(study, progress, device_name(torch.device(device))):
-                run_group(study, todo, "auto", torch.device(device), progress)
+                run_group(study, [*configs, *others], "auto", torch.device(device), progress)
     return [(result.config.id, result.summary.status == "diverged") for result in study.results(configs)]
 
 

@@ -7,27 +7,24 @@ from smupar.plan.settings import refuse
 from smupar.study.curves import draw_png
 from smupar.study.definition import Findings, StudyDefinition
 from smupar.study.store import Study
-from smupar.study.sweep import sweep_from_json
-from smupar.study.view import FROM_JSON, StudyView
+from smupar.study.view import StudyView, definition_of, left_out
 
 
 def write_report(study: Study, definition: StudyDefinition | None = None) -> str:
     """Writes report.html, picture.png, table.csv and table.json into the study's folder. Returns what the study found, and a
     line that says where it is. Pass the ``definition`` if all of the study has been run. Without it, study.json says what the
     study is, and the report says if runs are missing."""
-    described = study.describe()
     refuse(not study.results(), f"{study.folder} has no finished run yet: start its command again")
     study.write_table()
     unfinished = ""
     if definition is None:
-        stored = described["definition"]
-        definition = FROM_JSON.get(stored.get("kind"), sweep_from_json)(stored)
+        definition = definition_of(study)
         unfinished = _unfinished(study, definition)
     findings = _read(study, definition, is_finished=not unfinished)
     write_page(study.folder / "report.html", StudyView(study.folder, definition).document())
     if findings.panels:
         draw_png(findings.panels, study.folder / "picture.png")
-    sentence = " ".join(filter(None, (unfinished, findings.headline if unfinished else "", findings.sentence)))
+    sentence = " ".join(filter(None, (unfinished, left_out(study), findings.headline if unfinished else "", findings.sentence)))
     return f"{sentence}\n{study.folder}/report.html, {'picture.png, ' if findings.panels else ''}table.csv"
 
 

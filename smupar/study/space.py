@@ -32,11 +32,11 @@ def grouped(items: Iterable[_Item], key: Callable[[_Item], str]) -> list[list[_I
 def with_fields(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     """The run with some fields changed; fields of the model go by their own names."""
     for name in values:
-        _refuse_unknown(name)
+        refuse_unknown_field(name)
     return changed(config, values).normalised
 
 
-def _refuse_unknown(name: str) -> None:
+def refuse_unknown_field(name: str) -> None:
     refuse(name not in _FIELDS, f"a run has no field called {name!r}: choose among {', '.join(sorted(_FIELDS))}")
 
 
@@ -60,7 +60,7 @@ def parse_axis(text: str) -> tuple[str, list[Any]]:
     """``lr=0.01,0.02``, ``lr=2^-10..2^-4`` (all powers between) or ``rule=sp,smupar`` into a field's name and its values."""
     name, _, values = text.partition("=")
     name = name.strip().replace("-", "_")
-    _refuse_unknown(name)
+    refuse_unknown_field(name)
     words = [word.strip() for word in values.split(",") if word.strip()]
     refuse(not words, f"the axis {name} has no values: write {name}=first,second,... or, for powers of two, {name}=2^-8..2^-4")
     return name, [value for word in words for value in _values(name, word)]

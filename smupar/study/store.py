@@ -3,6 +3,9 @@
 study.json       what the study is, and the command that made it
 data.json        checksums of the texts and traces that its runs read
 runs/<id>/       config.json, metrics.jsonl, and, last, summary.json
+planned.json, live/  what the command that is running is going to do, and its signs of life (study/live.py)
+stacks/          which runs are trained together, and the state of a stack that is running
+damaged/<id>/    folders of runs that were found damaged, and run again
 table.csv        one row for each run; also as table.json, and as table.parquet on request
 report.html      the page, with picture.png beside it; best.json of a search
 proxy-*.trace.json  traces that runs follow
@@ -16,14 +19,16 @@ import hashlib
 import io
 import json
 import shutil
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smupar import __version__
 from smupar.lm.config.run import LATER_FIELDS, RunConfig, default_of, differences, flat
 from smupar.output.files import locked, refuse_other_files, write_atomic
+from smupar.output.json_files import DamagedFileError, read_object, read_record, write_sealed
 from smupar.output.optional import optional
 from smupar.plan.settings import refuse
 from smupar.study.config import TransferConfig
@@ -34,6 +39,7 @@ if TYPE_CHECKING:  # a page of a study is drawn without torch, which takes secon
     from smupar.updates.trace import Trace
 
 FORMAT = "smupar-study/1"
+_REMEDY = "restore it from a copy, or choose another --out"
 # A study may grow: the lists of a transfer study (values, rules, sparsities, widths), the axes of a sweep and the number of
 # seeds may grow. Finished runs stay, since they are found by their ids.
 _LISTS = {item.name for item in fields(TransferConfig) if isinstance(default_of(item), tuple)}
@@ -53,14 +59,25 @@ class Result:
         return float("inf") if loss is None or self.summary.status == "diverged" else loss
 
 
+@dataclass(frozen=True)
+class _Described:
+    """What study.json holds."""
+
+    format: str
+    version: str
+    definition: dict[str, Any]
+    command: str
+
+
 class Study:
     """``with Study.open(...) as study`` is for adding runs, by one process at a time. ``Study(folder)`` is for reading."""
 
     def __init__(self, folder: str | Path, *, keeps_weights: bool = False) -> None:
         self.folder = Path(folder)
-        self.runs = self.folder / "runs"
+        self.runs, self.stacks = self.folder / "runs", self.folder / "stacks"
         self.keeps_weights = keeps_weights  # whether runs leave a checkpoint at their end
         self.may_write = False
+        self.damaged: dict[str, str] = {}  # ids of runs that were found damaged, and what is wrong
 
     @classmethod
     @contextlib.contextmanager
@@ -77,7 +94,7 @@ class Study:
             stored = json.loads(json.dumps(definition))  # a round trip, so that tuples become lists, as on disk
             described = {"format": FORMAT, "version": __version__, "definition": stored, "command": command}
             if not file.exists() or _has_grown(study, described):
-                write_atomic(file, json.dumps(described, indent=1))
+                write_sealed(file, described)
             study.runs.mkdir(exist_ok=True)
             yield study
 
@@ -85,16 +102,21 @@ class Study:
     def _undone_if_nothing_ran(self, is_new: bool) -> Iterator[None]:
         """Removes or restores the folder if a command fails before its first run. The command has a mistake, and the folder
         must be free for the corrected one."""
-        file, runs = self.folder / "study.json", set(self.runs.glob("*"))
-        before = file.read_text() if file.exists() else None
+        file, begun = self.folder / "study.json", self._begun()
+        before = file.read_bytes() if file.is_file() else None
         try:
             yield
         except BaseException:
-            if set(self.runs.glob("*")) == runs and before is not None:
-                write_atomic(file, before)  # as it was before it grew
-            elif is_new and not any(self.runs.glob("*")):
+            if self._begun() == begun and before is not None:
+                if file.read_bytes() != before:
+                    write_atomic(file, before.decode())  # as it was before it grew
+            elif is_new and not self._begun():
                 shutil.rmtree(self.folder, ignore_errors=True)
             raise
+
+    def _begun(self) -> set[Path]:
+        """What runs and stacks have left in the folder."""
+        return {*self.runs.glob("*"), *self.stacks.glob("*")}
 
     def remember(self, what: str, name: str, sha256: str) -> None:
         """Records the checksum of a text or a trace. Raises if another checksum is recorded under this name."""
@@ -104,7 +126,7 @@ class Study:
             f"the {what} {name!r} is not the one that {self.folder} was started with: bring that back, give it another name, "
             "or choose another --out",
         )
-        write_atomic(self.folder / "data.json", json.dumps(checksums, indent=1))
+        write_sealed(self.folder / "data.json", checksums)
 
     def files(self, configs: Sequence[RunConfig]) -> dict[str, str]:
         """sha256 of the texts of the study and of the traces that these runs follow."""
@@ -113,18 +135,54 @@ class Study:
 
     def _checksums(self) -> dict[str, str]:
         path = self.folder / "data.json"
-        return json.loads(path.read_text()) if path.exists() else {}
+        checksums = read_object(path, remedy=_REMEDY) if path.exists() else {}
+        for name, sha256 in checksums.items():
+            if not isinstance(sha256, str):
+                raise DamagedFileError(f"{path} is damaged ({name!r} should be text, is {sha256!r}): {_REMEDY}")
+        return checksums
 
     def describe(self) -> dict[str, Any]:
         """What study.json holds."""
-        try:
-            return json.loads((self.folder / "study.json").read_text())
-        except FileNotFoundError as error:
-            raise FileNotFoundError(f"{self.folder} is not the folder of a study: it has no study.json") from error
+        path = self.folder / "study.json"
+        if not path.exists():
+            raise FileNotFoundError(f"{self.folder} is not the folder of a study: it has no study.json")
+        return vars(read_record(_Described, path, remedy=_REMEDY))
 
     def missing(self, configs: Sequence[RunConfig]) -> list[RunConfig]:
         """The runs without a result, each once."""
-        return [config for config in unique(configs) if not (self.runs / config.id / "summary.json").exists()]
+        return [config for config in unique(configs) if self._result(config.id) is None]
+
+    def has_ended(self, runs: Iterable[str]) -> bool:
+        """Whether all runs with these ids have a result."""
+        return all(self._result(run) is not None for run in runs)
+
+    def _result(self, run: str) -> Result | None:
+        """The result of a run; None while it has not ended. A damaged one counts as none, and is named once."""
+        from smupar.lm.run.folder import read_config, read_summary
+
+        folder = self.runs / run
+        if not (folder / "summary.json").exists():
+            return None
+        try:
+            config, summary = read_config(folder), read_summary(folder)
+            assert summary is not None
+            for name, own in (("config.json", config.id), ("summary.json", summary.id)):
+                refuse(own != run, f"{folder / name} is damaged (it is that of a run {own})")
+        except (ValueError, OSError) as error:
+            if run not in self.damaged:
+                self.damaged[run] = str(error)
+                warnings.warn(f"run {run} is left out, and the study's command runs it again: {error}", stacklevel=4)
+            return None
+        return Result(config, summary)
+
+    def set_aside_damaged(self, configs: Sequence[RunConfig]) -> None:
+        """Moves the folders of those runs that were found damaged away, so that they can be run again."""
+        for config in configs:
+            if self.damaged.pop(config.id, None):
+                place = self.folder / "damaged" / config.id
+                shutil.rmtree(place, ignore_errors=True)
+                place.parent.mkdir(exist_ok=True)
+                (self.runs / config.id).replace(place)
 
     def add(self, config: RunConfig, summary: Summary, metrics: Sequence[Row] = (), trace: Trace | None = None) -> None:
         """Writes a finished run; its summary comes last."""
@@ -138,19 +196,18 @@ class Study:
 
     def results(self, configs: Sequence[RunConfig] | None = None) -> list[Result]:
         """The results of these runs, in their order; by default, of all that have ended."""
-        from smupar.lm.run.folder import read_config, read_summary
-
         if configs is None:
-            configs = [read_config(path.parent) for path in sorted(self.runs.glob("*/summary.json"))]
-        ended = [(config, read_summary(self.runs / config.id)) for config in configs]
-        return [Result(config, summary) for config, summary in ended if summary is not None]
+            every = [self._result(path.parent.name) for path in sorted(self.runs.glob("*/summary.json"))]
+        else:
+            every = [result and replace(result, config=config) for config in configs for result in [self._result(config.id)]]
+        return [result for result in every if result is not None]
 
     def trace_to_follow(self, config: RunConfig) -> Path:
         """The file in which other runs find the trace of a finished run. It is in the study's folder, under a name made from
         its content. Only an open study writes it; a reader only gets the name."""
         from smupar.lm.run.folder import TRACE_FILE
 
-        text = (self.runs / config.id / TRACE_FILE).read_text()
+        text = (self.runs / config.id / TRACE_FILE).read_text(encoding="utf-8")
         path = self.folder.resolve() / f"proxy-{hashlib.sha256(text.encode()).hexdigest()[:8]}.trace.json"
         if self.may_write and not path.exists():
             write_atomic(path, text)
@@ -200,14 +257,19 @@ def _has_grown(study: Study, here: dict[str, Any]) -> bool:
     """Whether a study asks for more runs than before. Raises if it is another study."""
     there = study.describe()
     refuse(
-        there.get("format") != FORMAT or there["version"] != here["version"],
-        f"{study.folder} was made by smupar {there.get('version')}, this is {here['version']}: choose another --out",
+        there["format"] != FORMAT or there["version"] != here["version"],
+        f"{study.folder} was made by smupar {printable(there['version'])}, this is {here['version']}: choose another --out",
     )
     old, new = (_comparable(described["definition"]) for described in (there, here))
     grown = {name for name in old.keys() & new.keys() if old[name] != new[name] and _grows(name, old[name], new[name])}
     other = differences(*({name: value for name, value in values.items() if name not in grown} for values in (old, new)))
-    refuse(other, f"{study.folder} holds another study ({other}): choose another --out")
+    refuse(other, f"{study.folder} holds another study ({printable(other)}): choose another --out")
     return bool(grown)
+
+
+def printable(text: str) -> str:
+    """Text from a file as part of a message: in one line, and without codes that a terminal obeys."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def _comparable(definition: dict[str, Any]) -> dict[str, Any]:
@@ -219,5 +281,8 @@ def _grows(name: str, old: Any, new: Any) -> bool:
     if old is None or new is None:
         return False
     if name == "axes":
-        return bool(old.keys() == new.keys()) and all(value in new[axis] for axis in old for value in old[axis])
-    return bool(new >= old) if name == "seeds" else name in _LISTS and all(value in new for value in old)
+        are_axes = isinstance(old, dict) and old.keys() == new.keys() and all(isinstance(each, list) for each in old.values())
+        return are_axes and all(value in new[axis] for axis in old for value in old[axis])
+    if name == "seeds":
+        return isinstance(old, int) and bool(new >= old)
+    return name in _LISTS and isinstance(old, list) and all(value in new for value in old)

@@ -9,9 +9,10 @@ from dataclasses import asdict
 from typing import Any
 
 from smupar.lm.config.run import RunConfig
+from smupar.output.json_files import as_record
 from smupar.study.curves import LOSS, Line, Panel, Point
 from smupar.study.definition import Findings, StudyDefinition, best_in_short, best_in_words, by_seeds, mean_loss
-from smupar.study.space import grid, unique
+from smupar.study.space import grid, refuse_unknown_field, unique
 from smupar.study.store import Result, fields_of, row_of
 
 
@@ -28,7 +29,9 @@ def define_sweep(run: RunConfig, axes: Mapping[str, Sequence[Any]]) -> StudyDefi
 
 def sweep_from_json(stored: dict[str, Any]) -> StudyDefinition:
     """A sweep as study.json describes it. If a user's script proposed the runs, only those that exist are known."""
-    axes = stored.get("axes", {})
+    axes = as_record(dict[str, list[Any]], stored.get("axes", {}), source="axes", remedy="each has a list of values")
+    for name in axes:
+        refuse_unknown_field(name)
     if {"run", "axes"} <= stored.keys():
         return define_sweep(RunConfig.from_json(json.dumps(stored["run"])), axes)
     title = "Runs of a reproduction" if stored.get("kind") == "reproduce" else "Study"

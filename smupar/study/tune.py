@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 from smupar import __version__
 from smupar.lm.config.run import RunConfig, flat
 from smupar.output.files import write_atomic
+from smupar.output.json_files import read_object
 from smupar.output.optional import optional
 from smupar.output.page.document import Answer
 from smupar.plan.settings import refuse
@@ -240,7 +242,7 @@ def _edge(value: float, ends: tuple[float, float]) -> str | None:
 
 def doubts(path: str | Path, *, optimizer: str, rule: str) -> list[str]:
     """Why the hyperparameters in a best.json may not fit a run."""
-    source, reasons = _read_best(path).get("source", {}), []
+    source, reasons = _read_best(path)["source"], []
     if source.get("optimizer", optimizer).lower() != optimizer.lower():
         reasons.append(
             f"what {path} holds was tuned with {source['optimizer']}, this is {optimizer}: its learning rate is another"
@@ -258,21 +260,29 @@ def read_hps(path: str | Path) -> dict[str, float]:
 
 
 def _read_best(path: str | Path) -> dict[str, Any]:
-    file = Path(path) / "best.json" if Path(path).is_dir() else Path(path)
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"there is no {file}: `smupar tune` writes it when its search is done") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is damaged, it is no JSON ({error}): `smupar tune` writes it again") from error
+    file, remedy = Path(path) / "best.json" if Path(path).is_dir() else Path(path), "`smupar tune` writes it again"
+    if not file.exists():
+        raise FileNotFoundError(f"there is no {file}: `smupar tune` writes it when its search is done")
+    values = read_object(file, remedy=remedy)
     refuse(
-        not isinstance(values, dict) or values.get("format") != FORMAT,
+        values.get("format") != FORMAT,
         f"{file} was not written by `smupar tune` of this version: it does not say {FORMAT}",
     )
     for name in (*TUNED, "base_width"):
         value = values.get(name)
         refuse(
-            isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf,
-            f"{file} is damaged: {name} must be a number above 0, got {value!r}: `smupar tune` writes it again",
+            isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max,
+            f"{file} is damaged: {name} must be a number above 0, got {_short(value)}: {remedy}",
         )
+    refuse(values["base_width"] % 1 != 0, f"{file} is damaged: base_width must be a whole number: {remedy}")
+    source = values.setdefault("source", {})
+    refuse(not isinstance(source, dict), f"{file} is damaged: source must have fields, got {_short(source)}: {remedy}")
+    for name in ("optimizer", "rule"):
+        value = source.get(name, "")
+        refuse(not isinstance(value, str), f"{file} is damaged: {name} must be text, got {_short(value)}: {remedy}")
     return values
+
+
+def _short(value: object) -> str:
+    text = repr(value) if not isinstance(value, int) or abs(value) < 10**20 else "a number that is too large"
+    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -11,22 +11,23 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from smupar.lm.config.run import LATER_FIELDS, RunConfig, flat
-from smupar.output.json_files import read_object
+from smupar.output.json_files import DamagedFileError, read_object
 from smupar.output.page import write_page
 from smupar.output.page.document import Chart, Document, PageProgress, PageTable, finite, thinned
+from smupar.plan.settings import refuse
 from smupar.rules import get_rule
 from smupar.study.curves import chart_of
 from smupar.study.definition import Findings, StudyDefinition, varied_columns
 from smupar.study.live import Signs, read_planned, read_signs, repeated
 from smupar.study.space import unique
-from smupar.study.store import Result, Study, fields_of
+from smupar.study.store import Result, Study, fields_of, printable
 from smupar.study.sweep import sweep_from_json
 from smupar.study.transfer import transfer_from_json
 from smupar.study.tune import search_from_json
@@ -35,12 +36,38 @@ if TYPE_CHECKING:
     from smupar.lm.run.folder import Summary
 
 # Makes a study again from study.json, by the kind that it names. Any other kind is read as a sweep without axes.
-FROM_JSON = {"sweep": sweep_from_json, "transfer": transfer_from_json, "tune": search_from_json}
+FROM_JSON: dict[str, Callable[[dict[str, Any]], StudyDefinition]] = {
+    "sweep": sweep_from_json,
+    "transfer": transfer_from_json,
+    "tune": search_from_json,
+}
 _REFRESH_SECONDS = 10.0
 _MOST_CURVES, _MOST_POINTS = 300, 40  # loss curves inside a page
 # Columns of a table that say how a run went, after those that say what it is.
 _ENDS = ("loss", "valid_loss", "steps_done", "tokens_per_second", "seconds", "device")
 _FIRST = ("rule", "sparsity", "width", "depth", "lr")  # the most important of the columns that vary
+
+
+def definition_of(study: Study) -> StudyDefinition:
+    """The study that its study.json describes."""
+    stored = study.describe()["definition"]
+    kind = stored.get("kind")
+    try:
+        return FROM_JSON.get(kind if isinstance(kind, str) else "", sweep_from_json)(stored)
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
+        raise DamagedFileError(
+            f"{study.folder / 'study.json'} is damaged, or of another version ({printable(str(error))}): restore it from a "
+            "copy, or start the study's command again with another --out"
+        ) from error
+
+
+def left_out(study: Study) -> str:
+    """A sentence that names runs whose files are damaged."""
+    if not study.damaged:
+        return ""
+    return (
+        f"Left out, because their files are damaged: {', '.join(sorted(study.damaged))}; the study's command runs them again."
+    )
 
 
 @contextlib.contextmanager
@@ -74,7 +101,7 @@ class StudyView:
             "kind": "study",
             "title": self.definition.title,
             "headline": findings.headline,
-            "sentence": " ".join(filter(None, (_unfinished(progress), findings.sentence))),
+            "sentence": " ".join(filter(None, (_unfinished(progress), left_out(self.study), findings.sentence))),
             "answers": list(findings.answers),
             "charts": charts,
             "table": table_of(rows),
@@ -111,8 +138,7 @@ class StudyView:
         described = self.study.describe()
         if described != self._described:
             self._described = described
-            stored = described["definition"]
-            self._definition = self._given or FROM_JSON.get(stored.get("kind"), sweep_from_json)(stored)
+            self._definition = self._given or definition_of(self.study)
 
     def _read(self, waiting: Iterable[str]) -> tuple[Findings, list[Chart]]:
         """What the study found, and its charts; those of the last time if no run has ended since."""
@@ -166,8 +192,12 @@ class _RememberedStudy(Study):
     def refresh(self) -> None:
         for path in self.runs.glob("*"):
             if path.name not in self.ended and (path / "summary.json").exists():
-                with contextlib.suppress(ValueError, OSError, TypeError, LookupError):
+                try:
                     self.ended[path.name], self.rows[path.name] = _read_run(path)
+                except (ValueError, OSError, TypeError, LookupError) as error:
+                    self.damaged[path.name] = str(error)
+                else:
+                    self.damaged.pop(path.name, None)
 
     def results(self, configs: Sequence[RunConfig] | None = None) -> list[Result]:
         if configs is None:
@@ -201,11 +231,12 @@ def _row(fields: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any
 
 def _read_run(folder: Path) -> tuple[Result, dict[str, Any]]:
     """A finished run, and its row. Its summary is read as plain values: the module of ``Summary`` needs torch, which takes
-    seconds to load, and a page has to open at once. For the same reason its id is taken from its folder."""
+    seconds to load, and a page has to open at once."""
     remedy = "start the study's command again"
     values, summary = (read_object(folder / name, remedy=remedy) for name in ("config.json", "summary.json"))
     config = RunConfig.from_json(json.dumps(values))
-    vars(config)["id"] = folder.name
+    for name, run in (("config.json", config.id), ("summary.json", summary["id"])):
+        refuse(run != folder.name, f"{folder / name} is damaged (it is that of a run {run})")
     fields = LATER_FIELDS | flat(values) | {"id": folder.name, "betas": " ".join(map(str, config.betas))}
     row = _row(fields | {"follow": config.portable.follow}, summary)
     return Result(config, cast("Summary", SimpleNamespace(**summary))), row
@@ -286,4 +317,4 @@ def _progress(rows: Sequence[Mapping[str, Any]], signs: Signs) -> PageProgress:
 
 def _unfinished(progress: PageProgress) -> str:
     left = (progress["total"] or 0) - progress["done"]
-    return f"Not finished: {progress['done']} of {progress['total']} runs have ended." if left else ""
+    return f"Not finished: {progress['done']} of {progress['total']} runs are done." if left else ""

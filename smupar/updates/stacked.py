@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -78,6 +78,17 @@ class StackedUpdates:
             self.stack.measure(name, clamped(ratio) / self.planned[name])
             del probe.inputs
         self.effects.append(torch.stack(effects, dim=1))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What has been measured so far, under flat names."""
+        state = {f"averages.{name}.{k}": own for name, pair in self.averages.items() for k, own in enumerate(pair)}
+        return state | ({"effects": torch.stack(self.effects)} if self.effects else {})
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        device = self.stack.device
+        pairs = {name: (state.get(f"averages.{name}.0"), state.get(f"averages.{name}.1")) for name in self.probes}
+        self.averages = {n: (a.to(device), b.to(device)) for n, (a, b) in pairs.items() if a is not None and b is not None}
+        self.effects = list(state["effects"].to(device).unbind()) if "effects" in state else []
 
     def traces(self) -> list[Trace]:
         every = torch.stack(self.effects).cpu().tolist()  # (steps, models, layers)

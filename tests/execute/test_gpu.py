@@ -79,6 +79,21 @@ def test_refilled_stack_gives_the_losses_of_a_new_one(text):
     assert distance(again.flip(1), losses_of(GPTStack(BAG, text, GPU, own_batches=True).step)) < 1e-6
 
 
+def test_captured_stack_goes_on_from_its_state_without_another_capture(text):
+    stack = GPTStack(BAG, text, GPU, own_batches=True)
+    whole = losses_of(stack.step)
+    captured = stack.stack._call.output
+    stack.refill(BAG)
+    for number in range(10):
+        stack.step(number)
+    state = stack.state_dict()
+    stack.refill(BAG)
+    stack.load_state_dict(state, num_steps=10)
+    again = torch.stack([stack.step(number) for number in range(10, STEPS)]).cpu()
+    assert distance(again, whole[10:]) < 1e-6
+    assert stack.stack._call.output is captured
+
+
 def test_serial_engine_gives_the_losses_of_the_plain_step(text):
     assert distance(losses_of(GPTStack([RUN], text, GPU).step)[:, 0], plain(RUN, text, compile=False)) < 1e-4
 

@@ -14,7 +14,8 @@ import pytest
 from smupar.lm.config.run import ModelConfig, RunConfig
 from smupar.study import ray_engine
 from smupar.study.engines import execute
-from smupar.study.ray_engine import execute_on_ray, split
+from smupar.study.ray_engine import execute_on_ray, split, tasks_of
+from smupar.study.stacks import Division
 from smupar.study.store import Study
 from tests.texts import words
 
@@ -114,6 +115,14 @@ def _at_work(node) -> list[int]:
         if parent == raylet and name.startswith(b"ray::_train_part"):
             found.append(int(folder.name))
     return found
+
+
+def test_runs_that_were_begun_together_stay_in_one_task(tmp_path):
+    runs = [replace(TINY, lr=rate) for rate in RATES]
+    with Study.open(tmp_path / "study", {}, "") as study:
+        Division(tuple(run.id for run in runs[1:7]), 3, own_batches=False, device="cpu").write(study)
+        tasks = tasks_of(study, runs[4:], runs, num_slots=4, resource="CPU")
+    assert tasks == [(runs[4:7], runs[1:4]), ([runs[7]], [])]
 
 
 def test_workers_keep_the_weights_of_a_study_that_keeps_them(shared_cluster, tmp_path):

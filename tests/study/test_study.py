@@ -217,7 +217,7 @@ def test_losses_of_a_stack_are_fetched_every_fifty_steps(tmp_path):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_stack_that_a_signal_stops_begins_again(tmp_path, number, code):
+def test_stack_that_a_signal_stops_says_what_is_kept(tmp_path, number, code):
     folder, log = tmp_path / "study", tmp_path / "log"
     argv = ["sweep", "lr=0.01,0.02", *TINY_FLAGS, "--width", "32", "--steps", "1000000", "--out", str(folder)]
     process = PROCESSES.Process(target=_command, args=([*argv, "--engine", "stacked"], log))
@@ -230,7 +230,7 @@ def test_stack_that_a_signal_stops_begins_again(tmp_path, number, code):
     os.kill(process.pid, number)
     process.join()
     assert process.exitcode == code
-    assert "0 of 2 runs are done and kept; stacked ones that were running begin again" in log.read_text()
+    assert "0 of 2 runs are done and kept; those that were running go on from their last save" in log.read_text()
 
 
 # The store
@@ -648,6 +648,18 @@ def test_further_seeds_follow_an_optimum_that_they_move(tmp_path):
         seeds = more_seeds(study, curve, "lr", 3)
         assert {(number(config), config.seed) for config in seeds} == {(value, seed) for value in range(5) for seed in (1, 2)}
         assert settle(study, lambda study: seeds, EngineConfig(device="cpu")) == seeds  # nothing is missing: nothing is run
+
+
+def test_further_seeds_do_not_depend_on_where_a_round_was_interrupted(tmp_path):
+    curve = [replace(TINY, lr=2.0**power) for power in range(-6, -1)]
+    with Study.open(tmp_path / "study", {"kind": "x"}, "") as study:
+        for config, loss in zip(curve, (5.0, 4.0, 4.5, 4.1, 4.6), strict=True):
+            study.add(config, summary(config, loss))
+        whole = more_seeds(study, curve, "lr", 3)
+        assert {config.lr for config in whole} == {2.0**-6, 2.0**-5, 2.0**-4}
+        for config in whole[2:4]:  # of the best value, which is no longer the best by now
+            study.add(config, summary(config, 5.0))
+            assert more_seeds(study, curve, "lr", 3) == whole
 
 
 def summary(config, loss):

@@ -222,13 +222,16 @@ GOOD = {"format": "smupar-hps/1", "lr": 0.01, "init_std": 0.1, "alpha_input": 9,
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"lr": 0.0', "is damaged, it is no JSON"),
-        ("[1, 2]", "was not written by `smupar tune`"),
+        ('{"lr": 0.0', r"best.json is damaged \(.*`smupar tune` writes it again"),
+        ("[1, 2]", r"best.json is damaged \(expected fields, got \[1, 2\]\)"),
         ('{"lr": 0.01, "weight_decay": 0}', "was not written by `smupar tune`"),
         (json.dumps(GOOD | {"alpha_input": None}), "alpha_input must be a number above 0, got None"),
         (json.dumps(GOOD | {"lr": -1}), "lr must be a number above 0, got -1"),
         (json.dumps(GOOD | {"lr": math.nan}), "lr must be a number above 0, got nan"),
         (json.dumps({name: value for name, value in GOOD.items() if name != "base_width"}), "base_width must be a number"),
+        (json.dumps(GOOD | {"base_width": 64.5}), "base_width must be a whole number"),
+        (json.dumps(GOOD | {"source": ["adamw"]}), r"source must have fields, got \['adamw'\]"),
+        (json.dumps(GOOD | {"source": {"optimizer": 3}}), "optimizer must be text, got 3"),
     ],
 )
 def test_damaged_and_foreign_files_are_refused(tmp_path, text, message):

@@ -45,7 +45,7 @@ def test_unfinished_study_draws_what_ended_and_what_waits(tmp_path):
     left = make_study(tmp_path, num_left_out=6)  # all of SmuPar on the target
     document = StudyView(tmp_path).document()
     assert document["headline"] == "SP has moved 4x so far."
-    assert document["sentence"].startswith("Not finished: 18 of 24 runs have ended. Too few runs have ended to say how far")
+    assert document["sentence"].startswith("Not finished: 18 of 24 runs are done. Too few runs have ended to say how far")
     target = document["charts"][1]["lines"][1]
     assert [point["y"] for point in target["points"]] == [None] * 6
     assert [point["runs"] for point in target["points"]] == [[run.id] for run in left]

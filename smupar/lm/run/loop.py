@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from smupar.lm.run.stack import GPTStack
     from smupar.lm.run.step import Stepper
 
-_SAVE_SECONDS = 300.0
 _SLOW_SECONDS = 0.5
+_LONGEST_LOOK = 5.0
 
 
 class Keeper(Protocol):
@@ -54,6 +54,7 @@ class Progress:
     valid_step: int | None = None
     best_valid_loss: float | None = None
     best_step: int | None = None
+    since_row: list[float] = field(default_factory=list)  # losses after the last row of metrics, for the mean of the next
 
     @property
     def diverged(self) -> bool:
@@ -80,8 +81,9 @@ class Cadence:
     log_every: int
     valid_every: int
     save_every: int = 0  # every few minutes; in any case at the end
-    # Steps between looks at the losses, for which the host waits for the GPU. 0: at each row, and while steps are slow after
-    # each step, because ranks must agree to stop before torchrun kills them.
+    save_seconds: float = 300.0  # between checkpoints, if save_every is 0
+    # Steps between looks at the losses, for which the host waits for the GPU; slow steps have more looks. 0: at each row, and
+    # while steps are slow after each step, because ranks must agree to stop before torchrun kills them.
     look_every: int = 0
 
     def validates(self, done: int) -> bool:
@@ -101,14 +103,22 @@ class Loop:
     """``run()`` trains to the last step, until all runs have diverged, or until a signal asks it to stop."""
 
     def __init__(
-        self, runs: Stepper | GPTStack, cadence: Cadence, keeper: Keeper, stop: Stop, progress: Sequence[Progress]
+        self,
+        runs: Stepper | GPTStack,
+        cadence: Cadence,
+        keeper: Keeper,
+        stop: Stop,
+        progress: Sequence[Progress],
+        *,
+        start: int | None = None,
     ) -> None:
-        """``progress`` says where each run starts. A stack may hold more runs than that, which only fill it up."""
+        """``progress`` says where each run starts. A stack may hold more runs than that, which only fill it up. ``start`` is
+        the number of steps that are done; the default, those of the first run, is wrong for a stack whose first run diverged.
+        """
         self.runs, self.cadence, self.keeper, self.stop, self.progress = runs, cadence, keeper, stop, progress
         self.config = runs.configs[0]
-        self.done = progress[0].step
+        self.done = progress[0].step if start is None else start
         self.pending: list[Tensor] = []  # losses that the host has not asked for yet
-        self.row_losses: list[list[float]] = [[] for _ in progress]
         self.slow = not cadence.look_every  # until a step has been timed
         self.since = self.saved_at = 0.0
 
@@ -119,12 +129,16 @@ class Loop:
         alone = self.runs.world.size == 1
         for step in range(self.done, self.cadence.steps):
             self.pending.append(self.runs.step(step))
-            if self.cadence.looks(step + 1) or self.slow or (alone and self.stop.requested):
+            if self.cadence.looks(step + 1) or self.slow or (alone and (self.stop.requested or self._waited_long())):
                 status = self._look(step + 1)
                 if status is not None:
                     return status
                 self.since = time.perf_counter()
         return "finished"
+
+    def _waited_long(self) -> bool:
+        """Whether the last look is so long ago that a checkpoint may be due before the next."""
+        return self.cadence.look_every > 0 and time.perf_counter() - self.since > _LONGEST_LOOK
 
     def _catch_up(self) -> bool:
         """Repeats a validation that was interrupted last time. Returns False if it is interrupted again."""
@@ -133,7 +147,8 @@ class Loop:
         if not self._validate():
             return False
         for index, progress in enumerate(self.progress):
-            self.keeper.log(index, {"step": self.done, "valid_loss": progress.valid_loss})
+            if not progress.diverged:
+                self.keeper.log(index, {"step": self.done, "valid_loss": progress.valid_loss})
         self.keeper.save(self.progress)
         return True
 
@@ -156,7 +171,8 @@ class Loop:
 
     def _decide(self, stop: bool, late: bool) -> tuple[bool, Status | None]:
         """Whether to save, and how the loop ends, if it does."""
-        if self._all_diverged():
+        # A stack ends at a step that does not depend on the clock or on signals, since its masks may still move.
+        if self._all_diverged() and (not self.cadence.look_every or self.cadence.looks(self.done)):
             return False, "diverged"
         improved = any(progress.best_step == self.done for progress in self.progress)
         ended = self.done == self.cadence.steps and self._has_validated()
@@ -164,7 +180,7 @@ class Loop:
 
     def _agree(self, seconds_of_step: float) -> tuple[bool, bool]:
         """Whether to stop, and whether a checkpoint is overdue. If one rank says yes, all do."""
-        late = time.perf_counter() - self.saved_at > _SAVE_SECONDS and not self.cadence.save_every
+        late = time.perf_counter() - self.saved_at > self.cadence.save_seconds and not self.cadence.save_every
         slow = seconds_of_step > _SLOW_SECONDS and not self.cadence.look_every
         stop, late, self.slow = self.runs.world.any(self.stop.requested, late, slow)
         return stop, late
@@ -202,7 +218,8 @@ class Loop:
         """Turns losses into rows, each with the mean since the row before. The row in which a run diverges is its last."""
         speed = self._tokens(1) / (seconds / len(self.progress))
         for number, of_runs in enumerate(losses, start=self.done + 1 - len(losses)):
-            for index, (progress, since_row) in enumerate(zip(self.progress, self.row_losses, strict=True)):
+            for index, progress in enumerate(self.progress):
+                since_row = progress.since_row
                 if number > progress.step + 1 and not since_row:  # it diverged before
                     continue
                 since_row.append(of_runs[index])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -129,10 +129,31 @@ class GPTStack:
         self.seeds = sorted({config.seed for config in configs})
         return [model.to(self.device) for model, _ in built], [plan for _, plan in built]
 
-    def save(self, folder: Path, summaries: Sequence[Summary]) -> None:
-        """Writes the first runs, which ended in this way, to folders named by their ids, for ``load_run``."""
+    def state_dict(self) -> dict[str, Tensor]:
+        """A copy, in the host's memory, of what training has changed. A sparsifier has no further state: when masks move, and
+        what a round goes back to, follows from the configurations."""
+        parts = {"stack": self.stack.state_dict()} | ({} if self.updates is None else {"updates": self.updates.state_dict()})
+        return {
+            f"{part}.{name}": tensor.detach().to("cpu", copy=True)
+            for part, own in parts.items()
+            for name, tensor in own.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Tensor], *, num_steps: int) -> None:
+        """Goes on after so many steps of the same runs. The stack was made or refilled with them just before."""
+
+        def part(name: str) -> dict[str, Tensor]:
+            return {key.removeprefix(f"{name}."): tensor for key, tensor in state.items() if key.startswith(f"{name}.")}
+
+        self.stack.load_state_dict(part("stack"), num_steps=num_steps)
+        if self.updates is not None:
+            self.updates.load_state_dict(part("updates"))
+
+    def save(self, folder: Path, summaries: Mapping[int, Summary]) -> None:
+        """Writes runs to folders named by their ids, for ``load_run``. ``summaries`` says how they ended, by their number."""
         self.stack.write_back()
-        for summary, config, model in zip(summaries, self.configs, self.stack.models, strict=False):
+        for number, summary in summaries.items():
+            config, model = self.configs[number], self.stack.models[number]
             path = folder / config.id
             write_facts(path, self.corpus)
             write_atomic(path / "config.json", config.to_json())

@@ -158,3 +158,25 @@ def test_run_that_diverges_in_a_stack_says_so_in_its_trace_and_hurts_nobody(libr
     losses_one_by_one(alone)
     for name, effects in alone.updates.trace.effects.items():
         assert calm_trace.effects[name] == pytest.approx(effects, rel=1e-3)
+
+
+def test_state_of_other_models_is_refused_and_changes_nothing(library):
+    small, wide = (GPTStack([replace(STACKED, model=replace(STACKED.model, width=width))], library, CPU) for width in (32, 64))
+    before = {name: tensor.clone() for name, tensor in wide.state_dict().items()}
+    with pytest.raises(ValueError, match=r"is \(1, .*\) in the state and \(1, .*\) in the stack: load the state of the same"):
+        wide.load_state_dict(small.state_dict(), num_steps=1)
+    assert all(torch.equal(tensor.nan_to_num(), before[name].nan_to_num()) for name, tensor in wide.state_dict().items())
+    assert wide.num_steps == 0
+
+
+def test_state_is_put_into_the_tensors_that_a_step_is_bound_to(library):
+    bag = [replace(STACKED, dynamic="rigl", mask_every=2), replace(STACKED, seed=1)]
+    stack = GPTStack(bag, library, CPU)
+    losses = [stack.step(number) for number in range(4)]
+    state = stack.state_dict()
+    losses += [stack.step(number) for number in range(4, 8)]
+    stack.refill(bag)
+    places = [tensor.data_ptr() for tensor in stack.stack.state_dict().values()]
+    stack.load_state_dict(state, num_steps=4)
+    assert [tensor.data_ptr() for tensor in stack.stack.state_dict().values()] == places
+    assert torch.equal(torch.stack(losses[4:]), torch.stack([stack.step(number) for number in range(4, 8)]))

@@ -1,0 +1,128 @@
+"""The state of a stack that is running: a folder with its tensors as safetensors, and ``state.json``, which names the tensors'
+file. A save writes the new tensors beside the old ones, and then replaces state.json. So one of the two states is always whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from smupar.lm.run.folder import Row
+from smupar.lm.run.loop import Progress
+from smupar.lm.run.stack import GPTStack
+from smupar.output.files import sync_folder
+from smupar.output.json_files import DamagedFileError, read_record, write_sealed
+from smupar.plan.settings import refuse
+from smupar.study.stacks import Division
+from smupar.study.store import Study
+
+FORMAT = "smupar-stack/1"
+
+
+@dataclass(frozen=True)
+class SavedStack:
+    """What state.json holds."""
+
+    format: str
+    runs: list[str]  # their ids
+    step: int
+    progress: list[Progress]
+    rows: list[list[dict[str, float | None]]]
+    tensors: str  # the name of the file
+    tensors_sha256: str
+
+
+class StackState:
+    """Saves the state of one stack and reads it again. Tensors are copied at once and written by a thread, so that training
+    goes on meanwhile. ``close`` waits for that."""
+
+    def __init__(self, study: Study, division: Division, number: int) -> None:
+        self.study, self.division = study, division
+        self.folder, self.runs = division.state_folder(study, number), list(division.stacks[number])
+        self._pool = ThreadPoolExecutor(1)
+        self._writing: Future[None] | None = None
+
+    def save(self, stack: GPTStack, progress: Sequence[Progress], rows: Sequence[Sequence[Row]]) -> None:
+        self._wait()
+        self.division.write(self.study)
+        file, copied = f"step-{stack.num_steps:08d}.safetensors", [[dict(row) for row in own] for own in rows]
+        saved = SavedStack(FORMAT, self.runs, stack.num_steps, list(progress), copied, file, "")
+        self._writing = self._pool.submit(self._write, stack.state_dict(), asdict(saved))
+
+    def _write(self, tensors: dict[str, Tensor], values: dict[str, object]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / str(values["tensors"])
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            save_file(tensors, temporary)
+            with temporary.open("rb+") as file:
+                values["tensors_sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync_folder(self.folder)
+        write_sealed(self.folder / "state.json", values, indent=None)
+        for other in self.folder.glob("step-*"):
+            if other != path:
+                other.unlink()
+
+    def _wait(self) -> None:
+        """Waits for the thread. A state that could not be written is named, and training goes on."""
+        writing, self._writing = self._writing, None
+        try:
+            if writing is not None:
+                writing.result()
+        except (OSError, SafetensorError) as error:
+            warnings.warn(
+                f"the state of a stack cannot be written to {self.folder} ({error}): make room there; until then a study that "
+                "is interrupted loses what this stack does",
+                stacklevel=3,
+            )
+
+    def load(self, stack: GPTStack) -> SavedStack | None:
+        """Puts the saved state into a stack that holds the same runs and has made no step. None if there is no state, or a
+        damaged one, which is named and removed."""
+        if not (self.folder / "state.json").exists():
+            return None
+        remedy = f"the {len(self.runs)} runs of this stack begin again"
+        try:
+            saved = self._read(remedy)
+            stack.load_state_dict(load_file(self.folder / saved.tensors), num_steps=saved.step)
+        except DamagedFileError as error:
+            told = str(error)
+        except (ValueError, OSError, SafetensorError) as error:
+            told = f"{self.folder} is damaged ({error}): {remedy}"
+        else:
+            return saved
+        warnings.warn(told, stacklevel=2)
+        self.remove()
+        return None
+
+    def _read(self, remedy: str) -> SavedStack:
+        saved = read_record(SavedStack, self.folder / "state.json", remedy=remedy)
+        fits = saved.format == FORMAT and saved.runs == self.runs and len(saved.progress) == len(saved.rows) == len(self.runs)
+        refuse(not fits or Path(saved.tensors).name != saved.tensors, "state.json is not the state of these runs")
+        with (self.folder / saved.tensors).open("rb") as tensors:
+            found = hashlib.file_digest(tensors, "sha256").hexdigest()
+        refuse(found != saved.tensors_sha256, f"{saved.tensors} does not match its checksum")
+        return saved
+
+    def remove(self) -> None:
+        self._wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def close(self) -> None:
+        self._wait()
+        self._pool.shutdown()
