@@ -106,13 +106,13 @@ def test_study_fills_in_while_it_runs(visit, tmp_path):
         page.wait_for_selector(".counts >> text=of 6")
         hollow = page.evaluate("page.doc.progress.total - page.doc.progress.done")
         assert study.wait(timeout=120) == 0
-        page.wait_for_function("page.doc.progress.done === 6 && !page.doc.is_live", timeout=10_000)
+        page.wait_for_function("() => page.doc.progress.done === 6 && !page.doc.is_live", timeout=10_000)
     assert hollow > 0
     assert page.locator(".counts").inner_text().startswith("6 of 6 runs done")
     assert page.evaluate("page.doc.charts[0].lines[0].points.filter((point) => point.y !== null).length") == 6
-    page.wait_for_function("document.querySelectorAll('#charts .plot')[0].data[0].x.length === 6")
+    page.wait_for_function("() => document.querySelectorAll('#charts .plot')[0].data[0].x.length === 6")
     curves = page.locator("section[aria-label='Loss curves'] .plot")
-    page.wait_for_function("document.querySelector(\"section[aria-label='Loss curves'] .plot\").data.length === 6")
+    page.wait_for_function("() => document.querySelector(\"section[aria-label='Loss curves'] .plot\").data.length === 6")
     assert curves.count() == 1
 
 
@@ -307,7 +307,7 @@ def test_zoom_survives_new_data(visit, served):
     page.mouse.down()
     page.mouse.move(area["x"] + 250, area["y"] + 150, steps=4)
     page.mouse.up()
-    page.wait_for_function(f"{ends}[0] > {whole[0]}")
+    page.wait_for_function(f"() => {ends}[0] > {whole[0]}")
     zoomed = page.evaluate(ends)
     page.evaluate("draw()")
     assert page.evaluate(ends) == zoomed

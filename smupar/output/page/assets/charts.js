@@ -89,9 +89,17 @@ function tracesOf(line, chart, index, context) {
   if (best && done.some((p) => p.x === best.x)) {
     const inside = best.low !== null, words = inside ? `lies between ${number(best.low)} and ${number(best.high)}` : line.is_joined ? "is at the edge of what has been run" : "";
     traces.push({ ...marks([{ x: best.x, runs: done.find((p) => p.x === best.x).runs, text: [plain([line.rule || chart.rule, line.label].filter(Boolean).join(", ")), `best ${plain(chart.x_label)} ${number(best.x)}${best.is_final ? "" : ", provisional"}`, words].filter(Boolean).join("<br>") }], () => best.y, { color: colour, size: context.isDense ? 11 : 15, symbol: inside || !line.is_joined ? "star" : "star-open", line: { color: inside || !line.is_joined ? css("--raised") : colour, width: 1.4 } }),
-      error_x: inside ? { type: "data", symmetric: false, array: [best.high - best.x], arrayminus: [best.x - best.low], color: colour, thickness: 1.4, width: 4 } : undefined });
+      isStar: true, error_x: inside && !context.isDense ? { type: "data", symmetric: false, array: [best.high - best.x], arrayminus: [best.x - best.low], color: colour, thickness: 1.4, width: 4 } : undefined });
   }
   return traces;
+}
+
+/** With hundreds of points, all stars are one trace: plotly takes its time for each trace. */
+function withJoinedStars(traces) {
+  const stars = traces.filter((trace) => trace.isStar), join = (part) => stars.flatMap(part), of = (name) => join((star) => star.marker[name]);
+  if (stars.length < 2) return traces;
+  const marker = { color: of("color"), size: stars[0].marker.size, symbol: of("symbol"), line: { color: join((star) => star.marker.line.color), width: 1.4 } };
+  return [...traces.filter((trace) => !trace.isStar), { ...stars[0], x: join((star) => star.x), y: join((star) => star.y), customdata: join((star) => star.customdata), text: join((star) => star.text), marker }];
 }
 
 /** The move of the optimum: a measure between the two, with the octaves over it; and a dotted line at the reference. */
@@ -190,6 +198,6 @@ function drawCharts(grid, charts, others, context, frames) {
     frame.plot.setAttribute("aria-label", `${chart.title}. ${chart.y_label} over ${chart.x_label}, ${chart.lines.length} curves. Arrow keys go from point to point, Enter opens a run.`);
     const keys = chart.lines.map((line, index) => keyOf(line, chart, index)).concat(beside ? beside.lines.map((line, index) => keyOf(line, beside, index, true)) : []);
     frame.keys.replaceChildren(...keys.slice(0, 24), ...(keys.length > 24 ? [el("li", { class: "more" }, `and ${keys.length - 24} more`)] : []), ...(chart.marked && chart.marked[1] ? [el("li", { class: "more" }, `dotted: ${chart.marked[1]}`)] : []));
-    drawn(frame.plot, traces, made, context.opens);
+    drawn(frame.plot, own.isDense ? withJoinedStars(traces) : traces, made, context.opens);
   });
 }
