@@ -13,6 +13,8 @@ from smupar.plan.role_table import ASK, DOUBTS, ROLE_TABLE, Case
 
 DOCS = Path(__file__).parent
 END = "<!-- end of the table -->"
+# What stands in a table of roles for what a question names.
+WORDS = {"owner": "module", "groups": "several", "size": "some", "use": "is used in an operation that smupar does not follow"}
 OPTIMIZER_COLUMNS = {
     "optimizer": "name",
     "family": "family",
@@ -75,7 +77,7 @@ def cases(lines: tuple[Case, ...]) -> str:
     rows = [["", "a parameter that ...", "role", "why"]]
     for number, case in enumerate(lines, 1):
         role = f"you are asked (guess: {case.guess})" if case.role == ASK else case.role
-        rows.append([str(number), case.when, role, case.reason.format(owner="module", groups="several", size="some")])
+        rows.append([str(number), case.when, role, case.reason.format(**WORDS)])
     return markdown(*rows)
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from smupar.execute.sparse.convert import StorageReport, dense_state_dict, sparsify_storage
     from smupar.execute.sparse.library import SparseWarning
     from smupar.execute.stacked import train_stacked
+    from smupar.model.attention import set_attention_scale
     from smupar.model.parameterize import attach, parameterize
     from smupar.optim.groups import param_groups
     from smupar.optim.guard import LRRatioWarning, guard
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 _WHERE = {
     "parameterize": "model.parameterize",
     "attach": "model.parameterize",
+    "set_attention_scale": "model.attention",
     "make_plan": "plan.make",
     "Plan": "plan.plan",
     "PlanWarning": "plan.plan",
@@ -93,6 +95,7 @@ __all__ = [
     "parameterize",
     "record_updates",
     "register_layer",
+    "set_attention_scale",
     "snip_masks",
     "sparsify_storage",
     "train_stacked",

@@ -49,14 +49,6 @@ def test_readme_example_is_short():
     assert len([line for line in example.splitlines() if line.strip()]) <= 15
 
 
-def test_numbers_of_readme_are_those_of_the_results():
-    readme = (ROOT / "README.md").read_text()
-    mup, sp = re.search(r"muP ends\s+([\d.]+) % above SmuPar's loss, and SP\s+([\d.]+) %", readme).groups()
-    results = (ROOT / "docs" / "results" / "fig03.md").read_text()
-    assert re.search(rf"muP ends above SmuPar at every density: .*\+{mup}% at 1/32", results)
-    assert re.search(rf"SP, tuned ends above SmuPar at every density: .*\+{sp}% at 1/32", results)
-
-
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"], ids=lambda page: page.name)
 def test_page_links_to_files_that_exist(page):
     for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):

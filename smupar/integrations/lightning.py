@@ -21,8 +21,8 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("smupar's Lightning callback needs lightning: pip install 'smupar[lightning]'") from error
 
-from smupar.check.audit import audit
 from smupar.dynamic.sparsifiers import Sparsifier
+from smupar.integrations.start import check_start
 from smupar.integrations.state import carry_state
 from smupar.model.parameterize import add_masks, attach, is_parameterized, mask_of, parameterize
 from smupar.optim.groups import param_groups
@@ -33,8 +33,8 @@ from smupar.updates.meter import Follower, Recorder
 
 
 class SmuparCallback(Callback):
-    """Parameterizes the module, makes its parameter groups, and runs the audit before the first step. Moves masks and measures
-    updates after each step.
+    """Parameterizes the module, makes its parameter groups, runs the audit before the first step, and refuses to train while a
+    reminder of the plan is open. Moves masks and measures updates after each step.
 
     base        the module at base width, or a function that builds it (on the meta device)
     plan        plan of a module that is already parameterized, in place of ``base`` and settings
@@ -125,7 +125,8 @@ class SmuparCallback(Callback):
             self.watch(trainer.optimizers)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        audit(pl_module, self.plan, trainer.optimizers, trained=trainer.global_step > 0)
+        where = "in prepare=, a function (module, plan) for this callback"
+        check_start(pl_module, self.plan, trainer.optimizers, trained=trainer.global_step > 0, where=where)
 
     def _base_model(self) -> nn.Module:
         if isinstance(self._base, nn.Module):

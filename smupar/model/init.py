@@ -85,6 +85,8 @@ def padding_rows(model: nn.Module) -> dict[int, int]:
 def initialise(parameter: nn.Parameter, row: PlanRow, mask: Tensor | None, seed: int, *, padding: int | None = None) -> None:
     """Fills a parameter from (seed, name): the same values on every device, rank and number of ranks."""
     if row.init_std is None:
+        if row.kept_factor != 1:
+            parameter.mul_(row.kept_factor)
         if mask is not None:
             zero_off_mask(parameter, like(mask, parameter))
         return

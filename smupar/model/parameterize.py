@@ -25,6 +25,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
+from smupar.model.attention import apply_attention
 from smupar.model.csr import MASK, expand_state, is_compressed
 from smupar.model.gradients import gradient_mask
 from smupar.model.init import initialise, padding_rows, plan_resets
@@ -32,6 +33,7 @@ from smupar.model.relayout import watch_optimizers
 from smupar.model.seam import Step, on_every_step, optimizers, seam_of
 from smupar.model.sharding import is_sharded, zero_off_mask
 from smupar.model.weights import hidden_weights, weight_of
+from smupar.plan.disguise import set_multiplier
 from smupar.plan.layers import kind_of
 from smupar.plan.make import MaskSetting, Settings, cautions, planned, warn
 from smupar.plan.optimizers import facts_of
@@ -56,7 +58,8 @@ def parameterize(model: nn.Module, *, base: nn.Module, reset: bool | None = None
     """Makes ``model`` follow a rule, in place: sets masks, init and forward factors. Returns the plan.
 
     The settings are those of ``make_plan``. Weight matrices get new values. Norms, biases and parameters that do not scale keep
-    their values.
+    their values; biases of torch's own init, which shrink with width, are multiplied to the size that they have in the base.
+    Weights that the model set to zero stay zero, and frozen tables keep their values.
 
     A model fresh from ``to_empty`` has no values to keep. With ``reset=True`` norms get their module's own init, and biases
     become 0. ``reset=False`` leaves them alone. ``reset=None``, the default, resets them, with a warning, if no parameter
@@ -66,11 +69,12 @@ def parameterize(model: nn.Module, *, base: nn.Module, reset: bool | None = None
     """
     _refuse(model)
     settings["masks"] = given = read_masks(settings.get("masks"))  # so that the planner need not read a file again
-    plan = planned(model, base, settings)
-    _refuse_used_names(model, plan)
     parameters = dict(model.named_parameters())
+    is_empty = reset or (reset is None and all(parameter._version == 0 for parameter in parameters.values()))
+    plan = planned(model, base, settings, has_values=not is_empty)
+    _refuse_used_names(model, plan)
     resets, messages = None, cautions(plan)
-    if reset or (reset is None and all(parameter._version == 0 for parameter in parameters.values())):
+    if is_empty:
         resets = plan_resets(model, plan, sure=reset is True)
         messages += resets.cautions if reset is None else []
     # Before anything changes: a mask that cannot be drawn, or a warning raised as an error, must leave the model as it is.
@@ -309,6 +313,10 @@ def _scale_branch(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 def _attach(model: nn.Module, plan: Plan, masks: Mapping[str, Tensor]) -> None:
     """The work of ``attach``. ``masks`` are the masks that the model still misses."""
     _let_compilers_see_hooks()
+    for number in plan.multipliers:
+        if number.is_set:
+            set_multiplier(model, number.path, number.name, number.base_value)
+    apply_attention(model, plan)
     on_every_step("mask", mask_updates, lambda optimizer: facts_of(optimizer).mixes_entries)
     rows = [(row, weight_of(model, row.name)) for row in plan]
     for row, weight in rows:

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from smupar.lm.config.run import RunConfig
-from smupar.paper.figure import Claim, Figure, Rows, all_of
+from smupar.paper.figure import Claim, Figure, Rows, all_of, valid_loss
 from smupar.paper.settings import WEIGHT_DECAY, Scale
 from smupar.rules import DECAYED
 from smupar.study.curves import Line, Panel, Point
@@ -87,14 +87,19 @@ class _Setting(NamedTuple):
 Losses = dict[float, float]  # amount of decay -> mean loss over seeds
 
 
-def _losses(rows: Rows) -> dict[_Setting, Losses]:
-    """Losses by setting, sorted by width, steps and sparsity."""
+def _seeds(rows: Rows) -> dict[_Setting, dict[float, list[float]]]:
+    """Losses of all seeds by setting and amount of decay, sorted by width, steps and sparsity."""
     each: dict[_Setting, dict[float, list[float]]] = {}
     for row in rows:
-        run, loss = row.config, row.summary.valid_loss
+        run = row.config
         setting = _Setting(run.model.width, run.steps, run.sparsity or 0.0, run.decay, run.decayed, run.lr)
-        each.setdefault(setting, {}).setdefault(run.weight_decay, []).append(float("inf") if loss is None else loss)
-    return {setting: {decay: fmean(values) for decay, values in sorted(own.items())} for setting, own in sorted(each.items())}
+        each.setdefault(setting, {}).setdefault(run.weight_decay, []).append(valid_loss(row))
+    return {setting: dict(sorted(own.items())) for setting, own in sorted(each.items())}
+
+
+def _losses(rows: Rows) -> dict[_Setting, Losses]:
+    """Mean losses by setting."""
+    return {setting: {decay: fmean(seeds) for decay, seeds in own.items()} for setting, own in _seeds(rows).items()}
 
 
 def _scans(losses: dict[_Setting, Losses]) -> tuple[dict[_Setting, Losses], dict[_Setting, Losses]]:
@@ -120,20 +125,22 @@ def _cost(losses: Losses, decay: float) -> float:
 
 def draw(rows: Rows) -> list[Panel]:
     """A panel for each size, the main size first, with a curve for each density."""
-    inside, outside = _scans(_losses(rows))
+    seeds, (inside, outside) = _seeds(rows), _scans(_losses(rows))
     sizes = dict.fromkeys((setting.width, setting.steps) for setting in (*inside, *outside))
     densities = [setting.density for setting in inside]
     panels = []
     for width, steps in sizes:
-        scans = {s.density: own for s, own in (inside | outside).items() if (s.width, s.steps) == (width, steps)}
+        scans = {
+            setting: own for setting, own in (inside | outside).items() if (setting.width, setting.steps) == (width, steps)
+        }
         lines = tuple(
             Line(
-                f"density {density}",
-                tuple(Point(decay, 100 * _cost(own, decay)) for decay in own),
-                densities.index(density) / max(1, len(densities) - 1),
+                f"density {setting.density}",
+                tuple(_point(own, seeds[setting], decay) for decay in own),
+                densities.index(setting.density) / max(1, len(densities) - 1),
                 best=_best(own),
             )
-            for density, own in scans.items()
+            for setting, own in scans.items()
         )
         heading = f"width {width}, {steps} steps"
         panels.append(
@@ -148,6 +155,12 @@ def draw(rows: Rows) -> list[Panel]:
             )
         )
     return panels
+
+
+def _point(losses: Losses, seeds: dict[float, list[float]], decay: float) -> Point:
+    best = min(losses.values())
+    own = tuple(100 * (loss / best - 1) for loss in seeds[decay])
+    return Point(decay, 100 * _cost(losses, decay), seeds=own)
 
 
 # Claiming

@@ -9,19 +9,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import sqrt
-from statistics import fmean, variance
+from statistics import fmean
 
 from smupar.lm.config.run import RunConfig
-from smupar.paper.figure import Claim, Figure, Rows, all_of, colour_of, runs_of, title
+from smupar.paper.figure import (
+    NUM_SPREADS,
+    USUAL_SPREAD,
+    Claim,
+    Figure,
+    Rows,
+    all_of,
+    colour_of,
+    over,
+    pooled_spread,
+    runs_of,
+    title,
+    valid_loss,
+)
 from smupar.paper.settings import Scale
 from smupar.study.comparison import as_rule
 from smupar.study.curves import Line, Panel, Point
 from smupar.study.space import unique
-from smupar.study.store import Result, Study
+from smupar.study.store import Study
 
 _CORRELATION = 0.8
-_SPREADS = 2  # a lead must exceed the spread of seeds this many times
 _PAPER_GAPS = {"SP": 11.9, "muP": 1.9}  # in %, at 16 weights per neuron
 _PAPER_WEIGHTS_PER_NEURON = 16
 _PRINTED_SP_LR = 2e-4
@@ -65,7 +76,7 @@ def then(scale: Scale, study: Study) -> list[RunConfig]:
     swept = study.results(_sp_rates(scale))
     if not swept or not study.results([_proxy(scale)]):
         raise ValueError("the sweep of SP or the proxy has not finished: the same command resumes it")
-    lr = min(swept, key=_loss).config.lr
+    lr = min(swept, key=valid_loss).config.lr
     ours, sparsities = scale.run("pretraining"), scale.size("pretraining").sparsities
     tuned = [replace(scale.run("pretraining", rule="sp", sparsity=sparsity), lr=lr) for sparsity in sparsities]
     equal = [replace(run, weight_decay=ours.weight_decay * ours.lr / lr) for run in tuned]
@@ -77,11 +88,6 @@ def then(scale: Scale, study: Study) -> list[RunConfig]:
 
 
 # Reading
-
-
-def _loss(row: Result) -> float:
-    loss = row.summary.valid_loss
-    return float("inf") if loss is None else loss
 
 
 def _line_of(run: RunConfig, usual_decay: float, sp_rates: set[float]) -> str | None:
@@ -112,18 +118,12 @@ def _groups(rows: Rows) -> dict[tuple[int, int], dict[str, dict[float, list[floa
         for line in names:
             if line is not None:
                 shape = groups.setdefault((run.model.width, run.model.depth), {})
-                shape.setdefault(line, {}).setdefault(run.sparsity or 0.0, []).append(_loss(row))
+                shape.setdefault(line, {}).setdefault(run.sparsity or 0.0, []).append(valid_loss(row))
     return dict(sorted(groups.items(), key=lambda item: -sum(map(len, item[1].values()))))
 
 
 def _means(lines: dict[str, dict[float, list[float]]]) -> dict[str, dict[float, float]]:
     return {name: {s: fmean(seeds) for s, seeds in sorted(own.items())} for name, own in sorted(lines.items())}
-
-
-def _spread(lines: dict[str, dict[float, list[float]]]) -> float | None:
-    """The pooled standard deviation of the loss over seeds, as a share of the loss; None if there is only one seed."""
-    seeded = [seeds for own in lines.values() for seeds in own.values() if len(seeds) > 1]
-    return sqrt(fmean(variance(seeds) / fmean(seeds) ** 2 for seeds in seeded)) if seeded else None
 
 
 # Drawing
@@ -132,42 +132,42 @@ def _spread(lines: dict[str, dict[float, list[float]]]) -> float | None:
 def draw(rows: Rows) -> list[Panel]:
     """Loss over weights per neuron for each shape, and for the first shape also how far the others are above SmuPar."""
     groups = _groups(rows)
-    panels = [_loss_panel(width, depth, _means(lines)) for (width, depth), lines in groups.items() if "SmuPar" in lines]
+    panels = [_loss_panel(width, depth, lines) for (width, depth), lines in groups.items() if "SmuPar" in lines]
     (width, _), lines = next(iter(groups.items()))
-    return [panels[0], _gap_panel(width, _means(lines)), *panels[1:]]
+    return [panels[0], _gap_panel(width, lines), *panels[1:]]
 
 
 # Lines of a rule's variants have a lighter colour than the rule.
 _VARIANTS = {"SP, 2e-4": "#e9a3ac", "SP, tuned, LR x decay as the others": "#f0c3a0", "SmuPar, coupled decay": "#9fd3ac"}
 
 
-def _colour(line: str) -> str:
-    return _VARIANTS.get(line, colour_of(line))
+def _loss_panel(width: int, depth: int, lines: dict[str, dict[float, list[float]]]) -> Panel:
+    return _panel(f"width {width}, {depth} layers", "validation loss", width, lines)
 
 
-def _weights(width: int, sparsity: float) -> float:
-    return width * (1 - sparsity)
-
-
-def _loss_panel(width: int, depth: int, lines: dict[str, dict[float, float]]) -> Panel:
-    drawn = tuple(
-        Line(name, tuple(Point(_weights(width, s), loss) for s, loss in own.items()), _colour(name))
+def _gap_panel(width: int, lines: dict[str, dict[float, list[float]]]) -> Panel:
+    """How far the other lines are above SmuPar, and how far they are in the paper."""
+    ours = _means(lines)["SmuPar"]
+    gaps = {
+        name: {s: [100 * (loss / ours[s] - 1) for loss in seeds] for s, seeds in own.items() if s in ours}
         for name, own in lines.items()
-    )
-    return Panel(f"width {width}, {depth} layers", "weights per neuron", "validation loss", drawn)
-
-
-def _gap_panel(width: int, lines: dict[str, dict[float, float]]) -> Panel:
-    gaps = {name: _gaps(own, lines["SmuPar"]) for name, own in lines.items() if name != "SmuPar"}
-    drawn = [
-        Line(name, tuple(Point(_weights(width, s), 100 * gap) for s, gap in own.items()), _colour(name))
-        for name, own in gaps.items()
-    ]
-    drawn += [
-        Line(f"{name} in the paper", (Point(_PAPER_WEIGHTS_PER_NEURON, gap),), colour_of(name), joined=False)
+        if name != "SmuPar"
+    }
+    in_paper = tuple(
+        Line(f"{name} in the paper", (Point(_PAPER_WEIGHTS_PER_NEURON, gap),), colour_of(name), joined=False, marker="D")
         for name, gap in _PAPER_GAPS.items()
-    ]
-    return Panel("above SmuPar", "weights per neuron", "loss above SmuPar's, %", tuple(drawn))
+    )
+    drawn = _panel("how far others end above SmuPar", "loss above SmuPar's, %", width, gaps)
+    return replace(drawn, lines=(*drawn.lines, *in_paper))
+
+
+def _panel(heading: str, y_label: str, width: int, lines: dict[str, dict[float, list[float]]]) -> Panel:
+    """Lines over weights per neuron, the dense model on the left."""
+    ordered = dict(sorted(lines.items()))
+    sparsities = {sparsity for own in ordered.values() for sparsity in own}
+    drawn = over({sparsity: width * (1 - sparsity) for sparsity in sparsities}, ordered)
+    coloured = tuple(replace(line, colour=_VARIANTS.get(line.label, line.colour)) for line in drawn)
+    return Panel(heading, "weights per neuron", y_label, coloured, falling_x=True)
 
 
 def _gaps(theirs: dict[float, float], ours: dict[float, float]) -> dict[float, float]:
@@ -179,7 +179,7 @@ def _gaps(theirs: dict[float, float], ours: dict[float, float]) -> dict[float, f
 
 def claim(rows: Rows) -> Claim:
     lines = next(iter(_groups(rows).values()))
-    means, spread = _means(lines), _spread(lines)
+    means, spread = _means(lines), pooled_spread(seeds for own in lines.values() for seeds in own.values())
     rivals = [name for name in means if name == "muP" or name.startswith("SP")]
     gaps = {name: {s: gap for s, gap in _gaps(means[name], means["SmuPar"]).items() if s} for name in rivals}
     whole = [name for name, own in gaps.items() if len(own) > 1]
@@ -187,9 +187,10 @@ def claim(rows: Rows) -> Claim:
 
 
 def _is_ahead(name: str, gaps: dict[float, float], spread: float | None) -> Claim:
-    asked = _SPREADS * (spread or 0.0)
+    asked = NUM_SPREADS * (spread or USUAL_SPREAD)
     words = ", ".join(f"{gap:+.1%} at {_density(sparsity)}" for sparsity, gap in gaps.items())
-    than = f"more than {_SPREADS} x {spread:.2%}, the spread of seeds, asked" if spread else "one seed"
+    whose = "the spread of seeds" if spread else "the usual spread of seeds (one seed here)"
+    than = f"more than {NUM_SPREADS} x {spread or USUAL_SPREAD:.2%}, {whose}, asked"
     return Claim(min(gaps.values()) > asked, f"{name} ends above SmuPar at every density: {words}; {than}")
 
 

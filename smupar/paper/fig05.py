@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
 from smupar.check.coordinates.measure import GRAD_X, Y
-from smupar.check.coordinates.report import Report
-from smupar.check.coordinates.verdict import PASS
+from smupar.check.coordinates.verdict import LAYER_AT_STEP_1, PASS, Slope
 from smupar.lm.config.commands import CheckConfig
 from smupar.lm.use.check import check_gpt
 from smupar.paper.figure import RULES, Claim, Figure, Place, Rows, all_of, title
 from smupar.paper.settings import Scale
 
+_FLAT = LAYER_AT_STEP_1[0]  # a layer whose slope is below this passes the check
 
-def measure(place: Place, rows: Rows) -> Report:
+
+@dataclass(frozen=True)
+class SlopesOverDensity:
+    """How sizes in hidden layers and blocks change with density, and what the check says about each rule."""
+
+    slopes: Sequence[Slope]
+    verdicts: Mapping[str, str]
+
+
+def measure(place: Place, rows: Rows) -> SlopesOverDensity:
     """Runs the check, which writes its picture and pages."""
     scale = place.scale
     size, run = scale.size("coordinates"), scale.run("coordinates")
-    return check_gpt(
+    report = check_gpt(
         CheckConfig(
             rules=RULES,
             base_width=run.base_width,
@@ -35,6 +49,18 @@ def measure(place: Place, rows: Rows) -> Report:
         ),
         lr={rule: scale.run("coordinates", rule=rule).lr for rule in RULES},
     )
+    return SlopesOverDensity(
+        [slope for slope in report.slopes if slope.axis == "density" and not slope.is_mean], report.verdicts
+    )
+
+
+def from_facts(facts: dict[str, Any]) -> SlopesOverDensity:
+    """The published slopes, which do not say everything about a place."""
+    slopes = [
+        Slope(axis="density", at=math.nan, kind="block" if row["role"] == "block" else "layer", **row)
+        for row in facts["slopes"]
+    ]
+    return SlopesOverDensity(slopes, facts["verdicts"])
 
 
 def what(scale: Scale) -> str:
@@ -47,29 +73,45 @@ def what(scale: Scale) -> str:
     )
 
 
-def claim(report: Report) -> Claim:
-    """Sizes are read at attention and feed-forward blocks, as in the paper. Gradients are read at the first step, since later
-    gradients also depend on how far a model has been trained."""
-    last = max(slope.step for slope in report.slopes)
+def claim(sizes: SlopesOverDensity) -> Claim:
+    """Activations are read at attention and feed-forward blocks, as in the paper, and gradients at each layer. Gradients are
+    read at the first step, since later gradients also depend on how far a model has been trained."""
+    last = max(slope.step for slope in sizes.slopes)
     parts = []
     for rule in ("sp", "mup"):
-        parts.append(_vanish(report, rule, Y, (1, last), "activations"))
-        parts.append(_vanish(report, rule, GRAD_X, (1,), "gradients"))
-    smupar_keeps = Claim(report.verdicts["smupar"] == PASS, f"SmuPar keeps all sizes: {report.verdicts['smupar']}")
-    return all_of(*parts, smupar_keeps)
+        parts.append(_vanish(sizes, rule, Y, "block", (1, last)))
+        parts.append(_vanish(sizes, rule, GRAD_X, "hidden", (1,)))
+    smupar_keeps = Claim(sizes.verdicts["smupar"] == PASS, f"SmuPar keeps all sizes: {sizes.verdicts['smupar']}")
+    return all_of(*parts, smupar_keeps, _independent(sizes))
 
 
-def _vanish(report: Report, rule: str, quantity: str, steps: tuple[int, ...], name: str) -> Claim:
-    slopes = [
-        slope.slope
-        for slope in report.slopes
-        if (slope.rule, slope.quantity, slope.axis, slope.role) == (rule, quantity, "density", "block")
-        and slope.step in steps
-        and not slope.is_mean
-    ]
+def _vanish(sizes: SlopesOverDensity, rule: str, quantity: str, role: str, steps: tuple[int, ...]) -> Claim:
+    """Whether sizes fall with density everywhere, by more than what the check would call flat in a layer."""
+    slopes = _chosen(sizes, rule, quantity, role, steps)
+    falling = [slope for slope in slopes if slope > _FLAT]
     when = " and ".join(map(str, dict.fromkeys(steps)))
-    fall = f"density^{min(slopes):.2f} to density^{max(slopes):.2f}"
-    return Claim(min(slopes) > 0, f"{title(rule)}'s {name} fall with density in every block at step {when}: as {fall}")
+    what, where = {Y: ("activations", "block"), GRAD_X: ("gradients", "layer")}[quantity]
+    text = f"{title(rule)}'s {what} fall with density in every {where} at step {when}: as density^{min(slopes):.2f} to "
+    text += f"density^{max(slopes):.2f}, more than density^{_FLAT:g} in {len(falling)} of {len(slopes)}"
+    return Claim(len(falling) == len(slopes), text)
+
+
+def _independent(sizes: SlopesOverDensity) -> Claim:
+    """Whether gradients behave at init as if they were independent of the weights, which the paper assumes and leaves open. If
+    they were not, the sum over a neuron's weights would not grow as the root of their number, and under SmuPar, which divides
+    by that root, sizes would depend on density."""
+    slopes = _chosen(sizes, "smupar", GRAD_X, "hidden", (1,))
+    largest = max(slopes, key=abs)
+    return Claim(
+        abs(largest) < _FLAT,
+        f"at the first step SmuPar's gradients have the same size at every density, in each of {len(slopes)} layers (at most "
+        f"density^{largest:+.3f}), as they would if gradients were independent of weights",
+    )
+
+
+def _chosen(sizes: SlopesOverDensity, rule: str, quantity: str, role: str, steps: tuple[int, ...]) -> list[float]:
+    wanted = rule, quantity, role
+    return [s.slope for s in sizes.slopes if (s.rule, s.quantity, s.role) == wanted and s.step in steps]
 
 
 FIGURE = Figure(
@@ -77,6 +119,7 @@ FIGURE = Figure(
     shows="Activations of SP and muP vanish as weights are removed, SmuPar's keep their size. The text names gradients too.",
     finding=1,
     measure=measure,
+    from_facts=from_facts,
     what=what,
     claim=claim,
 )

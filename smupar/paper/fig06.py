@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from smupar.paper.figure import (
+    NUM_SPREADS,
     Claim,
     Figure,
     Rows,
@@ -12,6 +13,7 @@ from smupar.paper.figure import (
     is_stable,
     moves_more,
     panels,
+    spread_of_seeds,
     sweep_rules,
     title,
 )
@@ -24,15 +26,18 @@ def claim(rows: Rows) -> Claim:
 
 
 def _better(rows: Rows) -> Claim:
-    """Whether SmuPar has the lowest loss if each rule uses the best learning rate of its dense model."""
-    smupar, others = curves(rows, "smupar"), {title(rule): curves(rows, rule) for rule in ("sp", "mup")}
-    gaps = []
-    for index, curve in enumerate(smupar):
-        if curve.sparsity >= _SPARSE:
-            ours = at_dense_optimum(smupar, index)
-            gaps += [(name, curve.sparsity, at_dense_optimum(other, index) / ours - 1) for name, other in others.items()]
-    words = ", ".join(f"{name} {gap:+.1%} at {sparsity:.4g}" for name, sparsity, gap in gaps)
-    return Claim(all(gap > 0 for _, _, gap in gaps), f"at dense-tuned learning rates others lose more than SmuPar: {words}")
+    """Whether SmuPar has the lowest loss if each rule uses the best learning rate of its dense model. What SP loses when dense
+    is said too, since sparsity does not cause it."""
+    smupar, asked = curves(rows, "smupar"), NUM_SPREADS * spread_of_seeds(rows)
+    gaps: dict[tuple[str, float], float] = {}
+    for rule in ("sp", "mup"):
+        others = curves(rows, rule)
+        for index, curve in enumerate(smupar):
+            gaps[title(rule), curve.sparsity] = at_dense_optimum(others, index) / at_dense_optimum(smupar, index) - 1
+    sparse = {key: gap for key, gap in gaps.items() if key[1] >= _SPARSE}
+    words = ", ".join(f"{name} {gap:+.1%} at {sparsity:.4g}" for (name, sparsity), gap in sparse.items())
+    text = f"at dense-tuned learning rates others lose more than SmuPar, by more than {asked:.1%}: {words}"
+    return Claim(min(sparse.values()) > asked, f"{text}; {title('sp')}'s gap when dense is {gaps[title('sp'), 0.0]:+.1%}")
 
 
 FIGURE = Figure(

@@ -3,26 +3,55 @@
 from __future__ import annotations
 
 from smupar.paper import fig06
-from smupar.paper.figure import RULES, Claim, Figure, Rows, all_of, curves, over_sparsity, title
-from smupar.study.curves import LOSS, Panel
-
-
-def _best(rows: Rows) -> dict[str, dict[float, float]]:
-    return {rule: {curve.sparsity: curve.best_loss for curve in curves(rows, rule)} for rule in RULES}
+from smupar.paper.figure import (
+    NUM_SPREADS,
+    RULES,
+    Claim,
+    Figure,
+    Rows,
+    all_of,
+    colour_of,
+    curves,
+    spread_of_seeds,
+    title,
+)
+from smupar.study.curves import LOSS, Line, Panel, Point
+from smupar.study.optima import Curve
 
 
 def draw(rows: Rows) -> list[Panel]:
-    return [over_sparsity({title(rule): values for rule, values in _best(rows).items()}, "", LOSS)]
+    """A line for each rule over the density, the dense model on the left. Triangles mark best values at the edge of the grid,
+    where the loss is an upper bound."""
+    lines = []
+    for rule in RULES:
+        own, colour = curves(rows, rule), colour_of(title(rule))
+        lines.append(Line(title(rule), tuple(map(_point, own)), colour))
+        if at_edge := tuple(_point(curve) for curve in own if curve.on_edge):
+            lines.append(Line(f"{title(rule)}: edge of the grid, could be lower", at_edge, colour, joined=False, marker="v"))
+    return [Panel("", "density", LOSS, tuple(lines), falling_x=True)]
+
+
+def _point(curve: Curve) -> Point:
+    seeds = curve.seeds[curve.best_index] if curve.seeds else ()
+    return Point(1 - curve.sparsity, curve.best_loss, seeds=seeds)
 
 
 def claim(rows: Rows) -> Claim:
-    best = _best(rows)
-    gaps = {rule: _mean_gap(best[rule], best["smupar"]) for rule in ("sp", "mup")}
-    return all_of(*(Claim(gap > 0, f"{title(rule)} is {gap:+.1%} from SmuPar on average") for rule, gap in gaps.items()))
+    """Density 1 is left out: there SmuPar is muP, and what SP loses has nothing to do with sparsity."""
+    asked, smupar = NUM_SPREADS * spread_of_seeds(rows), curves(rows, "smupar")
+    return all_of(*(_is_behind(title(rule), curves(rows, rule), smupar, asked) for rule in ("sp", "mup")))
 
 
-def _mean_gap(theirs: dict[float, float], ours: dict[float, float]) -> float:
-    return sum(theirs[sparsity] / ours[sparsity] - 1 for sparsity in ours) / len(ours)
+def _is_behind(name: str, theirs: list[Curve], ours: list[Curve], asked: float) -> Claim:
+    pairs = [(other, own) for other, own in zip(theirs, ours, strict=True) if own.sparsity]
+    gaps = [other.best_loss / own.best_loss - 1 for other, own in pairs]
+    mean = sum(gaps) / len(gaps)
+    words = ", ".join(
+        f"{gap:+.1%} at {own.sparsity:.4g}{' (edge of the grid)' if other.on_edge else ''}"
+        for gap, (other, own) in zip(gaps, pairs, strict=True)
+    )
+    text = f"over sparse models {name} is {mean:+.1%} from SmuPar on average, more than {asked:.1%} asked: {words}"
+    return Claim(mean > asked, text)
 
 
 FIGURE = Figure(

@@ -8,9 +8,11 @@ this order:
 prepare         raises before anything is trained if something is missing
 runs, then      proposes the runs to train; ``then`` proposes runs that depend on the results of the first
 swept           runs more seeds around the best value of every curve
-measure         computes the argument of ``claim``, from the runs or without any; by default ``claim`` gets the runs' rows
-draw, text      draws the picture of the rows; makes a table that needs no run
-claim           answers yes or no, with numbers
+measure         computes what ``draw`` and ``claim`` take, from the runs or without any; by default they take the runs' rows
+draw, text      draws the picture; makes a table that needs no run
+claim           answers yes, no, or that nothing can be told, with numbers
+
+``from_facts`` reads what was measured from a published file, so that claim and picture can be made again without the runs.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, variance
 from typing import Any
 
 from smupar.lm.config.run import RunConfig
@@ -26,15 +29,19 @@ from smupar.paper.settings import Scale
 from smupar.rules import get_rule
 from smupar.study.comparison import as_rule
 from smupar.study.curves import LOSS, Line, Panel, Point, line_of
-from smupar.study.definition import mean_loss
-from smupar.study.optima import Curve, farthest_move, move_in_words, times
+from smupar.study.definition import by_seeds, curve_of
+from smupar.study.optima import STABLE as STABLE
+from smupar.study.optima import Curve, farthest_move, move_in_words, shift_of, times
 from smupar.study.space import unique, with_fields
 from smupar.study.store import Result, Study
 
 Rows = Sequence[Result]
 RULES = ("sp", "mup", "smupar")
-STABLE = 2.0  # an optimum that moves by no more than this factor is called stable
-_MORE = 1.1  # an optimum moves more than another if its move is larger by this factor
+# A lead counts if it is larger than this many times the spread of seeds.
+NUM_SPREADS = 2
+# The spread of seeds for figures with one seed: the median over the configurations of Figures 6 and 12 that have three seeds.
+USUAL_SPREAD = 0.002
+MORE = 1.1  # an optimum moves more than another if its move is larger by this factor
 _AXES = {"lr": "learning rate", "init_std": "init std"}
 
 
@@ -42,14 +49,17 @@ _AXES = {"lr": "learning rate", "init_std": "init std"}
 class Claim:
     """Whether the paper's statement about a figure holds for these runs, with the numbers that decide it."""
 
-    holds: bool
+    holds: bool | None  # None if these runs cannot tell
     text: str
     parts: tuple[Claim, ...] = ()  # the parts, if this claim combines several
 
 
 def all_of(*claims: Claim) -> Claim:
-    text = "; ".join(f"{'yes' if claim.holds else 'NO'}: {claim.text}" for claim in claims)
-    return Claim(all(claim.holds for claim in claims), text, claims)
+    """Holds if all parts hold. One part that does not hold decides; else one that cannot be told does."""
+    words = {True: "yes", False: "NO", None: "CANNOT TELL"}
+    answers = [claim.holds for claim in claims]
+    holds = False if False in answers else None if None in answers else True
+    return Claim(holds, "; ".join(f"{words[claim.holds]}: {claim.text}" for claim in claims), claims)
 
 
 @dataclass(frozen=True)
@@ -69,7 +79,7 @@ class Figure:
 
     title: str
     shows: str  # a sentence on what the paper shows
-    claim: Callable[[Any], Claim]  # takes the result of ``measure``, or the rows if there is no ``measure``
+    claim: Callable[[Any], Claim]  # takes the result of ``measure``, or the rows if there is no ``measure``, as ``draw`` does
     finding: int | None = None  # number of the paper's finding, 1 to 4
     prepare: Callable[[str | None], None] | None = None  # takes --data-dir
     runs: Callable[[Scale], list[RunConfig]] | None = None
@@ -77,8 +87,9 @@ class Figure:
     swept: tuple[str, str] | None = None  # the experiment that sets the number of seeds, and the swept field
     keeps_weights: bool = False
     measure: Callable[[Place, Rows], Any] | None = None
+    from_facts: Callable[[dict[str, Any]], Any] | None = None  # the result of ``measure``, from published facts
     what: Callable[[Scale], str] | None = None  # a sentence on what is measured, if no runs are trained
-    draw: Callable[[Rows], list[Panel]] | None = None
+    draw: Callable[[Any], list[Panel]] | None = None
     columns: int | None = None  # number of panels in a row of the picture; by default all
     text: Callable[[], str] | None = None
 
@@ -122,9 +133,8 @@ def curve(
             results.setdefault(getattr(row.config, axis), []).append(row)
     if not results:
         raise ValueError(f"no finished run of {rule} at sparsity {sparsity:g}")
-    values = sorted(results)
-    width = results[values[0]][0].config.model.width
-    return Curve(rule, width, sparsity, tuple(values), tuple(mean_loss(results[value]) for value in values))
+    width = next(iter(results.values()))[0].config.model.width
+    return curve_of(results, rule=rule, width=width, sparsity=sparsity)
 
 
 def curves(rows: Rows, rule: str, axis: str = "lr") -> list[Curve]:
@@ -140,6 +150,24 @@ def at_dense_optimum(curves: Sequence[Curve], index: int) -> float:
     """The loss of a curve at the grid value that is best for the first curve."""
     losses = dict(zip(curves[index].values, curves[index].losses, strict=True))
     return losses.get(curves[0].best_value, math.inf)
+
+
+def valid_loss(row: Result) -> float:
+    loss = row.summary.valid_loss
+    return math.inf if loss is None else loss
+
+
+def spread_of_seeds(rows: Rows, loss: Callable[[Result], float] = lambda row: row.loss) -> float:
+    """The standard deviation of the loss over seeds, as a share of the loss, pooled over all configurations with several
+    seeds. If every configuration has one seed, it is ``USUAL_SPREAD``. The loss is the training loss by default."""
+    return pooled_spread([loss(row) for row in group] for group in by_seeds(rows)) or USUAL_SPREAD
+
+
+def pooled_spread(groups: Iterable[Sequence[float]]) -> float | None:
+    """The pooled standard deviation within groups of losses, as a share of the loss; None if no group has two. Groups with
+    diverged runs do not count."""
+    seeded = [losses for losses in groups if len(losses) > 1 and all(map(math.isfinite, losses))]
+    return math.sqrt(fmean(variance(losses) / fmean(losses) ** 2 for losses in seeded)) if seeded else None
 
 
 # Colours of rules by title, the same in all pictures.
@@ -158,13 +186,27 @@ def title(rule: str) -> str:
 # Drawing
 
 
-def panel(curves: Sequence[Curve], heading: str, x_label: str = "learning rate") -> Panel:
-    """A rule's curves over the swept value. Sparser models have lighter lines."""
+def panel(
+    curves: Sequence[Curve], heading: str, x_label: str = "learning rate", *, label: Callable[[Curve], str] | None = None
+) -> Panel:
+    """A rule's curves over the swept value. Sparser models have lighter lines. By default labels have the sparsity, and the
+    width if it varies."""
+    varies = len({curve.width for curve in curves}) > 1
     lines = tuple(
-        line_of(curve, f"sparsity {curve.sparsity:.4g}", number / max(1, len(curves) - 1))
+        line_of(curve, label(curve) if label else _label(curve, with_width=varies), number / max(1, len(curves) - 1))
         for number, curve in enumerate(curves)
     )
-    return Panel(f"{heading}: best moves {move_in_words(curves)}", x_label, LOSS, lines, curves[0].best, "best when dense")
+    marked = curves[0].best, "best when dense"
+    return Panel(moving(heading, curves), x_label, LOSS, lines, *marked, shift=shift_of(curves))
+
+
+def moving(heading: str, curves: Sequence[Curve]) -> str:
+    """The title of a panel, with how far the best value moves on a line of its own."""
+    return f"{heading}:\nbest moves {move_in_words(curves)}"
+
+
+def _label(curve: Curve, *, with_width: bool) -> str:
+    return (f"width {curve.width}, " if with_width else "") + f"sparsity {curve.sparsity:.4g}"
 
 
 def panels(rows: Rows, rules: Iterable[str] = RULES, axis: str = "lr") -> list[Panel]:
@@ -173,13 +215,18 @@ def panels(rows: Rows, rules: Iterable[str] = RULES, axis: str = "lr") -> list[P
     return [panel(curves(rows, rule, axis), title(rule), x_label) for rule in rules]
 
 
-def over_sparsity(lines: dict[str, dict[float, float]], heading: str, y_label: str, x_label: str = "density") -> Panel:
-    """A line for each rule over the density."""
-    drawn = tuple(
-        Line(label, tuple(Point(1 - s, loss) for s, loss in sorted(values.items())), colour_of(label))
-        for label, values in lines.items()
+def over(xs: dict[float, float], lines: dict[str, dict[float, list[float]]]) -> tuple[Line, ...]:
+    """A line for each rule, through the mean losses of seeds. ``xs`` maps sparsities to x, ``lines`` holds the losses of all
+    seeds by rule and sparsity."""
+    return tuple(
+        Line(label, tuple(Point(xs[s], fmean(seeds), seeds=tuple(seeds)) for s, seeds in sorted(own.items())), colour_of(label))
+        for label, own in lines.items()
     )
-    return Panel(heading, x_label, y_label, drawn)
+
+
+def widths(rows: Rows) -> dict[float, int]:
+    """The width of the models of each sparsity, where every sparsity has one width."""
+    return {row.config.sparsity: row.config.model.width for row in rows if row.config.sparsity is not None}
 
 
 # Claiming
@@ -198,7 +245,7 @@ def moves_more(rows: Rows, rule: str, axis: str = "lr") -> Claim:
     theirs = curves(rows, rule, axis)
     move, ours = farthest_move(theirs), farthest_move(curves(rows, "smupar", axis))
     text = f"{title(rule)}'s moves {times(move)}{edge(theirs)}, more than SmuPar's {times(ours)}"
-    return Claim(move > _MORE * ours, text)
+    return Claim(move > MORE * ours, text)
 
 
 def edge(curves: Sequence[Curve]) -> str:

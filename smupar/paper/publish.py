@@ -22,7 +22,10 @@ from smupar.study.curves import draw_png
 from smupar.study.store import Result
 
 BY_HAND = "## Where they differ"
+_INDEX_HEADING = "# Results"
 _NOTHING_YET = "Nothing to note yet."
+_ANSWERS = {True: "yes", False: "**no**", None: "cannot tell"}
+_VERDICTS = {True: "Holds", False: "Does not hold", None: "Cannot tell"}
 
 
 def publish(done: Reproduced, scale: Scale, into: str | Path) -> Path:
@@ -39,14 +42,24 @@ def publish(done: Reproduced, scale: Scale, into: str | Path) -> Path:
 
 
 def rewrite(folder: str | Path) -> None:
-    """Makes the claims, pictures and pages of a folder again from its rows, for example after a claim has changed."""
+    """Makes the claims, pictures, pages and list of pages of a folder again from its rows, for example after a claim has
+    changed. A README that is not the list of pages stays as it is."""
     for path in sorted(Path(folder).glob("*.json")):
         fig, facts = figure(path.stem), json.loads(path.read_text())
+        measured = measured_in(facts)
         if fig.draw:
-            rows = results(facts)
-            draw_png(fig.draw(rows), path.with_suffix(".png"), fig.title, columns=fig.columns)
-            write_atomic(path, _compact({**facts, **_claimed(fig.claim(rows))}))
+            draw_png(fig.draw(measured), path.with_suffix(".png"), fig.title, columns=fig.columns)
+        write_atomic(path, _compact({**facts, **_claimed(fig.claim(measured))}))
         _write_page(path)
+    readme = Path(folder) / "README.md"
+    if readme.exists() and readme.read_text().startswith(_INDEX_HEADING):
+        write_atomic(readme, index(Path(folder)))
+
+
+def measured_in(facts: dict[str, Any]) -> Any:
+    """What the figure's ``draw`` and ``claim`` take, from published facts."""
+    from_facts = figure(facts["figure"]).from_facts
+    return from_facts(facts) if from_facts else results(facts)
 
 
 def results(facts: dict[str, Any]) -> list[Result]:
@@ -94,10 +107,11 @@ def index(folder: Path) -> str:
     published = {name: json.loads(path.read_text()) for name, path in pages.items() if path.exists()}
     scales = " and ".join(f"`{scale}`" for scale in sorted({facts["scale"] for facts in published.values()}))
     lines = [
-        "# Results",
+        _INDEX_HEADING,
         "",
-        f"What has been run at scale {scales}. A claim that does not hold stays here as it is. Runs have weight decay and",
-        "clipped gradients where the table does not say otherwise.",
+        f"What has been run at scale {scales}. A claim that does not hold stays here as it is. Claims have parts, and all",
+        "must hold: (5 of 6) means that five do. Runs have weight decay and clipped gradients where the table does not say",
+        "otherwise.",
         "How to run them, and what the scales are: [reproduce](../reproduce.md).",
         "",
         "| | what | finding | holds here | runs | GPU minutes |",
@@ -118,7 +132,11 @@ def index(folder: Path) -> str:
 
 
 def _holds(facts: dict[str, Any]) -> str:
-    return ("yes" if facts["holds"] else "**no**") + _without(facts)
+    """The answer, with how many parts of the claim hold if some do and some do not."""
+    answers = [part["holds"] for part in facts["claims"]]
+    num_yes = answers.count(True)
+    parts = f" ({num_yes} of {len(answers)})" if 0 < num_yes < len(answers) else ""
+    return _ANSWERS[facts["holds"]] + parts + _without(facts)
 
 
 def _facts(done: Reproduced, scale: Scale) -> dict[str, Any]:
@@ -158,18 +176,20 @@ def _table(done: Reproduced) -> dict[str, Any]:
 
 
 def _slopes(done: Reproduced) -> dict[str, Any]:
-    """The slopes of sizes over density in hidden layers and blocks, at the first and the last step. Only a coordinate check has
-    slopes."""
+    """The verdicts, and the slopes of sizes over density in hidden layers and blocks, at the first and the last step. Only a
+    coordinate check has slopes."""
     path = done.folder / "check.json"
     if not path.exists():
         return {}
-    slopes = json.loads(path.read_text())["slopes"]
+    check = json.loads(path.read_text())
+    slopes = check["slopes"]
     steps = {slope["step"] for slope in slopes} - {0}
     shown = {min(steps), max(steps)}
-    names = ("rule", "place", "quantity", "step", "slope", "ci", "verdict")
+    names = ("rule", "place", "role", "quantity", "step", "slope", "ci", "verdict")
     chosen = [slope for slope in slopes if slope["role"] in ("hidden", "block") and slope["step"] in shown]
     rows = [{name: slope[name] for name in names} for slope in chosen]
-    return {"slopes": [{n: round(v, 4) if isinstance(v, float) else v for n, v in row.items()} for row in rows]}
+    rounded = [{n: round(v, 4) if isinstance(v, float) else v for n, v in row.items()} for row in rows]
+    return {"verdicts": check["verdicts"], "slopes": rounded}
 
 
 def _fields(config: RunConfig) -> dict[str, Any]:
@@ -224,7 +244,7 @@ def page_of(facts: dict[str, Any], pictures: Sequence[str], by_hand: str) -> str
     lines = [
         f"# {_heading(name)}: {fig.title}",
         "",
-        f"**{'Holds' if facts['holds'] else 'Does not hold'} at scale {facts['scale']}{_without(facts)}.**",
+        f"**{_VERDICTS[facts['holds']]} at scale {facts['scale']}{_without(facts)}.**",
         "",
         *(line for picture in pictures for line in (f"![{fig.title}]({picture})", "")),
         *(["```text", table.rstrip(), "```", ""] if (table := fig.text() if fig.text else facts.get("table")) else []),
@@ -242,7 +262,7 @@ def page_of(facts: dict[str, Any], pictures: Sequence[str], by_hand: str) -> str
         "",
         "## What came out",
         "",
-        *(f"- {'yes' if part['holds'] else '**no**'}: {part['text']}" for part in facts["claims"]),
+        *(f"- {_ANSWERS[part['holds']]}: {part['text']}" for part in facts["claims"]),
         "",
         BY_HAND,
         "",

@@ -40,7 +40,7 @@ from smupar.study.view import result_rows, table_of
 MADE_ON = "made-on.json"  # the device and versions of a measurement without runs
 FIGURES = (
     *("tab01", "fig01", "fig03", "fig05", "fig06", "fig07", "fig08", "fig09", "fig10", "fig11", "fig12", "fig13", "fig14"),
-    *("tab02", "tab03", "tab04", "patterns", "thin", "decay", "drift"),
+    *("tab02", "tab03", "tab04", "wpn", "patterns", "thin", "decay", "drift"),
 )
 FINDINGS = {
     1: "Increasing sparsity makes activations and gradients vanish under SP and muP",
@@ -48,7 +48,12 @@ FINDINGS = {
     3: "SmuPar enables stable activation and stable optimal hyperparameters for any width and sparsity",
     4: "Sparse networks trained with SmuPar improve over SP and muP due to improved tuning",
 }
-_ANSWERS: dict[bool | None, str] = {True: "holds", False: "does not hold", None: "cannot be told"}
+_ANSWERS: dict[bool | None, str] = {True: "HOLDS", False: "DOES NOT HOLD", None: "CANNOT TELL"}
+_HEADLINES: dict[bool | None, str] = {
+    True: "The paper's claim holds at scale {scale}.",
+    False: "The paper's claim does not hold at scale {scale}.",
+    None: "The runs of scale {scale} cannot tell whether the paper's claim holds.",
+}
 _GIB = 2**30
 _GPT2_VOCAB = 50257
 
@@ -62,7 +67,7 @@ class Reproduced:
     files: dict[str, str] = field(default_factory=dict)  # sha256 of the texts and traces that the runs read
 
     def __str__(self) -> str:
-        return f"{self.name}: {'HOLDS' if self.claim.holds else 'DOES NOT HOLD'}. {self.claim.text}\n{self.folder}"
+        return f"{self.name}: {_ANSWERS[self.claim.holds]}. {self.claim.text}\n{self.folder}"
 
 
 def figure(name: str) -> Figure:
@@ -121,15 +126,15 @@ def reproduce(name: str, scale: Scale, how: EngineConfig, *, out: str, data_dir:
     if fig.text:
         write_atomic(place.folder / "table.txt", fig.text() + "\n")
     if fig.draw:
-        draw_png(fig.draw(rows), place.folder / "picture.png", fig.title, columns=fig.columns)
+        draw_png(fig.draw(measured), place.folder / "picture.png", fig.title, columns=fig.columns)
     claim = fig.claim(measured)
     facts: dict[str, Any] = {"figure": name, "scale": asdict(scale), "smupar": __version__, "runs": len(rows), **asdict(claim)}
     write_atomic(place.folder / "claim.json", json.dumps(facts, indent=1))
-    write_page(place.folder / "report.html", _document(name, fig, claim, place, rows))
+    write_page(place.folder / "report.html", _document(name, fig, claim, place, rows, measured))
     return Reproduced(name, claim, place.folder, rows, files)
 
 
-def _document(name: str, fig: Figure, claim: Claim, place: Place, rows: Sequence[Result]) -> Document:
+def _document(name: str, fig: Figure, claim: Claim, place: Place, rows: Sequence[Result], measured: Any) -> Document:
     """The page of a figure: what the paper claims, part by part, its charts and its runs."""
     scale = place.scale
     data = "" if scale.data == STANDARD_LIBRARY else f" --data {scale.data}"
@@ -137,10 +142,10 @@ def _document(name: str, fig: Figure, claim: Claim, place: Place, rows: Sequence
     return {
         "kind": "reproduction",
         "title": f"{name}: {fig.title}",
-        "headline": f"The paper's claim {_ANSWERS[claim.holds]} at scale {scale.name}.",
+        "headline": _HEADLINES[claim.holds].format(scale=scale.name),
         "sentence": f"The paper: {fig.shows}",
         "answers": [_answer(part) for part in claim.parts or (claim,)],
-        "charts": [chart_of(panel) for panel in fig.draw(rows)] if fig.draw else [],
+        "charts": [chart_of(panel) for panel in fig.draw(measured)] if fig.draw else [],
         "table": table_of(result_rows(rows)),
         "progress": None,
         "curves": {},
@@ -156,7 +161,7 @@ def _answer(claim: Claim) -> Answer:
     tones: dict[bool | None, Tone] = {True: "good", False: "bad", None: "unclear"}
     return {
         "name": "",
-        "value": _ANSWERS[claim.holds],
+        "value": _ANSWERS[claim.holds].lower(),
         "text": claim.text[:1].upper() + claim.text[1:],
         "tone": tones[claim.holds],
         "rule": "",

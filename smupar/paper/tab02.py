@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from smupar.integrations.eval_table import Results
 from smupar.integrations.lm_eval import evaluate, load_tasks
 from smupar.lm.config.commands import EvalConfig, ScoringConfig, TasksConfig
 from smupar.lm.config.run import RunConfig
+from smupar.output.files import write_atomic
 from smupar.paper.figure import Claim, Figure, Place, Rows, runs_of, title
 
 # The tasks for a --data-dir without race.jsonl: copies of RACE may not be redistributed.
 _LOCAL_TASKS = ("arc_easy", "lambada_openai", "piqa", "boolq")
+_ALMOST_ALL = 0.9
 
 
 def tasks(data_dir: str | None) -> TasksConfig:
@@ -25,14 +30,16 @@ def prepare(data_dir: str | None) -> None:
     load_tasks(tasks(data_dir))
 
 
-def measure(place: Place, rows: Rows) -> Results:
-    """Evaluates the runs that finished, and prints the table."""
+def measure(place: Place, rows: Rows) -> str:
+    """Evaluates the runs that finished. Prints the table, writes it and returns it."""
     finished = {row.config.id: row.config for row in rows if row.summary.status == "finished"}
     folders = tuple(str(place.runs / id_) for id_ in finished)
     scoring = ScoringConfig(device=place.device)
     results = evaluate(EvalConfig(folders, tasks(place.data_dir), scoring, str(place.folder)))
-    print(labelled(results, finished))
-    return results
+    table = f"{labelled(results, finished)}\n\n{_about(results)}\n"
+    print(table, end="")
+    write_atomic(place.folder / "table.txt", table)
+    return table
 
 
 def labelled(results: Results, runs_by_id: dict[str, RunConfig]) -> Results:
@@ -44,11 +51,60 @@ def labelled(results: Results, runs_by_id: dict[str, RunConfig]) -> Results:
     return replace(results, models=tuple(models))
 
 
-def claim(results: Results) -> Claim:
-    """Claims only that the table is complete. The reader judges its numbers."""
-    is_complete = all(set(numbers) == set(results.documents) for _, numbers in results.models)
-    text = f"{len(results.models)} models on {len(results.documents)} tasks, {sum(results.documents.values()):,} documents"
-    return Claim(is_complete and bool(results.models), f"{text}, by lm-eval {results.lm_eval}")
+def _about(results: Results) -> str:
+    num_documents = sum(results.documents.values())
+    return (
+        f"{len(results.models)} models, {len(results.documents)} tasks, {num_documents:,} documents, lm-eval {results.lm_eval}"
+    )
+
+
+# Reading
+
+
+class Compared(NamedTuple):
+    """Accuracies of the rules on one task at one sparsity, in percent."""
+
+    values: dict[str, float]  # by the title of the rule
+    errors: dict[str, float]  # standard errors; 0 for a single document
+
+    @property
+    def tells_apart(self) -> bool:
+        """Whether the best and the worst rule differ by more than two standard errors of their difference."""
+        best, worst = max(self.values, key=self.values.__getitem__), min(self.values, key=self.values.__getitem__)
+        return self.values[best] - self.values[worst] > 2 * math.hypot(self.errors[best], self.errors[worst])
+
+    def is_good(self, rule: str) -> bool:
+        """Whether the rule is the best, or within 0.01 of it, as the paper counts."""
+        return self.values[rule] >= max(self.values.values()) - 1
+
+
+def cells(table: str) -> list[Compared]:
+    """A cell for each task and sparsity above 0, from the table as text."""
+    lines = [re.split(r" {2,}", line) for line in table.partition("\n\n")[0].splitlines()]
+    found: dict[tuple[str, int], Compared] = {}
+    for name, *numbers in lines[2:]:  # after the titles and random guessing
+        rule, _, sparsity = name.rpartition(" ")
+        for task, number in enumerate(numbers[:-1]):  # the last is the average
+            value, _, error = number.partition(" ± ")
+            cell = found.setdefault((sparsity, task), Compared({}, {}))
+            cell.values[rule], cell.errors[rule] = float(value), float(error or 0)
+    return [cell for (sparsity, _), cell in found.items() if float(sparsity) > 0]
+
+
+def claim(table: str) -> Claim:
+    """Whether SmuPar is best or within 0.01 of the best almost everywhere, and more often than the others. It cannot be told if
+    the rules cannot be told apart at most sparsities and tasks."""
+    compared = cells(table)
+    telling = [cell for cell in compared if cell.tells_apart]
+    counts = {rule: sum(cell.is_good(rule) for cell in compared) for rule in compared[0].values}
+    ours = counts[title("smupar")]
+    is_best = ours >= _ALMOST_ALL * len(compared) and ours == max(counts.values())
+    words = ", ".join(f"{rule} {count}" for rule, count in counts.items())
+    text = (
+        f"best or within 0.01 of the best, of {len(compared)} tasks and sparsities: {words}; in {len(telling)} of them rules "
+    )
+    text += "differ by more than two standard errors"
+    return Claim(is_best if len(telling) > len(compared) / 2 else None, f"{text}. {table.strip().splitlines()[-1]}")
 
 
 FIGURE = Figure(
@@ -58,5 +114,6 @@ FIGURE = Figure(
     keeps_weights=True,
     prepare=prepare,
     measure=measure,
+    from_facts=lambda facts: facts["table"],
     claim=claim,
 )

@@ -6,10 +6,12 @@ from dataclasses import replace
 
 from smupar.lm.config.presets import TABLE_3
 from smupar.lm.config.run import RunConfig
-from smupar.paper.figure import Claim, Figure, Rows
+from smupar.paper.figure import Claim, Figure, Rows, colour_of
 from smupar.paper.settings import Scale
 from smupar.study.config import TUNED, TuneConfig
+from smupar.study.curves import Line, Panel, Point
 from smupar.study.space import with_fields
+from smupar.study.store import Result
 from smupar.study.tune import propose, tune_panels
 
 NUM_SAMPLES = {"cpu": 24, "small": 350, "paper": 350}
@@ -38,6 +40,24 @@ def runs(scale: Scale) -> list[RunConfig]:
     return [default(scale), printed(scale), *propose(config(scale))]
 
 
+def draw(rows: Rows) -> list[Panel]:
+    """Loss over each hyperparameter, a point for each sample. The star is the best sample."""
+    default, printed, *samples = rows
+    panels = tune_panels(samples)
+    return [replace(panel, lines=(*panel.lines, *_marks(panel.x_label, default, printed))) for panel in panels]
+
+
+def _marks(name: str, default: Result, printed: Result) -> tuple[Line, Line]:
+    return (
+        Line("Table 3's values", (_at(name, printed),), colour_of("SmuPar"), joined=False, marker="D"),
+        Line("common defaults", (_at(name, default),), colour_of("SP"), joined=False, marker="s"),
+    )
+
+
+def _at(name: str, row: Result) -> Point:
+    return Point(getattr(row.config, name), row.loss, row.config.id)
+
+
 def claim(rows: Rows) -> Claim:
     best = min(rows[2:], key=lambda row: row.loss)
     values = ", ".join(f"{name} {getattr(best.config, name):.4g}" for name in TUNED)
@@ -49,6 +69,6 @@ FIGURE = Figure(
     title="Tuning the dense proxy",
     shows="350 random samples of learning rate, init std and alphas on a proxy of width 256 give the base hyperparameters.",
     runs=runs,
-    draw=tune_panels,
+    draw=draw,
     claim=claim,
 )

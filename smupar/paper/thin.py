@@ -7,7 +7,8 @@ from smupar.lm.config.run import RunConfig
 from smupar.paper.figure import STABLE, Claim, Figure, Rows, curves, panel, swept
 from smupar.paper.settings import Scale
 from smupar.plan.make import MIN_WEIGHTS_PER_NEURON
-from smupar.study.optima import moved
+from smupar.study.curves import Panel
+from smupar.study.optima import Curve, moved
 
 WEIGHTS_PER_NEURON = {"cpu": (16, 8, 4), "small": (64, 16, 8, 4, 2), "paper": (64, 16, 8, 4, 2)}
 
@@ -18,9 +19,17 @@ def runs(scale: Scale) -> list[RunConfig]:
     return swept(scale, "sweep", [scale.run("sweep", rule="mup", sparsity=0.0), *sparse])
 
 
+def _weights(curve: Curve) -> int:
+    return round(curve.width * (1 - curve.sparsity))
+
+
+def draw(rows: Rows) -> list[Panel]:
+    return [panel(curves(rows, "smupar"), "SmuPar", label=lambda curve: f"{_weights(curve)} weights per neuron")]
+
+
 def claim(rows: Rows) -> Claim:
     dense, *sparse = curves(rows, "smupar")
-    num_weights = [round(curve.width * (1 - curve.sparsity)) for curve in sparse]
+    num_weights = [_weights(curve) for curve in sparse]
     by_num = {
         num: (moved(dense, curve), curve.excess(dense.best_value)) for num, curve in zip(num_weights, sparse, strict=True)
     }
@@ -34,10 +43,10 @@ def claim(rows: Rows) -> Claim:
 
 
 FIGURE = Figure(
-    title="Where few weights per neuron break the rule",
+    title="Few weights per neuron",
     shows="The paper names the question and leaves it open.",
     runs=runs,
     swept=("sweep", "lr"),
-    draw=lambda rows: [panel(curves(rows, "smupar"), "SmuPar")],
+    draw=draw,
     claim=claim,
 )

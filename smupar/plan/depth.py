@@ -28,6 +28,7 @@ class Correspondence:
     lists: Mapping[str, Fraction] = field(default_factory=dict)  # path of a list -> its number of blocks over the base's
     blocks: Mapping[str, Fraction] = field(default_factory=dict)  # path of a block of such a list -> the same
     base_blocks: frozenset[str] = frozenset()  # paths of the blocks of such lists in the base
+    modules: Mapping[str, str] = field(default_factory=dict)  # module path -> path of the base's module
 
     def m_depth(self, path: str) -> Fraction:
         """The depth multiplier of a parameter or module: of the list whose block it is in, or 1."""
@@ -68,7 +69,7 @@ def correspond(model: nn.Module, base: nn.Module, what: str = "base") -> Corresp
     for name, _ in model.named_parameters(remove_duplicate=False):
         path, _, leaf = name.rpartition(".")
         names[name] = _joined(paths[path], leaf) if path in paths else name
-    return Correspondence(names, lists, blocks, frozenset(base_blocks))
+    return Correspondence(names, lists, blocks, frozenset(base_blocks), paths)
 
 
 def _joined(path: str, name: str) -> str:

@@ -199,6 +199,7 @@ LAYERS = (
     # nn.Bilinear takes two inputs and sums over both; its weight has three dimensions.
     LayerKind("`nn.Bilinear`", _instance_of(nn.Bilinear)),
     PARAMETRIZED,
+    LayerKind("`nn.ParameterList`, `ParameterDict`", _instance_of(nn.ParameterList, nn.ParameterDict)),
     LayerKind("other modules of torch", lambda module: type(module).__module__.startswith("torch."), by_element=True),
     LayerKind("any other module", lambda module: True),
 )

@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from fractions import Fraction
 from numbers import Real
 from operator import index
@@ -16,15 +17,20 @@ from typing import TypedDict, Unpack
 from torch import Tensor, nn
 
 from smupar.plan.allocations import Allocation, as_density, uniform
+from smupar.plan.attention import named_like_attention
 from smupar.plan.depth import Correspondence, branch_factors, correspond
+from smupar.plan.disguise import Multiplier, chosen, find_multipliers
+from smupar.plan.evidence import Note
+from smupar.plan.forward import Example
 from smupar.plan.neighbours import RoleSetting
 from smupar.plan.patterns import parse_pattern, read_masks
 from smupar.plan.plan import Plan, PlanRow, PlanWarning
-from smupar.plan.reminders import attentions, make_reminders
-from smupar.plan.roles import GUESSED, Note, ParamRole, infer_roles
+from smupar.plan.reminders import make_reminders
+from smupar.plan.roles import FROZEN, GUESSED, ParamRole, infer_roles
 from smupar.plan.settings import match_globs, refuse
 from smupar.plan.sparsity import DensitySetting, Sparsity, make_sparse
-from smupar.rules import DepthRule, Rule, depth_factor, get_depth_rule, get_rule
+from smupar.plan.values import all_zero, kept_factors
+from smupar.rules import SP, DepthRule, Rule, depth_factor, get_depth_rule, get_rule
 
 MaskSetting = Mapping[str, Tensor] | str | PathLike[str] | None
 InitStdSetting = float | str | Mapping[str, float | str]
@@ -47,8 +53,10 @@ class Settings(TypedDict, total=False):
     masks: MaskSetting
     roles: Mapping[str, RoleSetting] | None
     delta: nn.Module | None
+    example: Example | None
     branches: Sequence[str] | None
     depth: str | None
+    multipliers: str
 
 
 def make_plan(model: nn.Module, *, base: nn.Module, **settings: Unpack[Settings]) -> Plan:
@@ -65,12 +73,17 @@ def make_plan(model: nn.Module, *, base: nn.Module, **settings: Unpack[Settings]
     alpha_input   tuned factor on the embedding's output
     alpha_output  tuned factor on the unembedding's output
     masks         your own masks: {"name": bool tensor}, or a file with these or with a state dict; they set the densities
-    roles         {"glob": role or ("hidden", in_dim)}, for parameters whose role cannot be inferred
+    roles         {"glob": role or ("hidden", in_dim)}, for parameters whose role cannot be inferred; in_dim is the dimension
+                  that is summed over, or a tuple of several
     delta         the same model at any other width; shows which dimensions scale if model and base are equally wide
+    example       a batch for the model: a tensor, a tuple of arguments, or a dict of keyword arguments. One forward pass of
+                  copies of base and model shows how each parameter is used, so that hardly any role has to be asked for
     branches      globs of the modules whose outputs are added to the residual stream, such as ["blocks.*.attn.proj",
                   "blocks.*.mlp.down"]; needed if the model is deeper than the base
     depth         "completep" | "depth-mup" | "none": how factors follow the depth; default "completep" for SmuPar's rules and
                   "none" for SP and muP, as in the tables of the papers
+    multipliers   numbers that follow the width and are no sizes, such as sqrt(width) after an embedding: "base" gives them the
+                  base's values, "own" leaves them alone, "ask" (default) leaves a reminder
     """
     settings["masks"] = read_masks(settings.get("masks"))
     plan = planned(model, base, settings)
@@ -78,8 +91,9 @@ def make_plan(model: nn.Module, *, base: nn.Module, **settings: Unpack[Settings]
     return plan
 
 
-def planned(model: nn.Module, base: nn.Module, settings: Settings) -> Plan:
+def planned(model: nn.Module, base: nn.Module, settings: Settings, *, has_values: bool = True) -> Plan:
     """Makes the plan, as a pure function of models and settings. The masks among the settings must be tensors, not a file.
+    ``has_values`` is False if what the model's tensors hold means nothing, as after ``to_empty``.
 
     The caller issues the plan's warnings, so that they point at the user's line.
     """
@@ -89,17 +103,22 @@ def planned(model: nn.Module, base: nn.Module, settings: Settings) -> Plan:
         raise TypeError(f"unknown setting {sorted(unknown)[0]!r}; settings are {known} (density is 1 - sparsity)")
     numbers = _Numbers.read(settings)
     pattern = parse_pattern(settings.get("pattern", "random"))
-    roles = infer_roles(model, base, delta=settings.get("delta"), roles=settings.get("roles"))
+    roles, notes = infer_roles(
+        model, base, delta=settings.get("delta"), roles=settings.get("roles"), example=settings.get("example")
+    )
     density = settings.get("density")
     masks = settings.get("masks") or {}
     assert isinstance(masks, Mapping)
     sparsity = make_sparse(
         model, roles, pattern, pattern.default_density if density is None else density, numbers.base_spread, masks
     )
-    stds = _base_stds(roles, numbers.rule, settings.get("init_std", "fan_in"))
     depth = correspond(model, base)
     branches = branch_factors(model, depth, numbers.depth, settings.get("branches"))
-    rows = tuple(_row(role, sparsity, numbers, stds.get(role.name), depth.m_depth(role.name)) for role in roles)
+    initial = _Initial.of(model, base, roles, depth, numbers.rule, settings.get("init_std", "fan_in"), has_values=has_values)
+    multipliers = chosen(
+        find_multipliers(model, base, depth.modules) if numbers.rule is not SP else [], settings.get("multipliers", "ask")
+    )
+    rows = tuple(_row(role, sparsity, numbers, initial, depth.m_depth(role.name)) for role in roles)
     output_factor = numbers.forward("unembedding", _output_width(roles) * sparsity.live)
     return Plan(
         rule=numbers.rule.name,
@@ -113,8 +132,16 @@ def planned(model: nn.Module, base: nn.Module, settings: Settings) -> Plan:
         live_neurons=sparsity.live_neurons,
         depth=numbers.depth.name if depth.lists else "none",
         branches=branches,
-        notes=_notes(model, roles, sparsity, numbers, depth),
-        pending=make_reminders(model, roles, numbers.rule, output_factor, numbers.forward("embedding", Fraction(1))),
+        notes=[*_notes(model, roles, sparsity, numbers, depth), *initial.notes, *_settled(multipliers), *notes],
+        pending=make_reminders(
+            model,
+            roles,
+            numbers.rule,
+            output_factor,
+            numbers.forward("embedding", Fraction(1)),
+            () if settings.get("multipliers") == "own" else multipliers,
+        ),
+        multipliers=multipliers,
     )
 
 
@@ -165,9 +192,44 @@ class _Numbers:
 # Init
 
 
+@dataclass(frozen=True)
+class _Initial:
+    """What is written into parameters at init."""
+
+    stds: Mapping[str, float]  # sigma_base of each parameter that Table 1 initialises; 0 for those that stay zero
+    factors: Mapping[str, float]  # factors on the values of parameters that keep them, where these factors are not 1
+    notes: list[Note]
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        base: nn.Module,
+        roles: list[ParamRole],
+        depth: Correspondence,
+        rule: Rule,
+        init_std: InitStdSetting,
+        *,
+        has_values: bool,
+    ) -> _Initial:
+        stds = _base_stds(roles, rule, init_std)
+        if not has_values:
+            return cls(stds, {}, [])
+        named = [glob for glob in init_std if glob != "*"] if isinstance(init_std, Mapping) else []
+        zero = all_zero(model, {role.name: role for role in roles if role.name in stds})
+        zero = {name for name in zero if not any(fnmatchcase(name, glob) for glob in named)}
+        # SP is what models do anyway, so it leaves their own values alone.
+        factors, notes = ({}, []) if rule is SP else kept_factors(model, base, roles, depth.names)
+        if zero:
+            shown = ", ".join(map(repr, sorted(zero)[:4])) + (f" and {len(zero) - 4} more" if len(zero) > 4 else "")
+            text = f"{shown}: the model starts with zeros here, and they stay; name the weights in init_std to draw them"
+            notes = [*notes, Note("zero", text, False)]
+        return cls({name: 0.0 if name in zero else std for name, std in stds.items()}, factors, notes)
+
+
 def _base_stds(roles: list[ParamRole], rule: Rule, init_std: InitStdSetting) -> dict[str, float]:
     """sigma_base of each parameter that Table 1 initialises."""
-    matrices = {role.name: role for role in roles if role.role in rule.init_var}
+    matrices = {role.name: role for role in roles if role.role in rule.init_var and role.note is not FROZEN}
     if isinstance(init_std, Mapping):
         among = "weights that get an init (embedding, hidden, unembedding)"
         named = match_globs(init_std, matrices, what="init_std", among=among)
@@ -194,8 +256,8 @@ def _base_std(role: ParamRole, setting: float | str, tied_fan_in: int) -> float:
 # Rows
 
 
-def _row(role: ParamRole, sparsity: Sparsity, numbers: _Numbers, base_std: float | None, m_depth: Fraction) -> PlanRow:
-    rule, multipliers = numbers.rule, sparsity.multipliers(role)
+def _row(role: ParamRole, sparsity: Sparsity, numbers: _Numbers, initial: _Initial, m_depth: Fraction) -> PlanRow:
+    rule, multipliers, base_std = numbers.rule, sparsity.multipliers(role), initial.stds.get(role.name)
     width_in, width_out, density_mult = multipliers
     m_d = width_out if role.role == "embedding" else width_in
     return PlanRow(
@@ -220,6 +282,7 @@ def _row(role: ParamRole, sparsity: Sparsity, numbers: _Numbers, base_std: float
         eps_factor=float(rule.eps[role.role].of(*multipliers)) * depth_factor(m_depth, numbers.depth.eps),
         forward=tuple((path, numbers.forward(use, m_d)) for path, use in role.uses),
         note=str(role.note or ""),
+        kept_factor=initial.factors.get(role.name, 1.0),
     )
 
 
@@ -248,13 +311,14 @@ def _notes(
             noted.setdefault(role.note, []).append(repr(role.name))
     for note, names in noted.items():
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        notes.append(Note(note.kind, f"{', '.join(names[:4])}{more} {'is' if len(names) == 1 else 'are'} {note}"))
+        text = f"{', '.join(names[:4])}{more} {'is' if len(names) == 1 else 'are'} {note}"
+        notes.append(Note(note.kind, text, note.is_caution))
     for path, multiplier in depth.lists.items():
         text = f"{path!r} has {float(multiplier):g} times as many layers as the base: depth rule {numbers.depth.title}"
         notes.append(Note("depth", text, False))
     if not numbers.rule.has_alphas and any(alpha != 1 for alpha in numbers.alphas.values()):
         notes.append(Note("alphas", f"{numbers.rule.title} has no alpha_input and alpha_output: they are not used", False))
-    attention = any(attentions(model))
+    attention = any(named_like_attention(model))
     if attention and sparsity.live != 1:
         notes.append(
             Note(
@@ -267,6 +331,13 @@ def _notes(
         text = "no attention was recognised; if the model has attention, scale its q.k by plan.attention_scale(head_dim)"
         notes.append(Note("attention", text, False))
     return notes
+
+
+def _settled(multipliers: tuple[Multiplier, ...]) -> list[Note]:
+    """A note on the numbers that get the base's values."""
+    shown = [f"{each.where} {each.value:g} -> {each.base_value:g}" for each in multipliers if each.is_set]
+    text = f"set to the base's values, since Table 1 has every power of the width that is needed: {', '.join(shown)}"
+    return [Note("multipliers", text, False)] if shown else []
 
 
 def _thin(roles: list[ParamRole], sparsity: Sparsity) -> list[Note]:

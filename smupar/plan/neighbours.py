@@ -12,20 +12,30 @@ from functools import cached_property
 from smupar.plan.layers import IMAGES
 from smupar.plan.parameters import ParameterView
 
-RoleSetting = str | tuple[str, int]
+RoleSetting = str | tuple[str, int | tuple[int, ...]]
 
 
 class Neighbours:
     """The parameters of a model, and the place of each among the others. ``asked`` holds the roles that the user gave."""
 
     def __init__(self, tensors: list[ParameterView], asked: Mapping[str, RoleSetting]) -> None:
+        self.asked = asked
         self.equal_widths = not any(tensor.scaling for tensor in tensors)
         # ``sizes`` holds the matrices whose scaling dimensions are inferred from sizes alone.
         self.tensors, self.sizes = scaling_from_sizes(tensors, asked) if self.equal_widths else (tensors, {})
         self.matrices = [tensor for tensor in self.tensors if tensor.layout == "matrix"]
         self.read_sizes = {tensor.read_size for tensor in self.matrices if not tensor.layer.is_lookup}
         self.readouts = [tensor for tensor in self.matrices if _may_be_readout(tensor, asked.get(tensor.name))]
+        self.readouts += [
+            tensor for tensor in self.tensors if tensor.layout != "matrix" and asked.get(tensor.name) == "unembedding"
+        ]
+        self.answers = [_as_answered(tensor, asked[tensor.name]) for tensor in self.tensors if tensor.name in asked]
         self.inputs = _input_layers(self.matrices)
+        self.linear = [tensor for tensor in self.matrices if not tensor.layer.is_lookup]
+        # What reads the data for certain: tables that scale, and what the user says.
+        self.has_input = (
+            any(tensor.is_input and tensor.writes_scaling for tensor in self.matrices) or "embedding" in asked.values()
+        )
 
     def is_side_table(self, tensor: ParameterView) -> bool:
         """Whether the parameter is a lookup table whose output no layer reads, while layers read another table's output."""
@@ -43,9 +53,70 @@ class Neighbours:
     def is_last(self, tensor: ParameterView) -> bool:
         return tensor is self.matrices[-1]
 
+    def is_bottleneck(self, tensor: ParameterView) -> bool:
+        """Whether the fixed size that a weight reads or writes may be a bottleneck inside the network: one layer narrows to
+        this size and another one widens from it. In a model without tables these may be the ends, as in an autoencoder."""
+        inner = [other for other in self.linear if self.asked.get(other.name) not in ("embedding", "unembedding")]
+        narrow = [other for other in inner if other.reads_scaling and not other.writes_scaling and not other.is_output]
+        wide = [other for other in inner if other.writes_scaling and not other.reads_scaling]
+        if not self.has_input and len(narrow) == 1 and self.readouts == narrow:
+            narrow, wide = [], []
+        if tensor.writes_scaling:
+            sizes = {other.written_size for other in narrow}.union(*(written for read, written in self.answers if read))
+            return tensor.read_size in sizes
+        sizes = {other.read_size for other in wide}.union(*(read for read, written in self.answers))
+        return tensor.written_size in sizes
+
+    def may_read_data(self, tensor: ParameterView) -> bool:
+        """Whether a weight of fixed input seems to read the data: no layer inside the network writes the size that it reads, or
+        a lookup table does."""
+        if tensor.layout != "matrix" or tensor.is_recurrent:
+            return False
+        size = tensor.read_size
+        writers = [other for other in self.linear if other.written_size == size and not other.is_output]
+        if not any(other.reads_scaling for other in writers if not (self.readouts == [other] and self.is_last(other))):
+            return True
+        tables = (other for other in self.matrices if other.layer.is_lookup and other.written_size == size)
+        return any(tables) and all(other.reads_scaling for other in writers)
+
+    def feeds_logits(self, tensor: ParameterView) -> bool:
+        """Whether the layer that makes the logits reads a fixed size, which this weight and no fixed layer writes."""
+        if tensor.layout != "matrix":
+            return False
+        size = tensor.written_size
+        heads = [other for other in self.matrices if other.is_output and other.read_size == size and not other.reads_scaling]
+        heads += [
+            other for other in self.matrices if other.makes_logits and other.written_size == size and not other.writes_scaling
+        ]
+        writers = [other for other in self.linear if other.written_size == size and not other.is_output]
+        return bool(heads) and all(other.reads_scaling for other in writers)
+
+    def partly_scaling(self) -> tuple[set[str], set[str]]:
+        """Names of the weights that read, and of those that write, a size whose growth no other layer shares. It may be a
+        concatenation of which only a part follows the width."""
+        if self.equal_widths or any(tensor.layout in ("raw", "seen") and tensor.scaling for tensor in self.tensors):
+            return set(), set()
+        read = {tensor.name: tensor.ratio(tensor.in_dims[:1]) for tensor in self.linear if tensor.reads_scaling}
+        written = {tensor.name: tensor.ratio(tensor.out_dims) for tensor in self.matrices if tensor.writes_scaling}
+        recurrent = {tensor.ratio(tensor.in_dims[:1]) for tensor in self.linear if tensor.is_recurrent}
+        sources, sinks = {*written.values(), *recurrent}, {*read.values()}
+        return (
+            {name for name, ratio in read.items() if ratio not in sources},
+            {name for name, ratio in written.items() if ratio not in sinks and name in read},
+        )
+
     def is_guess(self, tensor: ParameterView) -> bool:
         """Whether only the sizes of other parameters suggest that this parameter's output scales."""
         return tensor.name in self.sizes and self.sizes[tensor.name].is_guess
+
+
+def _as_answered(tensor: ParameterView, setting: RoleSetting) -> tuple[set[int], set[int]]:
+    """Sizes that a tensor of an unknown module reads and writes, if the user says over which dimensions it is summed."""
+    if tensor.layout != "raw" or isinstance(setting, str):
+        return set(), set()
+    in_dims = setting[1] if isinstance(setting[1], tuple) else (setting[1],)
+    sizes = dict(enumerate(tensor.shape))
+    return {sizes[dim] for dim in in_dims}, {size for dim, size in sizes.items() if dim not in in_dims}
 
 
 def _may_be_readout(tensor: ParameterView, setting: RoleSetting | None) -> bool:
@@ -139,7 +210,7 @@ def scaling_from_sizes(
 def _matrix_scaling(tensor: ParameterView, setting: RoleSetting | None, sizes: Sizes | None) -> tuple[int, ...]:
     """The scaling dimensions of a matrix, from sizes or from the user's role. Otherwise a lookup's output scales, and the
     input of the layer that makes the logits."""
-    ins, outs = tensor.in_dims[:1], (tensor.out_dim,)
+    ins, outs = tensor.in_dims[:1], tensor.out_dims
     if sizes is not None:
         dims = (ins if sizes.reads else ()) + (outs if sizes.writes_width else ())
     elif setting is None:

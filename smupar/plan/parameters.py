@@ -17,6 +17,20 @@ from smupar.plan.settings import refuse
 Shape = tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Seen:
+    """How the forward pass of an example uses a parameter."""
+
+    how: str  # "product": summed over in_dims; "lookup": an index chooses rows; "element": element by element; "unclear"
+    in_dims: Shape = ()
+    out_dims: Shape = ()
+    reads_input: bool = False  # a product reads the example, through no other weight that scales
+    reads_inside: bool = False  # a product reads what another weight that scales wrote
+    makes_output: bool = False  # what it writes reaches the model's output through no other weight that scales
+    is_inside: bool = False  # what it writes reaches another weight that scales
+    why: str = ""  # why it is unclear
+
+
 @dataclass(frozen=True, eq=False)
 class ParameterView:
     """One parameter of the model, beside the same parameter of the base."""
@@ -29,11 +43,14 @@ class ParameterView:
     shape: Shape
     base_shape: Shape
     scaling: tuple[int, ...]  # dimensions whose size follows the width
-    layout: str  # "matrix": the module's kind tells inputs from outputs; "vector": acts element by element; "raw": unknown
+    # "matrix": the module's kind tells inputs from outputs; "seen": an example does; "vector": acts element by element;
+    # "raw": unknown
+    layout: str
     in_dims: tuple[int, ...] = ()  # input dimensions, input channel first
-    out_dim: int = -1
+    out_dims: tuple[int, ...] = ()
     groups: int = 1
     frozen: bool = False
+    seen: Seen | None = None  # None without an example, or if its forward pass does not use the parameter
     declared: str = ""  # "input" or "output" if the model's own getters return the module, as in Hugging Face models
 
     @property
@@ -61,7 +78,7 @@ class ParameterView:
 
     @property
     def writes_scaling(self) -> bool:
-        return self.out_dim in self.scaling
+        return any(dim in self.scaling for dim in self.out_dims)
 
     @property
     def read_size(self) -> int:
@@ -71,7 +88,7 @@ class ParameterView:
     @property
     def written_size(self) -> int:
         """The number of channels in the layer's output."""
-        return self._num_channels(self.out_dim) if self.layer.written is None else self.layer.written(self.module)
+        return self._num_channels(self.out_dims[0]) if self.layer.written is None else self.layer.written(self.module)
 
     def _num_channels(self, dim: int) -> int:
         return self.shape[dim] * (self.groups if dim == GROUPED_DIM else 1)
@@ -110,7 +127,7 @@ def view_parameters(model: nn.Module, base: nn.Module, delta: nn.Module | None) 
     for name, shape in shapes.items():
         (path, module, leaf), *others = sorted(holders[name].values(), key=lambda holder: _how_unclear(holder[1]))
         scaling = tuple(dim for dim in range(len(shape)) if any(other[name][dim] != shape[dim] for other in other_shapes))
-        layout, in_dims, out_dim = _layout(module, leaf, shape, scaling)
+        layout, in_dims, out_dims = _layout(module, leaf, shape, scaling)
         views.append(
             ParameterView(
                 name=name,
@@ -123,7 +140,7 @@ def view_parameters(model: nn.Module, base: nn.Module, delta: nn.Module | None) 
                 scaling=scaling,
                 layout=layout,
                 in_dims=in_dims,
-                out_dim=out_dim,
+                out_dims=out_dims,
                 groups=num_groups(module) if layout == "matrix" else 1,
                 frozen=not parameters[name].requires_grad,
                 declared=declared.get(id(module), ""),
@@ -230,12 +247,14 @@ def _in_names_of(
     }
 
 
-def _layout(module: nn.Module, leaf: str, shape: Shape, scaling: tuple[int, ...]) -> tuple[str, tuple[int, ...], int]:
-    """(layout, input dimensions, output dimension) of a parameter, from the kind of the module that owns it."""
+def _layout(
+    module: nn.Module, leaf: str, shape: Shape, scaling: tuple[int, ...]
+) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    """(layout, input dimensions, output dimensions) of a parameter, from the kind of the module that owns it."""
     layer = kind_of(module)
     if len(shape) < 2 or (layer.owns(leaf) and is_depthwise(module, scaling)):
-        return "vector", (), -1
+        return "vector", (), ()
     if layer.owns(leaf):
         kernel = range(2, len(shape)) if layer.reads == IMAGES else ()
-        return "matrix", (*layer.in_dims, *kernel), layer.out_dim
-    return layer.rest or ("raw" if sum(size > 1 for size in shape) > 1 else "vector"), (), -1
+        return "matrix", (*layer.in_dims, *kernel), (layer.out_dim,)
+    return layer.rest or ("raw" if sum(size > 1 for size in shape) > 1 else "vector"), (), ()

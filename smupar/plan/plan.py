@@ -17,10 +17,12 @@ from typing import Any
 from torch import Tensor
 
 from smupar.output.tables import aligned
+from smupar.plan.attention import AttentionChange
+from smupar.plan.disguise import Multiplier
+from smupar.plan.evidence import Note
 from smupar.plan.parameters import parent_path
 from smupar.plan.patterns import parse_pattern
 from smupar.plan.reminders import REMINDERS
-from smupar.plan.roles import Note
 from smupar.plan.settings import layer_glob, refuse
 from smupar.rules import get_rule
 
@@ -56,6 +58,7 @@ class PlanRow:
     forward: tuple[tuple[str, float], ...]  # (module path, factor on its output)
     note: str = ""
     depth_mult: Fraction = Fraction(1)  # layers of the list that holds the parameter, over the base's
+    kept_factor: float = 1.0  # factor on the model's own values, where these stay
 
     def lr_factor(self, family: str) -> float:
         refuse(
@@ -90,6 +93,8 @@ class Plan:
     branches: tuple[tuple[str, float], ...] = ()  # (module path, factor on its output), of residual branches
     notes: list[Note] = field(default_factory=list)
     pending: dict[str, str] = field(default_factory=dict)
+    multipliers: tuple[Multiplier, ...] = ()  # numbers of the model that follow its width
+    attention: list[AttentionChange] = field(default_factory=list)  # how ``set_attention_scale`` set the scale of q.k
 
     def __post_init__(self) -> None:
         self._by_name = {row.name: row for row in self.rows}
@@ -120,8 +125,8 @@ class Plan:
 
     def settle(self, reminder: str) -> None:
         """Tells the plan that you have set what it cannot set itself, or that it need not be set. ``reminder`` is
-        "attention_scale", "output_factor" or "input_factor". If the plan has no such reminder nothing happens, so one script
-        works for every rule."""
+        "attention_scale", "output_factor", "input_factor" or "multipliers". If the plan has no such reminder nothing happens,
+        so one script works for every rule."""
         refuse(reminder not in REMINDERS, f"no plan has a reminder called {reminder!r}: choose one of {', '.join(REMINDERS)}")
         self.pending.pop(reminder, None)
 
@@ -163,6 +168,8 @@ class Plan:
                 for note in data.get("notes", [])
             ]
             data["pending"] = {name: text.replace("plan.waive(", "plan.settle(") for name, text in data["pending"].items()}
+            data["multipliers"] = tuple(Multiplier(**each) for each in data.get("multipliers", ()))
+            data["attention"] = [_change_from_json(change) for change in data.get("attention", ())]
             return cls(**data)
         except (KeyError, TypeError) as error:
             raise ValueError(f"the plan is incomplete or damaged ({error}); write it again with plan.to_json()") from error
@@ -216,6 +223,10 @@ def _row_from_json(row: dict[str, Any]) -> PlanRow:
     return PlanRow(**row)
 
 
+def _change_from_json(change: dict[str, Any]) -> AttentionChange:
+    return AttentionChange(**{**change, "rows": tuple((start, stop) for start, stop in change["rows"])})
+
+
 # Printing
 
 
@@ -235,6 +246,12 @@ def _forward_cell(row: PlanRow, branch: float | None) -> str:
     return ", ".join(f"{path.rpartition('.')[2]} {_shown(factor)}" for path, factor in row.forward)
 
 
+def _init_cell(row: PlanRow) -> str:
+    if row.init_std is None:
+        return "kept" if row.kept_factor == 1 else f"kept x {row.kept_factor:.3g}"
+    return "zero" if row.init_std == 0 else _shown(row.init_std)
+
+
 def _cells(row: PlanRow, deeper: bool, branch: float | None) -> tuple[str, ...]:
     """The cells of a row. ``deeper``: whether the table has a column of depth multipliers. ``branch``: the factor on the output
     of the parameter's module, if that ends a residual branch."""
@@ -243,7 +260,7 @@ def _cells(row: PlanRow, deeper: bool, branch: float | None) -> tuple[str, ...]:
         "x".join(map(str, row.shape)) or "1",
         *map(_shown, (row.density, row.width_in, row.width_out, row.density_mult)),
         *((_shown(row.depth_mult),) if deeper else ()),
-        "kept" if row.init_std is None else _shown(row.init_std),
+        _init_cell(row),
         _shown(row.lr_factors["adam"]),
         _shown(row.lr_factors["sgd"]),
         _shown(row.decay_factor("adam")),

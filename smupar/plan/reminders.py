@@ -4,23 +4,25 @@ set."""
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from torch import Tensor, nn
+from torch import nn
 
+from smupar.plan.attention import FoundAttention, find_attentions, named_like_attention
+from smupar.plan.disguise import Multiplier
 from smupar.plan.roles import ParamRole
 from smupar.rules import Rule
 
-REMINDERS = ("attention_scale", "output_factor", "input_factor")  # ``Plan.settle`` takes these names
-
-_ATTENTION = re.compile(r"att(ention|n)|qkv|query|q_proj|(^|_)(to_)?w?q$", re.IGNORECASE)
-_SCALES = ("scale", "scaling", "softmax_scale", "attention_scale", "attn_scale")
-_HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "d_head")
+REMINDERS = ("attention_scale", "output_factor", "input_factor", "multipliers")  # ``Plan.settle`` takes these names
 
 
 def make_reminders(
-    model: nn.Module, roles: list[ParamRole], rule: Rule, output_factor: float, input_factor: float
+    model: nn.Module,
+    roles: list[ParamRole],
+    rule: Rule,
+    output_factor: float,
+    input_factor: float,
+    multipliers: tuple[Multiplier, ...] = (),
 ) -> dict[str, str]:
     """Maps each reminder to what the user must do, for everything that the user must set under this rule."""
     about_output = _about_factor(
@@ -40,24 +42,32 @@ def make_reminders(
         "no layer that reads the inputs was found, so no hook applies this factor: multiply the embedded inputs by",
         f"alpha_input = {input_factor:g}; then plan.settle('input_factor').",
     )
-    texts = (_about_attention(model, rule), about_output, about_input)
+    texts = (_about_attention(model, rule), about_output, about_input, _about_multipliers(multipliers))
     return {name: text for name, text in zip(REMINDERS, texts, strict=True) if text}
 
 
-def attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Paths and modules that look like attention, or a part of it, by their names."""
-    for path, module in model.named_modules():
-        if _ATTENTION.search(path.rpartition(".")[2]) or _ATTENTION.search(type(module).__name__):
-            yield path, module
-
-
 def _about_attention(model: nn.Module, rule: Rule) -> str:
-    if rule.attention_exponent != -1 or not any(attentions(model)):
+    if rule.attention_exponent != -1 or not any(named_like_attention(model)):
         return ""
     return (
-        "attention logits are q.k / d_head under this rule: set your model's scale to plan.attention_scale(head_dim), then "
-        "plan.settle('attention_scale'). If the scale cannot be set (nn.MultiheadAttention) and head_dim is the same at every "
-        "width, settle the reminder as well."
+        "attention logits are q.k / d_head under this rule: smupar.set_attention_scale(model, plan, example=batch) makes them "
+        "so, in the model's own field or by a factor on the queries. Or set your model's scale to "
+        "plan.attention_scale(head_dim) yourself, then plan.settle('attention_scale')."
+    )
+
+
+def _about_multipliers(multipliers: tuple[Multiplier, ...]) -> str:
+    """What to do about numbers that follow the width and were not set to the base's values; "" if nothing."""
+    left = [each for each in multipliers if not each.is_set]
+    if not left:
+        return ""
+    shown = ", ".join(map(str, left[:6])) + (f" and {len(left) - 6} more" if len(left) > 6 else "")
+    stuck = [each.where for each in left if not each.can_be_set]
+    by_hand = f" ({', '.join(stuck[:3])}: by hand, since the model also uses the number as a size)" if stuck else ""
+    return (
+        f"{shown}: these follow the width and are no sizes. Table 1 holds if the model multiplies by the same numbers at every "
+        f"width: pass multipliers='base' to parameterize, which sets them to the base's values{by_hand}. Where such a number "
+        "divides a sum over neurons it must follow the width: pass multipliers='own', or plan.settle('multipliers')."
     )
 
 
@@ -75,26 +85,15 @@ def _about_factor(roles: list[ParamRole], role_name: str, factor: float, unscale
 
 
 def shows_scale(model: nn.Module, scale_of: Callable[[int], float]) -> bool:
-    """Whether every attention module stores the plan's scale and its head size in attributes.
+    """Whether every attention of the model stores the plan's scale and its head size in attributes.
 
-    If a module stores one of them elsewhere, the probe misses it, and the user has to settle the reminder.
+    If one of them stores either elsewhere, the probe misses it, and the user has to settle the reminder.
     """
-    seen = [f"{path}." for path, module in model.named_modules() if _shows(module, scale_of)]
-    weights = [f"{path}." for path, part in attentions(model) if any(parameter.ndim > 1 for parameter in part.parameters())]
-    return bool(seen) and all(any(path.startswith(other) or other.startswith(path) for other in seen) for path in weights)
+    every = find_attentions(model)
+    return bool(every) and all(is_scaled(attention, scale_of) for attention in every)
 
 
-def _shows(module: nn.Module, scale_of: Callable[[int], float]) -> bool:
-    scale, head_dim = _number(module, _SCALES), _number(module, _HEAD_SIZES)
-    if scale is None or head_dim is None or head_dim < 1:
+def is_scaled(attention: FoundAttention, scale_of: Callable[[int], float]) -> bool:
+    if attention.head_dim is None or not attention.field:
         return False
-    return math.isclose(scale, scale_of(int(head_dim)), rel_tol=1e-2)  # 16-bit buffers round the scale
-
-
-def _number(module: nn.Module, names: tuple[str, ...]) -> float | None:
-    values = (getattr(module, name, None) for name in names)
-    numbers = (
-        value for value in values if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
-    )
-    number = next(numbers, None)
-    return None if number is None or (isinstance(number, Tensor) and number.is_meta) else float(number)
+    return math.isclose(attention.scale, scale_of(attention.head_dim), rel_tol=1e-2)  # 16-bit buffers round the scale

@@ -1,5 +1,8 @@
 """Decides roles by an ordered table of conditions, ROLE_TABLE: the first line that holds decides. docs/any_model.md prints it.
 
+The forward pass of an example shows how a parameter is used (``ParameterView.seen``). Without one, shapes, modules and the
+order of parameters have to do, and where these do not decide, the user is asked.
+
 If a model is as wide as its base, the table DOUBTS is read first. It lists the cases in which sizes do not decide the role.
 """
 
@@ -10,7 +13,7 @@ from dataclasses import dataclass
 
 from smupar.plan import layers
 from smupar.plan.neighbours import Neighbours, RoleSetting
-from smupar.plan.parameters import ParameterView
+from smupar.plan.parameters import ParameterView, Seen, Shape
 
 
 @dataclass(frozen=True)
@@ -22,14 +25,15 @@ class Case:
     role: str  # the role, or ASK if the user has to name it
     reason: str
     guess: str = ""  # the role that the question to the user suggests
-    guess_dim: Callable[[ParameterView], int] | None = None  # the input dimension, if the guess is a hidden weight
+    guess_dims: Callable[[ParameterView], int | Shape] | None = None  # the input dimensions, if the guess is a hidden weight
 
     def suggestion(self, tensor: ParameterView) -> RoleSetting:
-        return self.guess if self.guess_dim is None else (self.guess, self.guess_dim(tensor))
+        return self.guess if self.guess_dims is None else (self.guess, self.guess_dims(tensor))
 
     def why(self, tensor: ParameterView) -> str:
         owner = type(tensor.module).__name__
-        return self.reason.format(owner=owner, groups=tensor.groups, size=tensor.read_size if tensor.in_dims else "")
+        size = tensor.read_size if tensor.in_dims else ""
+        return self.reason.format(owner=owner, groups=tensor.groups, size=size, use=tensor.seen.why if tensor.seen else "")
 
 
 ASK = "ask"
@@ -54,9 +58,36 @@ def _is_square(tensor: ParameterView) -> bool:
 
 def _is_unknown_weight(tensor: ParameterView) -> bool:
     """Whether this is a ``weight`` with one scaling dimension, in a module that may sum over that dimension."""
-    named = tensor.name.endswith(".weight") and not tensor.layer.by_element
-    return tensor.layout == "raw" and named and len(tensor.scaling) == 1
+    return _is_half_scaling(tensor) and tensor.name.endswith(".weight")
 
+
+def _is_half_scaling(tensor: ParameterView) -> bool:
+    """Whether an unknown module may sum over the one scaling dimension, or over another one. (1, ..., d) only broadcasts."""
+    is_table = tensor.layout == "raw" and not tensor.layer.by_element and len(tensor.scaling) == 1
+    return is_table and (tensor.shape[0] > 1 or tensor.name.endswith(".weight"))
+
+
+def _inputs_of_linear(tensor: ParameterView) -> int | Shape:
+    """The input dimensions of a weight that is stored as (out, in, kernel)."""
+    return 1 if len(tensor.shape) == 2 else tuple(range(1, len(tensor.shape)))
+
+
+def _input_dims(tensor: ParameterView) -> int | Shape:
+    """The input dimensions, where they are known."""
+    return tensor.in_dims[0] if len(tensor.in_dims) == 1 else tensor.in_dims
+
+
+def _last_dim(tensor: ParameterView) -> int:
+    return len(tensor.shape) - 1
+
+
+def _seen(tensor: ParameterView) -> Seen:
+    """What an example shows of the parameter's products; nothing if there was none."""
+    return tensor.seen if tensor.seen is not None and tensor.seen.how == "product" else NOT_SEEN
+
+
+NOT_SEEN = Seen("")
+MAY_BE_INPUT = "may read the model's input (embedding) or what other layers wrote (hidden): only the order of layers tells"
 
 ROLE_TABLE = (
     Case(
@@ -84,9 +115,23 @@ ROLE_TABLE = (
         "it reads the data",
     ),
     Case(
+        "is used by the example in a way that smupar does not follow, and its dimensions scale",
+        lambda t, n: t.layout != "vector" and bool(t.scaling) and t.seen is not None and t.seen.how == "unclear",
+        ASK,
+        "{use}",
+        "hidden",
+        lambda tensor: tensor.scaling[-1],
+    ),
+    Case(
         "has a scaling input and output, is the last layer of a model without a readout, and no layer reads its output size",
         lambda t, n: (
-            t.reads_scaling and t.writes_scaling and n.is_last(t) and not n.readouts and t.written_size not in n.read_sizes
+            t.layout == "matrix"
+            and t.reads_scaling
+            and t.writes_scaling
+            and n.is_last(t)
+            and not n.readouts
+            and t.written_size not in n.read_sizes
+            and not _seen(t).is_inside
         ),
         ASK,
         "is the last layer, and no layer reads its output size: do model and base have different numbers of outputs?",
@@ -99,8 +144,36 @@ ROLE_TABLE = (
         "it is inside the network",
     ),
     Case(
+        "has a scaling input and a fixed output, from which the example makes both the model's output and what layers read",
+        lambda t, n: t.reads_scaling and _seen(t).makes_output and _seen(t).is_inside,
+        ASK,
+        "makes a part of the model's output, and other layers read it too",
+        "hidden",
+        _input_dims,
+    ),
+    Case(
+        "has a scaling input and a fixed output, from which the example makes the model's output",
+        lambda t, n: t.reads_scaling and _seen(t).makes_output,
+        "unembedding",
+        "it makes the outputs",
+    ),
+    Case(
+        "has a scaling input and a fixed output, from which the example makes what other layers read",
+        lambda t, n: t.reads_scaling and _seen(t).is_inside,
+        "hidden",
+        "it is inside the network",
+    ),
+    Case(
+        "has a scaling input and a fixed output, which the example's forward pass does not use",
+        lambda t, n: t.reads_scaling and _seen(t).how == "product",
+        ASK,
+        "has a scaling input and a fixed output, which the example's forward pass does not use",
+        "hidden",
+        _input_dims,
+    ),
+    Case(
         "has a scaling input and a fixed output, and is the last layer and the only such layer",
-        lambda t, n: t.reads_scaling and n.is_last(t) and n.readouts == [t],
+        lambda t, n: t.reads_scaling and n.is_last(t) and n.readouts == [t] and not n.is_bottleneck(t),
         "unembedding",
         "it makes the outputs",
     ),
@@ -112,6 +185,13 @@ ROLE_TABLE = (
         "unembedding",
     ),
     Case(
+        "has a scaling input and a fixed output, which the layer that makes the logits reads",
+        lambda t, n: t.reads_scaling and n.feeds_logits(t),
+        ASK,
+        "has a scaling input and a fixed output, which the logits' layer reads",
+        "unembedding",
+    ),
+    Case(
         "has a scaling input and a fixed output",
         lambda t, n: t.reads_scaling,
         ASK,
@@ -119,21 +199,68 @@ ROLE_TABLE = (
         "hidden",
     ),
     Case(
-        "has a fixed input and a scaling output, and only lookup tables and other such layers come before it",
-        lambda t, n: t.writes_scaling and t.name in n.inputs,
+        "has a fixed input and a scaling output, and the example reaches it both directly and through other layers",
+        lambda t, n: t.writes_scaling and _seen(t).reads_input and _seen(t).reads_inside,
+        ASK,
+        "reads both the model's input and what other layers wrote",
+        "hidden",
+        _input_dims,
+    ),
+    Case(
+        "has a fixed input and a scaling output, and reads the example through no other weight that scales",
+        lambda t, n: t.writes_scaling and _seen(t).reads_input,
         "embedding",
         "it reads the data",
+    ),
+    Case(
+        "has a fixed input and a scaling output, and the example reaches it through other weights that scale",
+        lambda t, n: t.writes_scaling and _seen(t).reads_inside,
+        "hidden",
+        "it is inside the network",
+    ),
+    Case(
+        "has a fixed input, which no layer writes, and a scaling output; only lookup tables and such layers come before it",
+        lambda t, n: t.writes_scaling and t.name in n.inputs and not n.is_bottleneck(t),
+        "embedding",
+        "it reads the data",
+    ),
+    Case(
+        "has a fixed input, which no layer writes or a lookup table does, and a scaling output",
+        lambda t, n: t.writes_scaling and n.may_read_data(t),
+        ASK,
+        "has a fixed input and a scaling output: it " + MAY_BE_INPUT,
+        "embedding",
     ),
     Case(
         "has a fixed input and a scaling output",
         lambda t, n: t.writes_scaling,
         ASK,
-        "has a fixed input and a scaling output, and comes after other layers",
+        "has a fixed input and a scaling output: it " + MAY_BE_INPUT,
         "hidden",
     ),
     Case(
+        "is not a layer's weight, and acts element by element in the example",
+        lambda t, n: t.layout == "raw" and bool(t.scaling) and t.seen is not None and t.seen.how == "element",
+        "vector",
+        "it multiplies or adds element by element",
+    ),
+    Case(
+        "is not a layer's weight, and the example chooses rows of it",
+        lambda t, n: t.layout == "raw" and bool(t.scaling) and t.seen is not None and t.seen.how == "lookup",
+        "embedding",
+        "it reads the data",
+    ),
+    Case(
+        "is one of several tensors from which a layer computes its weight, and as large as the weight",
+        lambda t, n: _is_part_of_weight(t) and sum(size > 1 for size in t.shape) > 1 and (bool(t.scaling) or n.equal_widths),
+        ASK,
+        "is one of several tensors from which a weight is computed: it is better to remove the parametrization first",
+        "hidden",
+        _inputs_of_linear,
+    ),
+    Case(
         "is one of several tensors from which a layer computes its weight",
-        lambda t, n: _is_part_of_weight(t),
+        lambda t, n: _is_part_of_weight(t) and (bool(t.scaling) or n.equal_widths),
         ASK,
         "is one of several tensors from which a weight is computed: it is better to remove the parametrization first",
         "vector",
@@ -176,6 +303,15 @@ ROLE_TABLE = (
         "unembedding",
     ),
     Case(
+        "belongs to an unknown module, has one dimension that scales, and does not just broadcast like (1, ..., d)",
+        lambda t, n: _is_half_scaling(t),
+        ASK,
+        "belongs to a {owner}, which may sum over the scaling dimension (hidden, unembedding), write it (hidden, embedding), "
+        "or act element by element (vector)",
+        "hidden",
+        _last_dim,
+    ),
+    Case(
         "is a square matrix of an unknown module, and both dimensions scale",
         lambda t, n: t.layout == "raw" and len(t.scaling) > 1 and _is_square(t),
         "hidden",
@@ -185,13 +321,13 @@ ROLE_TABLE = (
         "belongs to an unknown module and has several dimensions that scale",
         lambda t, n: t.layout == "raw" and len(t.scaling) > 1,
         ASK,
-        "belongs to a {owner}, whose input dimension smupar does not know",
+        "belongs to a {owner}, whose input dimension smupar does not know: it is the first in x @ W and the last in W @ x",
         "hidden",
         lambda tensor: tensor.scaling[-1],
     ),
     Case(
         "has a dimension that scales, which no layer sums over",
-        lambda t, n: t.layout != "matrix" and bool(t.scaling),
+        lambda t, n: t.layout not in ("matrix", "seen") and bool(t.scaling),
         "vector",
         "it is a norm, a bias, a class token, positions or a depthwise convolution",
     ),

@@ -14,6 +14,8 @@ from fractions import Fraction
 
 from torch import nn
 
+from smupar.plan.evidence import Evidence, Note, look
+from smupar.plan.forward import Example
 from smupar.plan.layers import kind_of
 from smupar.plan.neighbours import Neighbours, RoleSetting
 from smupar.plan.parameters import ParameterView, Shape, view_parameters
@@ -21,27 +23,27 @@ from smupar.plan.role_table import ASK, Case, case_of
 from smupar.plan.settings import layer_glob, match_globs, refuse
 from smupar.rules import ROLES
 
-
-@dataclass(frozen=True)
-class Note:
-    """Something the reader of a plan should know; ``kind`` is for programs, the text for people."""
-
-    kind: str
-    text: str
-    is_caution: bool = True  # also worth a warning when the plan is made
-
-    def __str__(self) -> str:
-        return self.text
-
-
 GUESSED = Note(
     "guessed",
     "taken for hidden, and made sparse, because the output size is a multiple of a size that layers read. A readout would look "
     "the same: pass delta=, the same model at any other width, to be sure",
 )
-FROZEN = Note("frozen", "frozen, but initialised all the same: pass the role 'fixed' to keep the model's values")
+FROZEN = Note("frozen", "frozen, so the model's values stay: give the role in roles= to initialise it all the same", False)
+FROZEN_HIDDEN = Note("frozen", "frozen, but initialised all the same: pass the role 'fixed' to keep the model's values")
 ORIGINAL = Note(
     "parametrized", "parametrized: these numbers are for the original tensor, from which the layer computes its weight"
+)
+MAY_READ_IN_PART = Note(
+    "reads in part",
+    "reading a size that grows as no layer's output does. If it is a concatenation of which only a part follows the width, one "
+    "m_in stands for both parts: pass example= to be sure",
+    is_caution=False,
+)
+MAY_WRITE_IN_PART = Note(
+    "writes in part",
+    "writing a size that grows as no layer's input does. If it is several outputs of which only a part follows the width, one "
+    "m_out stands for all, which matters for SGD's learning rate alone",
+    is_caution=False,
 )
 
 
@@ -67,47 +69,69 @@ def infer_roles(
     *,
     delta: nn.Module | None = None,
     roles: Mapping[str, RoleSetting] | None = None,
-) -> list[ParamRole]:
-    """The role of every parameter, in the model's order. Raises ValueError with the ``roles={...}`` line that would help."""
-    tensors = view_parameters(model, base, delta)
-    asked = match_globs(roles or {}, [tensor.name for tensor in tensors], what="roles", among="parameters")
-    for tensor in tensors:
+    example: Example | None = None,
+) -> tuple[list[ParamRole], list[Note]]:
+    """The role of every parameter, in the model's order, and notes. Raises ValueError with the ``roles={...}`` line that would
+    help."""
+    evidence = look(view_parameters(model, base, delta), model, base, delta, example)
+    asked = match_globs(roles or {}, [tensor.name for tensor in evidence.tensors], what="roles", among="parameters")
+    for tensor in evidence.tensors:
         if tensor.name in asked:
             _check_setting(tensor, asked[tensor.name])
-    neighbours = Neighbours(tensors, asked)
+    neighbours = Neighbours(evidence.tensors, asked)
     decided = [(tensor, case_of(tensor, neighbours)) for tensor in neighbours.tensors]
     questions = [(tensor, case) for tensor, case in decided if case.role == ASK and tensor.name not in asked]
     if questions:
-        raise ValueError(_question(neighbours, questions))
-    return [
+        raise ValueError(_question(neighbours, questions, evidence))
+    about = evidence.about if evidence.usage else _may_scale_in_part(neighbours)
+    found = [
         _as_asked(tensor, asked[tensor.name]) if tensor.name in asked else _as_decided(tensor, case, neighbours)
         for tensor, case in decided
     ]
+    return [role if role.note else replace(role, note=about.get(role.name)) for role in found], evidence.notes
+
+
+def _may_scale_in_part(neighbours: Neighbours) -> dict[str, Note]:
+    readers, writers = neighbours.partly_scaling()
+    return {**dict.fromkeys(writers, MAY_WRITE_IN_PART), **dict.fromkeys(readers, MAY_READ_IN_PART)}
 
 
 def _check_setting(tensor: ParameterView, setting: RoleSetting) -> None:
-    role, in_dim = (setting, None) if isinstance(setting, str) else (setting[0], setting[-1])
-    fits = in_dim is None or (role == "hidden" and isinstance(in_dim, int) and 0 <= in_dim < len(tensor.shape))
+    role, in_dims = _parsed(setting)
+    names_dims = all(
+        isinstance(dim, int) and not isinstance(dim, bool) and 0 <= dim < len(tensor.shape) for dim in in_dims or ()
+    )
+    some_left = in_dims is None or 0 < len(set(in_dims)) == len(in_dims) < len(tensor.shape)
+    fits = in_dims is None or (role == "hidden" and names_dims and some_left)
     refuse(
         role not in ROLES or not fits,
-        f"roles: {tensor.name!r} of shape {tensor.shape} got {setting!r}; use one of {', '.join(ROLES)}, or ('hidden', in_dim)",
+        f"roles: {tensor.name!r} of shape {tensor.shape} got {setting!r}; use one of {', '.join(ROLES)}, or "
+        "('hidden', in_dim), where in_dim may be a tuple of several dimensions",
     )
     refuse(
         role == "hidden" and len(tensor.shape) < 2,
         f"roles: {tensor.name!r} of shape {tensor.shape} is not a matrix and cannot be hidden",
     )
     refuse(
-        role == "hidden" and in_dim is None and tensor.layout != "matrix",
+        role == "hidden" and in_dims is None and tensor.layout not in ("matrix", "seen"),
         f"roles: {tensor.name!r} of shape {tensor.shape} belongs to a {type(tensor.module).__name__}, "
         f"whose input dimension smupar does not know; write roles={{{tensor.name!r}: ('hidden', IN_DIM)}} "
         "with the dimension that is summed over",
     )
 
 
+def _parsed(setting: RoleSetting) -> tuple[str, Shape | None]:
+    """The role, and the input dimensions if the setting names them."""
+    if isinstance(setting, str):
+        return setting, None
+    in_dims = setting[-1]
+    return setting[0], in_dims if isinstance(in_dims, tuple) else (in_dims,)
+
+
 # Asking
 
 
-def _question(neighbours: Neighbours, questions: list[tuple[ParameterView, Case]]) -> str:
+def _question(neighbours: Neighbours, questions: list[tuple[ParameterView, Case]], evidence: Evidence) -> str:
     """The text of one error that lists all undecided parameters, with a ``roles=`` line that would decide them."""
     lines = [f"  {tensor.name} {tensor.shape}, base {tensor.base_shape}: {case.why(tensor)}" for tensor, case in questions[:12]]
     if len(questions) > 12:
@@ -124,13 +148,18 @@ def _question(neighbours: Neighbours, questions: list[tuple[ParameterView, Case]
         "\nThe model is as wide as its base. Instead of roles you may pass delta=, the same model at any other width, "
         "to show which dimensions scale."
     )
+    example = (
+        "\nOr pass example=, a batch for the model (a tensor, a tuple of arguments, or a dict of keyword arguments): a look at "
+        "its forward pass shows which weights read the input, which make the output, and over what they sum."
+    )
+    failed = "".join(f"\n{note}" for note in evidence.notes if note.kind == "example")
     return (
         "the role of these parameters cannot be inferred:\n"
         + "\n".join(lines)
         + "\nSay what they are (embedding, hidden, unembedding, vector, fixed); if these guesses are right, pass:\n"
         + f"  roles={suggested!r}\n"
         + "Hidden weights are scaled and made sparse; the unembedding makes the model's outputs."
-        + (equal if neighbours.equal_widths else "")
+        + (equal if neighbours.equal_widths else example if not evidence.is_given else failed)
     )
 
 
@@ -138,35 +167,43 @@ def _question(neighbours: Neighbours, questions: list[tuple[ParameterView, Case]
 
 
 def _as_asked(tensor: ParameterView, setting: RoleSetting) -> ParamRole:
-    role, in_dim = (setting, None) if isinstance(setting, str) else setting
+    role, in_dims = _parsed(setting)
     if role in ("vector", "fixed"):
         return _param_role(tensor, role)
-    if in_dim is not None and (tensor.layout != "matrix" or in_dim != tensor.in_dims[0]):
-        others = [dim for dim in range(len(tensor.shape)) if dim != in_dim]
+    knows = tensor.layout in ("matrix", "seen")
+    if in_dims is not None and (not knows or set(in_dims) != set(tensor.in_dims[: len(in_dims)])):
+        others = [dim for dim in range(len(tensor.shape)) if dim not in in_dims]
         outs = [dim for dim in others if dim in tensor.scaling] or others
-        tensor = replace(tensor, in_dims=(in_dim,), out_dim=outs[-1])
-    elif tensor.layout != "matrix":
-        dims = tensor.scaling or (len(tensor.shape) - 1,)
-        ins, out = ((), dims[-1]) if role == "embedding" else (dims, -1)
-        tensor = replace(tensor, in_dims=ins, out_dim=out)
+        tensor = replace(tensor, in_dims=in_dims, out_dims=(outs[-1],))
+    elif not knows:
+        tensor = _read_or_written(tensor, role)
     return _param_role(tensor, role)
+
+
+def _read_or_written(tensor: ParameterView, role: str) -> ParameterView:
+    """An unknown tensor whose scaling dimensions are all written (embedding) or all read."""
+    dims = tensor.scaling or (len(tensor.shape) - 1,)
+    ins, outs = ((), dims[-1:]) if role == "embedding" else (dims, ())
+    return replace(tensor, in_dims=ins, out_dims=outs)
 
 
 def _as_decided(tensor: ParameterView, case: Case, neighbours: Neighbours) -> ParamRole:
     if case.role == "hidden" and tensor.layout == "raw":
-        return _param_role(replace(tensor, in_dims=(1,), out_dim=0), "hidden", Note("square", case.reason))
-    # A frozen parameter may hold its values on purpose: sines, pretrained weights.
+        return _param_role(replace(tensor, in_dims=(1,), out_dims=(0,)), "hidden", Note("square", case.reason))
+    if case.role == "embedding" and tensor.layout == "raw":
+        tensor = _read_or_written(tensor, "embedding")
+    # A frozen table holds its values on purpose: sines, pretrained vectors. A frozen matrix inside may train later.
     if tensor.frozen and case.role in ("embedding", "hidden", "unembedding"):
-        return _param_role(tensor, case.role, FROZEN)
+        return _param_role(tensor, case.role, FROZEN_HIDDEN if case.role == "hidden" else FROZEN)
     return _param_role(tensor, case.role, GUESSED if case.role == "hidden" and neighbours.is_guess(tensor) else None)
 
 
 def _param_role(tensor: ParameterView, role: str, note: Note | None = None) -> ParamRole:
-    out_dims = (tensor.out_dim,)
     if role == "embedding" and tensor.layer.is_lookup:  # a lookup reads one row; if tied, the logits sum over the row's entries
-        base_fan_in = tensor.base_fan_in(out_dims if tensor.makes_logits else ())
+        base_fan_in = tensor.base_fan_in(tensor.out_dims if tensor.makes_logits else ())
     else:
         base_fan_in = tensor.base_fan_in(tensor.in_dims)
+    written = {"hidden": tensor.out_dims, "embedding": tensor.out_dims, "vector": tensor.scaling}
     return ParamRole(
         name=tensor.name,
         role=role,
@@ -174,7 +211,7 @@ def _param_role(tensor: ParameterView, role: str, note: Note | None = None) -> P
         in_dims=() if role in ("vector", "fixed") else tensor.in_dims,
         scaling=tensor.scaling,
         width_in=tensor.ratio(tensor.in_dims if role in ("hidden", "unembedding") else ()),
-        width_out=tensor.ratio({"hidden": out_dims, "embedding": out_dims, "vector": tensor.scaling}.get(role, ())),
+        width_out=tensor.ratio(written.get(role, ())),
         base_fan_in=base_fan_in,
         uses=_uses(tensor, role),
         note=ORIGINAL if ".parametrizations." in f".{tensor.name}" else note,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from smupar.output.page.document import Chart, ChartLine, Optimum, finite
+from smupar.output.page.document import Chart, ChartLine, ChartPoint, Optimum, finite
 from smupar.output.pictures import new_figure, save_figure
 from smupar.rules import RULES
 from smupar.study.optima import Curve
@@ -23,6 +23,7 @@ class Point:
     y: float  # infinite if the run diverged. Values above the plotted range are drawn as triangles at the top
     text: str = ""
     runs: tuple[str, ...] = ()  # ids of its runs; a page leads to them
+    seeds: tuple[float, ...] = ()  # values of single seeds, drawn as small dots, if y is the mean of several
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Line:
     best: float | None = None  # x of the optimum, drawn as a star; the star is hollow at the edge of the grid
     joined: bool = True  # whether the points are joined
     waiting: tuple[Point, ...] = ()  # points whose runs have not ended, for a page; their y is NaN
+    marker: str = "o"  # matplotlib's name of the shape; pages draw circles
 
 
 @dataclass(frozen=True)
@@ -48,10 +50,12 @@ class Panel:
     whole_y: bool = False  # whether every value is shown, and not only those near the best
     rule: str = ""  # title of the rule that a page colours it by
     shift: tuple[float, float] | None = None  # optimum of the first curve, and the optimum that lies farthest from it
+    falling_x: bool = False  # whether x falls from left to right. Sparser models are always on the right
 
 
 def line_of(curve: Curve, label: str, colour: float) -> Line:
-    points = tuple(Point(x, y) for x, y in zip(curve.values, curve.losses, strict=True))
+    seeds = curve.seeds or ((),) * len(curve.values)
+    points = tuple(Point(x, y, seeds=own) for x, y, own in zip(curve.values, curve.losses, seeds, strict=True))
     return Line(label, points, colour, dashed=curve.is_proxy, best=None if curve.diverged else curve.best_value)
 
 
@@ -74,7 +78,7 @@ def draw_png(panels: Sequence[Panel], path: Path, title: str = "", *, columns: i
     """Draws all panels in one row, or in rows of ``columns``."""
     columns = min(columns or len(panels), len(panels))
     num_rows = -(-len(panels) // columns)
-    many = max(len(panel.lines) for panel in panels) > 4  # a legend would cover them, so one goes beside the panels
+    many = max(map(_num_keys, panels)) > 4  # a legend would cover the lines, so one goes beside the panels
     figure = new_figure(figsize=(3.6 * columns + (2.8 if many else 0.6), 3.9 * num_rows), layout="constrained")
     grid = figure.subplots(num_rows, columns, sharey=len({panel.y_label for panel in panels}) == 1, squeeze=False)
     axes = grid.flat[: len(panels)]
@@ -89,35 +93,63 @@ def draw_png(panels: Sequence[Panel], path: Path, title: str = "", *, columns: i
             axis.set_ylabel(panel.y_label)
     if many:
         keys = {label: key for axis in axes for key, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-        figure.legend(keys.values(), keys.keys(), fontsize=8, loc="outside right center")
+        labels = dict.fromkeys([*(line.label for panel in panels for line in panel.lines), *keys])  # lines come first
+        figure.legend([keys[label] for label in labels], labels, fontsize=8, loc="outside right center")
     if title:
         figure.suptitle(title, fontsize=11)
     save_figure(figure, path, dpi=150)
 
 
+def _num_keys(panel: Panel) -> int:
+    """Number of entries in the legend of a panel."""
+    return len(panel.lines) + sum([_has_best(panel), _has_seeds(panel), panel.marked_x is not None])
+
+
+def _has_best(panel: Panel) -> bool:
+    return any(line.best is not None for line in panel.lines)
+
+
+def _has_seeds(panel: Panel) -> bool:
+    return any(len(point.seeds) > 1 for line in panel.lines for point in line.points)
+
+
 def _draw_panel(panel: Panel, axis: Any, low: float, high: float) -> None:
     for line in panel.lines:
-        points, colour = sorted(line.points, key=lambda point: point.x), _colour(line)
-        style = ("--" if line.dashed else "-") if line.joined else "none"
-        ys = [p.y if math.isfinite(p.y) else math.nan for p in points]
-        axis.plot([p.x for p in points], ys, linestyle=style, marker="o", markersize=3, label=line.label, color=colour)
-        above = [p.x for p in points if p.y > high]
-        for artist in axis.plot(above, [high] * len(above), "^", markersize=5, color=colour, clip_on=False):
-            artist.set_in_layout(False)
-        if line.best is not None and points:
-            best = min(points, key=lambda point: abs(_x(point.x, panel) - _x(line.best, panel)))  # type: ignore[arg-type]
-            fill, edge = ("white", colour) if best in (points[0], points[-1]) else (colour, "white")
-            axis.plot(best.x, best.y, marker="*", markersize=13, markerfacecolor=fill, markeredgecolor=edge)
-    if any(line.best is not None for line in panel.lines):
+        _draw_line(line, panel, axis, high)
+    if _has_best(panel):
         axis.plot([], [], "*", color="0.3", markersize=9, label="best (hollow: at the edge)")
+    if _has_seeds(panel):
+        axis.plot([], [], color="0.3", label="single seeds; lines are means", **_SEEDS)
     if panel.marked_x is not None:
         axis.axvline(panel.marked_x, color="0.6", linewidth=1, linestyle=":", label=panel.marked_label)
     if panel.log_x:
         axis.set_xscale("log", base=2)
+    if panel.falling_x:
+        axis.invert_xaxis()
     axis.set_ylim(low, high)
     axis.set_title(panel.title, fontsize=10)
     axis.set_xlabel(panel.x_label)
     axis.grid(True, alpha=0.25)
+
+
+_SEEDS: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 3.2, "alpha": 0.5, "markeredgewidth": 0}
+
+
+def _draw_line(line: Line, panel: Panel, axis: Any, high: float) -> None:
+    points, colour = sorted(line.points, key=lambda point: point.x), _colour(line)
+    style = ("--" if line.dashed else "-") if line.joined else "none"
+    size = 3 if line.marker == "o" else 8
+    ys = [p.y if math.isfinite(p.y) else math.nan for p in points]
+    axis.plot([p.x for p in points], ys, linestyle=style, marker=line.marker, markersize=size, label=line.label, color=colour)
+    dots = [(p.x, seed) for p in points for seed in p.seeds if len(p.seeds) > 1]
+    axis.plot([x for x, _ in dots], [y for _, y in dots], color=colour, **_SEEDS)
+    above = [p.x for p in points if p.y > high]
+    for artist in axis.plot(above, [high] * len(above), "^", markersize=5, color=colour, clip_on=False):
+        artist.set_in_layout(False)
+    if line.best is not None and points:
+        best = min(points, key=lambda point: abs(_x(point.x, panel) - _x(line.best, panel)))  # type: ignore[arg-type]
+        fill, edge = ("white", colour) if best in (points[0], points[-1]) else (colour, "white")
+        axis.plot(best.x, best.y, marker="*", markersize=13, markerfacecolor=fill, markeredgecolor=edge)
 
 
 # A page
@@ -133,6 +165,7 @@ def chart_of(panel: Panel) -> Chart:
         "log_x": panel.log_x,
         "log_y": False,
         "lines": [_chart_line(line) for line in panel.lines],
+        "falls": panel.falling_x,
         "whole_y": panel.whole_y,
         "group": panel.y_label,
     }
@@ -147,7 +180,7 @@ def _chart_line(line: Line) -> ChartLine:
     points = sorted((*line.points, *line.waiting), key=lambda point: point.x)
     drawn: ChartLine = {
         "label": line.label,
-        "points": [{"x": point.x, "y": finite(point.y), "runs": list(point.runs)} for point in points],
+        "points": [_chart_point(point) for point in points],
         "shade": line.colour if isinstance(line.colour, float) else 1.0,
         "is_reference": line.dashed,
         "is_joined": line.joined,
@@ -155,6 +188,13 @@ def _chart_line(line: Line) -> ChartLine:
     }
     if isinstance(line.colour, str):
         drawn["rule"] = _rule_in(line.label)
+    return drawn
+
+
+def _chart_point(point: Point) -> ChartPoint:
+    drawn: ChartPoint = {"x": point.x, "y": finite(point.y), "runs": list(point.runs)}
+    if len(point.seeds) > 1 and all(map(math.isfinite, point.seeds)):
+        drawn["spread"] = [float(f"{seed:.6g}") for seed in point.seeds]
     return drawn
 
 

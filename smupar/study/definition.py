@@ -11,6 +11,7 @@ from typing import Any
 from smupar.lm.config.run import RunConfig
 from smupar.output.page.document import Answer
 from smupar.study.curves import Panel
+from smupar.study.optima import Curve
 from smupar.study.space import grouped, with_fields
 from smupar.study.store import Result, Study, row_of
 
@@ -95,6 +96,14 @@ def by_seeds(results: Sequence[Result]) -> list[list[Result]]:
 
 def mean_loss(results: Sequence[Result]) -> float:
     return sum(result.loss for result in results) / len(results)
+
+
+def curve_of(results: dict[float, list[Result]], *, rule: str, width: int, sparsity: float, is_proxy: bool = False) -> Curve:
+    """The curve of one model, from the results of all seeds at each swept value."""
+    values = sorted(results)
+    losses = tuple(mean_loss(results[value]) for value in values)
+    seeds = tuple(tuple(result.loss for result in results[value]) for value in values)
+    return Curve(rule, width, sparsity, tuple(values), losses, is_proxy, seeds)
 
 
 def best_in_words(results: Sequence[Result]) -> str:

@@ -7,7 +7,7 @@ from smupar.plan.settings import refuse
 from smupar.study.curves import draw_png
 from smupar.study.definition import Findings, StudyDefinition
 from smupar.study.store import Study
-from smupar.study.view import StudyView, definition_of, left_out
+from smupar.study.view import StudyView, definition_of, left_out, mixed_decay
 
 
 def write_report(study: Study, definition: StudyDefinition | None = None) -> str:
@@ -24,7 +24,9 @@ def write_report(study: Study, definition: StudyDefinition | None = None) -> str
     write_page(study.folder / "report.html", StudyView(study.folder, definition).document())
     if findings.panels:
         draw_png(findings.panels, study.folder / "picture.png")
-    sentence = " ".join(filter(None, (unfinished, left_out(study), findings.headline if unfinished else "", findings.sentence)))
+    so_far = findings.headline if unfinished else ""
+    parts = (unfinished, left_out(study), so_far, findings.sentence, mixed_decay(findings.results))
+    sentence = " ".join(filter(None, parts))
     return f"{sentence}\n{study.folder}/report.html, {'picture.png, ' if findings.panels else ''}table.csv"
 
 

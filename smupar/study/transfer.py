@@ -18,8 +18,8 @@ from smupar.rules import get_rule
 from smupar.study.comparison import as_rule, sp_init_std
 from smupar.study.config import TransferConfig
 from smupar.study.curves import LOSS, Line, Panel, Point, line_of
-from smupar.study.definition import Findings, Stage, StudyDefinition, mean_loss, seeds_of, with_more_seeds
-from smupar.study.optima import STABLE, Curve, farthest_move, move_in_words, moved, times
+from smupar.study.definition import Findings, Stage, StudyDefinition, curve_of, seeds_of, with_more_seeds
+from smupar.study.optima import STABLE, Curve, farthest_move, move_in_words, moved, shift_of, times
 from smupar.study.space import unique, with_fields
 from smupar.study.store import Result, Study
 
@@ -141,7 +141,7 @@ def headline(verdicts: Sequence[Verdict], *, so_far: bool = False) -> str:
             moves.append(f"{_title(verdict.rule)} has no optimum on some targets")
         elif words.startswith("?"):
             moves.append(f"{_title(verdict.rule)} is best on the edge of the grid")
-        elif factor >= STABLE:
+        elif factor > STABLE:
             moves.append(f"{_title(verdict.rule)} {'has ' if so_far else ''}moved {words}{' so far' if so_far else ''}")
         else:
             moves.append(f"{_title(verdict.rule)} {'stays' if so_far else 'stayed'} within {times(max(factor, 1.05))}")
@@ -164,7 +164,7 @@ def _answer(config: TransferConfig, verdict: Verdict) -> Answer:
         "value": move_in_words(curves),
         "text": f"{octaves:+.1f} octaves at {where}: best {_NAMES[config.axis]} {moved_to}. "
         f"The proxy's best costs {_percent(cost)} on the sparsest target.",
-        "tone": "good" if factor < STABLE else "bad",
+        "tone": "good" if factor <= STABLE else "bad",
         "rule": _title(verdict.rule),
     }
 
@@ -242,9 +242,8 @@ def panels(config: TransferConfig, verdicts: Sequence[Verdict], ids: _Ids | None
 
 def _with_move(panel: Panel, verdict: Verdict) -> Panel:
     """The panel of a rule, with how far its optimum moved."""
-    far = _farthest_moved(verdict)
     title = f"{_title(verdict.rule)}: best moves {verdict.moved_words}"
-    return replace(panel, title=title, shift=None if far.diverged else (verdict.proxy.best, far.best))
+    return replace(panel, title=title, shift=shift_of((verdict.proxy, *verdict.targets)))
 
 
 def _panel(config: TransferConfig, rule: str, curves: Sequence[Curve], ids: _Ids | None) -> Panel:
@@ -254,8 +253,7 @@ def _panel(config: TransferConfig, rule: str, curves: Sequence[Curve], ids: _Ids
     targets = sorted((setup for setup in setups if not setup.is_proxy), key=lambda setup: (setup.width, setup.sparsity))
     lines = []
     for number, setup in enumerate([setups[0], *targets]):
-        label = f"sparsity {setup.sparsity:.4g}" + (f", width {setup.width}" if len(config.widths) > 1 else "")
-        label = f"dense proxy, width {setup.width}" if setup.is_proxy else label
+        label = f"dense proxy, width {setup.width}" if setup.is_proxy else f"width {setup.width}, sparsity {setup.sparsity:.4g}"
         shade = max(0, number - 1) / max(1, len(targets) - 1)
         curve = by_setup.get(None if setup.is_proxy else (setup.width, setup.sparsity))
         line = Line(label, (), shade, dashed=setup.is_proxy) if curve is None else line_of(curve, label, shade)
@@ -268,7 +266,7 @@ def _panel(config: TransferConfig, rule: str, curves: Sequence[Curve], ids: _Ids
         y_label=LOSS,
         lines=tuple(lines),
         marked_x=best,
-        marked_label="" if best is None else f"best on the proxy: {best:.4g}",
+        marked_label="" if best is None else "best on the proxy",
         rule=_title(rule),
     )
 
@@ -328,13 +326,13 @@ def _dense_fields(steps: int) -> dict[str, object]:
 
 def _curve(config: TransferConfig, by_id: dict[str, Result], setup: _Setup, trace: str | None = None) -> Curve:
     rule, width, sparsity, is_proxy = setup
-    means = {}
+    finished = {}
     for value in config.values:
         seeds = seeds_of(_run(config, setup, value, trace), config.seeds)
-        if finished := [by_id[run.id] for run in seeds if run.id in by_id]:
-            means[value] = mean_loss(finished)
-    refuse(not means, f"no finished run of {rule} at width {width}, sparsity {sparsity:g}: start the same command again")
-    return Curve(rule, width, sparsity, tuple(means), tuple(means.values()), is_proxy)
+        if results := [by_id[run.id] for run in seeds if run.id in by_id]:
+            finished[value] = results
+    refuse(not finished, f"no finished run of {rule} at width {width}, sparsity {sparsity:g}: start the same command again")
+    return curve_of(finished, rule=rule, width=width, sparsity=sparsity, is_proxy=is_proxy)
 
 
 def _title(rule: str) -> str:

@@ -11,6 +11,7 @@ import contextlib
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -70,6 +71,18 @@ def left_out(study: Study) -> str:
     )
 
 
+def mixed_decay(results: Sequence[Result]) -> str:
+    """A sentence if runs have weight decay of different kinds. Their losses do not compare like with like."""
+    kinds = Counter(result.config.decay for result in results if result.config.weight_decay)
+    if len(kinds) < 2:
+        return ""
+    counts = ", ".join(f"{kind} in {count}" for kind, count in sorted(kinds.items()))
+    return (
+        f"This study mixes decay conventions (runs: {counts}). Coupled decay shrinks weights by more where a rule raises their "
+        "learning rate, so compare runs of one kind."
+    )
+
+
 @contextlib.contextmanager
 def refreshed(study: Study, definition: StudyDefinition) -> Iterator[None]:
     """Writes the page of a study again and again during a block."""
@@ -97,11 +110,12 @@ class StudyView:
         findings, charts = self._read(waiting)
         rows = self._rows(results, waiting, signs)
         progress = _progress(rows, signs)
+        said = (_unfinished(progress), left_out(self.study), findings.sentence, mixed_decay(findings.results))
         return {
             "kind": "study",
             "title": self.definition.title,
             "headline": findings.headline,
-            "sentence": " ".join(filter(None, (_unfinished(progress), left_out(self.study), findings.sentence))),
+            "sentence": " ".join(filter(None, said)),
             "answers": list(findings.answers),
             "charts": charts,
             "table": table_of(rows),

@@ -168,6 +168,32 @@ def test_prepare_is_called_with_module_and_plan():
     assert seen == [(MLP, "smupar")]
 
 
+class ScaledInput(MLP):
+    """Multiplies by a number that follows the width."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.scale = width**0.5
+
+    def training_step(self, batch, number):
+        return super().training_step((batch[0] * self.scale, batch[1]), number)
+
+
+def test_open_reminder_stops_the_fit_until_it_is_settled():
+    def fit_with(**settings):
+        module = ScaledInput(64)
+        trainer(SmuparCallback(base=lambda: ScaledInput(32), **settings), steps=2).fit(module, batches())
+        return module
+
+    with (
+        pytest.warns(smupar.PlanWarning, match="not set yet: multipliers"),
+        pytest.raises(ValueError, match=r"still asks for multipliers.*in prepare=.*: plan\.settle\('multipliers'\)"),
+    ):
+        fit_with()
+    assert fit_with(prepare=lambda module, plan: plan.settle("multipliers")).scale == 8
+    assert fit_with(multipliers="base").scale == pytest.approx(32**0.5)
+
+
 def test_trained_module_is_tested_and_loaded_without_fit(tmp_path):
     module, _, run = fit("GMP")
     run.save_checkpoint(tmp_path / "last.ckpt")

@@ -106,8 +106,13 @@ class GroupedInput(nn.Module):
         self.last = nn.Linear(width, 3)
 
 
-@pytest.mark.parametrize("kind", [RawTable, GroupedInput])
-def test_alpha_input_that_nothing_applies_is_pending(kind):
-    assert "alpha_input = 9" in smupar.make_plan(kind(64), base=kind(16), alpha_input=9.0).pending["input_factor"]
-    assert "input_factor" not in smupar.make_plan(kind(64), base=kind(16)).pending
-    assert "input_factor" not in smupar.make_plan(kind(64), base=kind(16), rule="sp", alpha_input=9.0).pending
+@pytest.mark.parametrize(
+    ("kind", "roles"), [(RawTable, {"table": "vector"}), (RawTable, {"table": "embedding"}), (GroupedInput, {})]
+)
+def test_alpha_input_that_nothing_applies_is_pending(kind, roles):
+    def pending(**settings):
+        return smupar.make_plan(kind(64), base=kind(16), roles=roles, **settings).pending
+
+    assert "alpha_input = 9" in pending(alpha_input=9.0)["input_factor"]
+    assert "input_factor" not in pending()
+    assert "input_factor" not in pending(rule="sp", alpha_input=9.0)

@@ -226,7 +226,7 @@ def test_studies_are_compared(visit, served):
     page.wait_for_selector(".comparison")
     assert "SP has moved 4x so far." in page.locator(".comparison").inner_text()
     assert page.evaluate("document.querySelectorAll('#charts .plot')[0].data.length") > before
-    assert page.locator("#charts .keys li", has_text="compared: sparsity 0.75").count() == 2
+    assert page.locator("#charts .keys li", has_text="compared: width 64, sparsity 0.75").count() == 2
 
 
 @pytest.mark.parametrize("dark", [False, True])

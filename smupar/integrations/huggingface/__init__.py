@@ -1,8 +1,10 @@
 """Hugging Face transformers: models, folders and the Trainer. transformers is imported only when this package is used.
 
-families      facts about each architecture: its widths, its attention scale, which parameters make the queries
+families      known architectures: what to change in a config for another width
+inputs        small inputs for probes
 models        ``parameterize`` makes a model of transformers follow a rule; it builds the base from a config
-folders       ``save_pretrained`` saves masks and plan, ``load`` restores them, ``export`` folds every factor into the weights
+folders       ``save_pretrained`` saves masks and plan, ``load`` restores them, ``export`` writes a plain model
+folding       every factor and scale of a model, folded into the weights of a plain one
 training      an optimizer from ``TrainingArguments`` and a callback, for ``transformers.Trainer``
 
 Names are imported on first use, after a check of transformers' version, because these files import names that other versions
@@ -17,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 from smupar.output.optional import optional
 
 if TYPE_CHECKING:
-    from smupar.integrations.huggingface.families import base_config, set_attention_scale
+    from smupar.integrations.huggingface.families import base_config
     from smupar.integrations.huggingface.folders import export, load, save
-    from smupar.integrations.huggingface.models import parameterize
+    from smupar.integrations.huggingface.models import parameterize, set_attention_scale
     from smupar.integrations.huggingface.training import SmuparCallback, make_optimizer
 
 _VERSION = optional("transformers", "smupar's Hugging Face integration", "hf").__version__
@@ -31,7 +33,7 @@ if not _VERSION.startswith("5."):
 _WHERE = {
     "parameterize": "models",
     "base_config": "families",
-    "set_attention_scale": "families",
+    "set_attention_scale": "models",
     "save": "folders",
     "load": "folders",
     "export": "folders",

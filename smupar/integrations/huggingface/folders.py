@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from copy import deepcopy
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,20 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
-from smupar.integrations.huggingface.families import FAMILIES, attentions, set_attention_scale
+from smupar.integrations.huggingface.folding import folded, has_two_factors, outputs, same
+from smupar.integrations.huggingface.inputs import runs
+from smupar.model.attention import set_scales
 from smupar.model.csr import MASK, expand_state, is_compressed
 from smupar.model.parameterize import add_masks, attach, let_masks_move
 from smupar.model.weights import weight_of
 from smupar.output.files import refuse_existing, whole_folder, write_atomic
+from smupar.plan.attention import AttentionChange, find_attentions
 from smupar.plan.plan import PLAN_FILE, Plan, PlanWarning
 from smupar.plan.settings import refuse
-from smupar.rules import SP, get_rule
+from smupar.rules import SP
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_TOLERANCES = {"fp32": 1e-3, "bf16": 0.1}  # of outputs, relative to the largest
 # Files of a tokenizer or an image processor, which an export copies.
 _BESIDE = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.model",
            "preprocessor_config.json", "processor_config.json")  # fmt: skip
@@ -49,7 +52,17 @@ class _Saving:
         kwargs.setdefault("save_original_format", False)
         type(self.model).save_pretrained(self.model, save_directory, is_main_process=is_main_process, **kwargs)
         if is_main_process:
+            _record_scales(self.model, self.plan)
             write_atomic(Path(save_directory) / PLAN_FILE, self.plan.to_json())
+
+
+def _record_scales(model: PreTrainedModel, plan: Plan) -> None:
+    """Adds attention scales to the plan that the user set by hand, so that ``load`` can restore them."""
+    known = {change.path for change in plan.attention}
+    for each in find_attentions(model):
+        if each.field and not {each.holder, each.path} & known and not any(path.startswith(f"{each.path}.") for path in known):
+            plan.attention.append(AttentionChange(each.holder, each.field, each.value))
+            known.add(each.holder)
 
 
 def keep_plan(model: PreTrainedModel, plan: Plan) -> None:
@@ -86,14 +99,8 @@ def load(folder: str | PathLike[str], *, model_class: type[PreTrainedModel] | No
     if model.can_generate() and (path / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(path)
     _put_masks(model, plan, masks)
-    if config.model_type in FAMILIES:
-        set_attention_scale(model, plan)
-    elif plan.rule != SP.name:
-        warnings.warn(
-            f"the attention scale of a {config.model_type!r} is not known: set it again to plan.attention_scale(head_dim)",
-            PlanWarning,
-            stacklevel=2,
-        )
+    if not plan.attention and plan.rule != SP.name:  # plans of earlier versions do not say how the scale was set
+        set_scales(model, plan, runs(model))
     keep_plan(model, plan)
     return model, plan
 
@@ -111,7 +118,9 @@ def _put_masks(model: nn.Module, plan: Plan, masks: dict[str, Tensor]) -> None:
 
 
 def export(folder: str | PathLike[str], out: str | PathLike[str], *, dtype: str = "fp32") -> str:
-    """Writes a folder that a plain ``from_pretrained`` reads, with the same logits. Returns a line that says what is in it."""
+    """Writes a folder that a plain ``from_pretrained`` reads, with the same logits. Returns a line that says what is in it.
+
+    Before the folder gets its name, the model is read back and compared with the original on small inputs."""
     source, target = Path(folder), Path(out)
     refuse(dtype not in _DTYPES, f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
     refuse_existing(target)
@@ -120,51 +129,32 @@ def export(folder: str | PathLike[str], out: str | PathLike[str], *, dtype: str 
     nn.Module.to(plain, _DTYPES[dtype])
     with whole_folder(target) as unfinished:
         plain.save_pretrained(unfinished)
+        _check_export(model, unfinished, dtype)
         for file in (file for pattern in _BESIDE for file in source.glob(pattern)):
             shutil.copy(file, unfinished)
     size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
     return (
         f"{type(plain).__name__} of {source}, {dtype}, {size / 2**20:.1f} MiB, every factor folded in"
-        f"{', embedding and head untied' if _has_two_factors(plan) else ''}: {target}"
+        f"{', embedding and head untied' if has_two_factors(plan) else ''}: {target}"
     )
 
 
-@torch.no_grad()
-def folded(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
-    """A plain model with the same logits. The weights of embedding and head are multiplied by their factors, and the queries by
-    the ratio of the two attention scales. A tied table with two factors becomes two tables."""
-    family = FAMILIES.get(model.config.model_type)
-    refuse(
-        family is None and get_rule(plan.rule).attention_exponent != SP.attention_exponent,
-        f"the attention of a {model.config.model_type!r} is not known, so its scale cannot be folded into the weights; "
-        f"known are {', '.join(FAMILIES)}",
-    )
-    config = deepcopy(model.config)
-    if _has_two_factors(plan):
-        config.tie_word_embeddings = False
-    plain = type(model)(config).eval()
-    nn.Module.to(plain, model.dtype)
-    # Tensors are listed under all their names, because a tensor that is tied in one model may be untied in the other.
-    tensors = {name: parameter.clone() for name, parameter in model.named_parameters(remove_duplicate=False)}
-    scaled = {f"{path}.weight": factor for row in plan for path, factor in row.forward}
-    for name, parameter in plain.named_parameters():
-        parameter.copy_(tensors[name] * scaled.get(name, 1.0))
-    buffers = dict(model.named_buffers())
-    for name, buffer in plain.named_buffers():
-        buffer.copy_(buffers[name])
-    if family is not None:
-        for path, attention in attentions(plain):
-            trained: Any = model.get_submodule(path)
-            for part in family.queries(attention):
-                part.mul_(trained.scaling / attention.scaling)
-    if model.can_generate():
-        plain.generation_config = deepcopy(model.generation_config)
-    return plain
-
-
-def _has_two_factors(plan: Plan) -> bool:
-    """Whether a tied table has one factor as embedding and another as head."""
-    return any(len({factor for _, factor in row.forward}) > 1 for row in plan)
+def _check_export(model: PreTrainedModel, folder: Path, dtype: str) -> None:
+    """Compares what a plain ``from_pretrained`` makes of a folder with the model that was exported."""
+    wanted = list(outputs(model))
+    plain = type(model).from_pretrained(folder).float()
+    if not wanted:
+        warnings.warn(
+            f"no inputs for a {type(model).__name__} are known, so the exported model was not compared with the original: "
+            "compare their outputs yourself",
+            PlanWarning,
+            stacklevel=4,
+        )
+    elif not same(wanted, list(outputs(plain)), _TOLERANCES[dtype]):
+        raise ValueError(
+            f"the exported {type(model).__name__} does not give the outputs of the original, so it was not kept: share the "
+            "folder that save_pretrained writes"
+        )
 
 
 def _read_plan(folder: Path) -> Plan:

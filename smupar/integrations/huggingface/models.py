@@ -1,5 +1,5 @@
-"""Makes a model of transformers follow a rule: roles, masks, init, factors, and the attention scale in the model's own
-field."""
+"""Makes a model of transformers follow a rule: roles, masks, init, factors, and the attention scale in the model's own field,
+or in its queries."""
 
 from __future__ import annotations
 
@@ -8,19 +8,23 @@ from fnmatch import fnmatchcase
 from typing import Any, Unpack
 
 import torch
-import transformers
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from smupar.integrations.huggingface.families import FAMILIES, Family, attentions, base_config, set_attention_scale
+from smupar.integrations.huggingface.families import FAMILIES, base_config
 from smupar.integrations.huggingface.folders import keep_plan
+from smupar.integrations.huggingface.inputs import runs
 from smupar.model import parameterize as apply
+from smupar.model.attention import set_scales
 from smupar.plan.make import Settings
 from smupar.plan.plan import Plan, PlanWarning
 from smupar.plan.settings import refuse
 
 # If the number of key and value heads is the same at every width, these matrices have the shape of readouts.
 _HIDDEN = ("*.k_proj.weight", "*.v_proj.weight")
+_ABOUT_FILES = ("dtype", "torch_dtype", "architectures", "transformers_version", "model_type", "name_or_path")
+_FEW = 2**14  # entries of a base's tensor that gets values, to be compared with the model's
 
 
 def parameterize(
@@ -30,8 +34,9 @@ def parameterize(
     reset: bool | None = None,
     **settings: Unpack[Settings],
 ) -> Plan:
-    """``smupar.parameterize`` for a model of transformers. It also sets the attention scale, and lets ``save_pretrained`` save
-    the plan. Weight matrices get a fresh init.
+    """``smupar.parameterize`` for a model of transformers. Weight matrices get a fresh init. It also sets the attention scale,
+    gives the base's values to numbers that follow the width (``multipliers="base"``), and lets ``save_pretrained`` save the
+    plan.
 
     base      width at which hyperparameters were tuned, or the config or model of that width
     settings  settings of ``smupar.parameterize``
@@ -40,30 +45,68 @@ def parameterize(
     a warning says what to confirm.
     """
     _check_model(model)
-    family = FAMILIES.get(model.config.model_type)
+    is_known = model.config.model_type in FAMILIES
     narrow = _base_model(model, base)
-    if family is None:
-        warnings.warn(_to_confirm(model), PlanWarning, stacklevel=2)
-    else:
-        _check_attention(model, family)
+    if is_known:
         settings = _with_known_roles(model, narrow, settings)
+    else:
+        warnings.warn(_to_confirm(model), PlanWarning, stacklevel=2)
+    for difference in _other_settings(model.config, getattr(narrow, "config", model.config)):
+        warnings.warn(difference, PlanWarning, stacklevel=2)
     if origin := getattr(model, "name_or_path", ""):
         warnings.warn(
             f"the weights that were loaded from {origin!r} are replaced by a fresh init: a rule is about training from scratch",
             PlanWarning,
             stacklevel=2,
         )
+    settings.setdefault("multipliers", "base")
     plan = apply.parameterize(model, base=narrow, reset=reset, **settings)
-    if family is not None:
-        set_attention_scale(model, plan)
+    set_attention_scale(model, plan)
     keep_plan(model, plan)
     return plan
 
 
+def set_attention_scale(model: PreTrainedModel, plan: Plan) -> None:
+    """Gives every attention module the rule's scale: in its own field, if a probe on small inputs shows that the field acts;
+    otherwise by a factor on its queries. A warning and the plan's reminder name what is left over."""
+    set_scales(model, plan, runs(model))
+
+
+class _RealNumbers(TorchFunctionMode):
+    """Keeps single numbers off the meta device, so that the base's can be compared with the model's."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_number = func is torch.tensor and args and isinstance(args[0], (int, float))
+        return func(*args, **{**(kwargs or {}), **({"device": "cpu"} if is_number else {})})
+
+
 def build(kind: type[nn.Module], config: PreTrainedConfig) -> nn.Module:
-    """Builds a model on the meta device, without values."""
-    with torch.device("meta"):
+    """Builds a model on the meta device. Only single numbers have values."""
+    with torch.device("meta"), _RealNumbers():
         return kind(config)
+
+
+@torch.no_grad()
+def _with_small_values(model: nn.Module) -> nn.Module:
+    """Gives a model on the meta device the initial values of its small tensors, such as relative position biases."""
+    small: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.is_meta and parameter.numel() <= _FEW:
+                made = small.setdefault(id(parameter), nn.Parameter(torch.full(parameter.shape, torch.nan, device="cpu")))
+                setattr(module, name, made.requires_grad_(parameter.requires_grad))
+    owners = [part for part in model.modules() if isinstance(part, PreTrainedModel)]  # an inner model initialises its own parts
+    inits = {module: owner._init_weights for owner in owners for module in owner.modules()}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for module, init in reversed(inits.items()):
+            getattr(module, "reset_parameters", lambda: None)()
+            init(module)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if not parameter.is_meta and parameter.isnan().any():  # nothing above initialises it
+                setattr(module, name, nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad))
+    return model
 
 
 def _check_model(model: nn.Module) -> None:
@@ -96,20 +139,19 @@ def _base_model(model: PreTrainedModel, base: int | PreTrainedConfig | nn.Module
         config.model_type != model.config.model_type,
         f"the base's config is for a {config.model_type!r}, but the model is a {model.config.model_type!r}: they must match",
     )
-    return build(type(model), config)
+    return _with_small_values(build(type(model), config))
 
 
-def _check_attention(model: PreTrainedModel, family: Family) -> None:
-    try:
-        queries = [family.queries(attention) for _, attention in attentions(model)]
-    except AttributeError:  # some earlier versions use other names inside
-        queries = []
-    refuse(
-        not queries,
-        f"the attention of this {model.config.model_type} is not what current versions of transformers have, which store its "
-        f"scale as 'scaling' (this is {transformers.__version__}): update transformers, or, for a copy of your own, use "
-        "smupar.parameterize and set the attention scale yourself",
-    )
+def _other_settings(config: PreTrainedConfig, base: PreTrainedConfig) -> list[str]:
+    """Says which words and switches differ between two configs. Numbers that are no sizes are the plan's to compare."""
+    names = {*config.to_diff_dict(), *base.to_diff_dict()} - {*_ABOUT_FILES}
+    pairs = {name: (getattr(config, name, None), getattr(base, name, None)) for name in sorted(names)}
+    differ = [
+        f"{name} ({own!r}, base {other!r})"
+        for name, (own, other) in pairs.items()
+        if own != other and {type(own), type(other)} <= {str, bool} and not name.startswith("_")
+    ]
+    return [f"model and base may differ in widths only, but {', '.join(differ)} differ as well"] if differ else []
 
 
 def _with_known_roles(model: PreTrainedModel, base: nn.Module, settings: Settings) -> Settings:
@@ -125,20 +167,9 @@ def _with_known_roles(model: PreTrainedModel, base: nn.Module, settings: Setting
 
 
 def _to_confirm(model: PreTrainedModel) -> str:
-    kind = model.config.model_type
-    scales = sorted(
-        {
-            f"{type(module).__name__}.{name}"
-            for module in model.modules()
-            for name, value in vars(module).items()
-            if "scal" in name and isinstance(value, float)
-        }
-    )
-    where = f"; it may be {', '.join(scales[:4])}" if scales else ""
     return (
-        f"{kind!r} is not among the known architectures ({', '.join(FAMILIES)}), so its roles follow from shapes alone. "
-        "Please confirm: 1. in print(plan), matrices inside the blocks are hidden, tables are embeddings and the head is the "
-        "unembedding; 2. model and base differ in widths only, with heads of the same size; 3. set the attention scale to "
-        f"plan.attention_scale(head_dim) where the model has it{where} (set_attention_scale sets fields called 'scaling'); "
-        "4. smupar.coord_check passes."
+        f"{model.config.model_type!r} is not among the known architectures ({', '.join(FAMILIES)}), so its roles follow from "
+        "shapes alone. Please confirm: 1. in print(plan), matrices inside the blocks are hidden, tables are embeddings and the "
+        "head is the unembedding; 2. model and base differ in widths only, with heads of the same size; 3. nothing is left "
+        "under TO DO in print(plan); 4. smupar.coord_check passes."
     )

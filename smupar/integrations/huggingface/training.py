@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from smupar.check.audit import audit
 from smupar.dynamic.sparsifiers import Sparsifier
+from smupar.integrations.start import check_start
 from smupar.integrations.state import carry_state
 from smupar.model.seam import unwrap_optimizer
 from smupar.optim.groups import param_groups
@@ -36,8 +36,8 @@ def make_optimizer(model: PreTrainedModel, plan: Plan, args: TrainingArguments, 
 
 
 class SmuparCallback(TrainerCallback):
-    """Audits model and optimizer before the first step, moves masks after each step, and keeps the state of sparsifiers and
-    traces in the Trainer's checkpoints.
+    """Audits model and optimizer before the first step, and refuses to train while a reminder of the plan is open. Moves masks
+    after each step, and keeps the state of sparsifiers and traces in the Trainer's checkpoints.
 
     sparsifier   smupar.RigL(model, plan, optimizer, ...), SET, GMP or IMP
     updates      what smupar.record_updates or smupar.follow_updates returned
@@ -57,7 +57,7 @@ class SmuparCallback(TrainerCallback):
                 "the Trainer's optimizer is not the one that the sparsifier or the measured updates got: make one with "
                 "make_optimizer and pass it to them and to Trainer(optimizers=(optimizer, None))",
             )
-        audit(model, self.plan, optimizer, trained=state.global_step > 0)
+        check_start(model, self.plan, optimizer, trained=state.global_step > 0, where="before trainer.train()")
 
     def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.sparsifier is None:

@@ -255,6 +255,7 @@ def _settings(config: RunConfig) -> Settings:
         "init_std": config.init_std,
         "alpha_input": config.alpha_input,
         "alpha_output": config.alpha_output,
+        "multipliers": "own",  # the factor of residual branches, which follows the depth, is set above
         "branches": BRANCHES,
         "depth": config.depth_rule,
         # If model and base are equally wide, a wider delta shows which dimensions scale.

@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
-from transformers import GPT2LMHeadModel
+from transformers import GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import smupar
 from smupar.cli.main import main
 from smupar.integrations import huggingface
 from smupar.model.parameterize import mask_of
-from tests.integrations.huggingface.tiny import EVERY_KIND, build, inputs, labelled, logits, trained
+from tests.integrations.huggingface.tiny import EVERY_KIND, LLAMA, build, inputs, labelled, logits, trained
 
 
 def generate(model, kind):
@@ -143,3 +143,16 @@ def test_model_parameterized_by_hand_can_be_saved(tmp_path):
     huggingface.save(model, plan, tmp_path)
     again, _ = huggingface.load(tmp_path, model_class=GPT2LMHeadModel)
     assert torch.equal(logits(again, "gpt2"), logits(model, "gpt2"))
+
+
+def test_factors_on_residual_branches_are_exported(tmp_path):
+    torch.manual_seed(0)
+    deep, shallow = (LlamaConfig(**{**LLAMA, "num_hidden_layers": depth}) for depth in (4, 1))
+    model = LlamaForCausalLM(deep).eval()
+    branches = ["model.layers.*.self_attn.o_proj", "model.layers.*.mlp.down_proj"]
+    plan = huggingface.parameterize(model, base=huggingface.base_config(shallow, 32), branches=branches)
+    assert {factor for _, factor in plan.branches} == {1 / 4}
+    model.save_pretrained(tmp_path / "sparse")
+    huggingface.export(tmp_path / "sparse", tmp_path / "plain")
+    plain = LlamaForCausalLM.from_pretrained(tmp_path / "plain")
+    torch.testing.assert_close(logits(plain, "llama"), logits(model, "llama"), rtol=1e-4, atol=1e-5)

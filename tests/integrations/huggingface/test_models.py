@@ -9,12 +9,8 @@ from fractions import Fraction
 import pytest
 import torch
 from transformers import (
-    BertConfig,
-    BertForMaskedLM,
     BloomConfig,
     BloomForCausalLM,
-    GemmaConfig,
-    GemmaForCausalLM,
     GPT2Config,
     LlamaConfig,
     LlamaForCausalLM,
@@ -23,9 +19,9 @@ from transformers import (
 
 import smupar
 from smupar.integrations import huggingface
-from smupar.integrations.huggingface.families import attentions
 from smupar.lm.data import batches as data
-from tests.integrations.huggingface.tiny import EVERY_KIND, KINDS, LLAMA, SPECIAL, build, images, logits
+from smupar.plan.attention import find_attentions
+from tests.integrations.huggingface.tiny import EVERY_KIND, KINDS, LLAMA, SPECIAL, build, images
 
 
 @pytest.mark.parametrize("kind", EVERY_KIND)
@@ -37,7 +33,7 @@ def test_base_config_keeps_heads_and_proportions(kind):
     assert getattr(base, inside) == (getattr(config, inside) and getattr(config, inside) // 2)
     assert config.hidden_size == 64  # not changed
     assert type(base) is type(config)
-    wide, narrow = (dict(attentions(model_class(one))) for one in (config, base))
+    wide, narrow = ({one.path: one.module for one in find_attentions(model_class(each))} for each in (config, base))
     assert wide.keys() == narrow.keys()
     for path, attention in wide.items():
         assert attention.scaling == narrow[path].scaling  # heads of the same size
@@ -69,10 +65,16 @@ def test_base_config_refuses_widths_that_are_none(width):
         huggingface.base_config(GPT2Config(), width)
 
 
+def scales(model):
+    found = {attention.path: attention.module.scaling for attention in find_attentions(model)}
+    assert found
+    return found
+
+
 @pytest.mark.parametrize("kind", EVERY_KIND)
 def test_parameterize_leaves_nothing_to_the_user(kind):
     model = build(kind)
-    own = {path: attention.scaling for path, attention in attentions(model)}
+    own = scales(model)
     plan = huggingface.parameterize(model, base=32, density=0.25)
     assert plan.pending == {}
     assert plan.output_factor == 0.5
@@ -80,16 +82,15 @@ def test_parameterize_leaves_nothing_to_the_user(kind):
     assert {row.width_in for row in hidden} == {row.width_out for row in hidden} == {2}
     assert {row.density for row in hidden} == {Fraction(1, 4)}
     size = 16 if kind == "qwen3 tied" else 8
-    for path, attention in attentions(model):
-        assert attention.scaling == pytest.approx(own[path] * size**-0.5)
+    assert scales(model) == pytest.approx({path: scale * size**-0.5 for path, scale in own.items()})
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sp_keeps_the_models_own_attention(kind):
     model = build(kind)
-    own = [attention.scaling for _, attention in attentions(model)]
+    own = scales(model)
     huggingface.parameterize(model, base=32, rule="sp")
-    assert [attention.scaling for _, attention in attentions(model)] == own
+    assert scales(model) == own
 
 
 @pytest.mark.parametrize("kind", EVERY_KIND)
@@ -197,43 +198,18 @@ def bloom(width):
     return BloomForCausalLM(BloomConfig(vocab_size=256, hidden_size=width, n_layer=1, n_head=width // 8, **SPECIAL)).eval()
 
 
-def test_unknown_architecture_needs_a_base_and_says_what_to_confirm(tmp_path):
+def test_unknown_architecture_needs_a_base_and_says_what_to_confirm():
     model = bloom(64)
     with pytest.raises(ValueError, match=r"not 'bloom': build the base's config yourself"):
         huggingface.parameterize(model, base=32)
-    with pytest.warns(smupar.PlanWarning, match=r"'bloom' is not among.*Please confirm.*attention scale"):
+    with pytest.warns(smupar.PlanWarning, match=r"'bloom' is not among.*Please confirm.*nothing is left under TO DO"):
         plan = huggingface.parameterize(model, base=bloom(32).config, density=0.5)
-    assert "attention_scale" in plan.pending
+    assert plan.pending == {}
     assert {row.role for row in plan} == {"embedding", "hidden", "vector"}
-    model.save_pretrained(tmp_path / "sparse")
-    with pytest.warns(smupar.PlanWarning, match="attention scale of a 'bloom' is not known"):
-        again, _ = huggingface.load(tmp_path / "sparse")
-    assert torch.equal(logits(again, "gpt2"), logits(model, "gpt2"))
-    with pytest.raises(ValueError, match="attention of a 'bloom' is not known"):
-        huggingface.export(tmp_path / "sparse", tmp_path / "plain")
 
 
-def test_unknown_architecture_is_told_where_its_scale_may_be():
-    config = GemmaConfig(**{**LLAMA, "head_dim": 8})
-    base = GemmaConfig(**{**LLAMA, "head_dim": 8, "hidden_size": 32, "intermediate_size": 80, "num_attention_heads": 4,
-                          "num_key_value_heads": 2})  # fmt: skip
-    model = GemmaForCausalLM(config)
-    with pytest.warns(smupar.PlanWarning, match=r"'gemma' is not among.*it may be GemmaAttention\.scaling"):
-        plan = huggingface.parameterize(model, base=base)
-    assert list(plan.pending) == ["attention_scale"]
-    huggingface.set_attention_scale(model, plan)
-    assert plan.pending == {}
-    assert model.model.layers[0].self_attn.scaling == 1 / 8
-
-
-def test_scale_is_set_where_the_size_of_heads_has_another_name_and_refused_where_there_is_none():
-    config = BertConfig(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=8)
-    base = BertConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
-    model = BertForMaskedLM(config)
-    with pytest.warns(smupar.PlanWarning, match=r"it may be BertSelfAttention\.scaling"):
-        plan = huggingface.parameterize(model, base=base)
-    huggingface.set_attention_scale(model, plan)
-    assert model.bert.encoder.layer[0].attention.self.scaling == 1 / 8
-    assert plan.pending == {}
-    with pytest.raises(ValueError, match="no module of this BloomForCausalLM has the fields 'scaling'"):
-        huggingface.set_attention_scale(bloom(32), plan)
+def test_base_with_another_activation_is_named():
+    base = huggingface.base_config(LlamaConfig(**LLAMA), 32)
+    base.hidden_act = "relu"
+    with pytest.warns(smupar.PlanWarning, match=r"differ in widths only, but hidden_act \('silu', base 'relu'\) differ"):
+        huggingface.parameterize(build("llama"), base=base)

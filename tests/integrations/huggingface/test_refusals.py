@@ -13,7 +13,6 @@ from transformers import GPT2LMHeadModel, LlamaConfig
 import smupar
 from smupar.cli.main import main
 from smupar.integrations import huggingface
-from smupar.integrations.huggingface.families import attentions
 from smupar.lm.use.score import load_scoring_model
 from smupar.model.parameterize import is_parameterized
 from tests.integrations.huggingface.tiny import LLAMA, build, trained
@@ -46,20 +45,9 @@ def add_lora(model):
     model.model.layers[0].self_attn.q_proj.lora_A = torch.nn.Linear(64, 4, bias=False)  # as PEFT names it
 
 
-def without(field):
-    def spoil(model):
-        for _, attention in list(attentions(model)):
-            delattr(attention, field)
-
-    return spoil
-
-
-OLD = "attention of this vit is not what current versions of transformers have"
 MODELS = {
     "quantized": (spoiled("gpt2", quantize), 32, "quantized"),
     "LoRA": (spoiled("llama", add_lora), 32, r"LoRA.*merge_and_unload"),
-    "old attention": (spoiled("vit", without("scaling")), 32, OLD),
-    "older attention": (spoiled("vit", without("q_proj")), 32, OLD),
     "no model": (lambda: torch.nn.Linear(2, 2), 32, r"a Linear is not a model of transformers: use smupar\.parameterize"),
     "wrapped": (lambda: torch.nn.DataParallel(build("gpt2")), 32, "parameterize first, then compile or wrap it"),
     "base of another architecture": (

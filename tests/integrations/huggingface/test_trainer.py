@@ -322,3 +322,17 @@ def test_trainer_on_two_processes_agrees_with_one(tmp_path, monkeypatch):
             assert (tensor == first[name]).float().mean() > 0.99
         else:
             torch.testing.assert_close(first[name], tensor, rtol=0.05, atol=0.02)
+
+
+def test_open_reminder_stops_the_trainer_until_it_is_settled(tmp_path):
+    run = Run(tmp_path, save_strategy="no")
+    run.plan.pending["multipliers"] = "embed_scale = 16 (base: 8)."
+    with (
+        pytest.warns(smupar.PlanWarning, match="not set yet: multipliers"),
+        pytest.raises(
+            ValueError, match=r"still asks for multipliers.*before trainer\.train\(\): plan\.settle\('multipliers'\)"
+        ),
+    ):
+        run.train()
+    run.plan.settle("multipliers")
+    assert run.train().trainer.state.global_step == STEPS

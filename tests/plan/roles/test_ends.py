@@ -191,16 +191,28 @@ def test_tables_that_are_read_side_by_side_are_embeddings():
     assert plan["word.weight"].forward[0][1] == plan["char.weight"].forward[0][1] == 9
 
 
-def test_frozen_table_is_overwritten_with_a_warning_or_kept():
+def test_frozen_table_keeps_its_values():
     def make(width):
         frozen = nn.Embedding.from_pretrained(torch.arange(4.0)[:, None].expand(4, width).clone())
         return nn.ModuleDict({"pos": frozen, "mix": nn.Linear(width, width), "head": nn.Linear(width, 3)})
 
-    with pytest.warns(smupar.PlanWarning, match="'pos.weight' is frozen, but initialised all the same"):
-        smupar.make_plan(make(32), base=make(8))
     model = make(32)
-    smupar.parameterize(model, base=make(8), roles={"pos.weight": "fixed"})
+    plan = smupar.parameterize(model, base=make(8), alpha_input=2.0)
     assert torch.equal(model["pos"].weight[:, 0], torch.arange(4.0))
+    assert plan["pos.weight"].init_std is None
+    assert plan["pos.weight"].forward == (("pos", 2.0),)  # as every other table that is read
+    assert "'pos.weight' is frozen, so the model's values stay" in str(plan)
+    assert smupar.make_plan(make(32), base=make(8), roles={"pos.weight": "embedding"})["pos.weight"].init_std == 1
+
+
+def test_frozen_matrix_inside_is_overwritten_with_a_warning():
+    def make(width):
+        model = nn.Sequential(nn.Linear(8, width), nn.Linear(width, width), nn.Linear(width, 3))
+        model[1].weight.requires_grad_(False)
+        return model
+
+    with pytest.warns(smupar.PlanWarning, match="'1.weight' is frozen, but initialised all the same"):
+        smupar.make_plan(make(32), base=make(8))
 
 
 def test_readout_that_may_be_taken_for_hidden_is_named_before_it_is_made_sparse():
@@ -225,7 +237,10 @@ def test_matrix_of_the_users_own_beside_a_readout_is_suggested_to_be_hidden():
 
     with pytest.raises(ValueError, match=r"roles=\{'router.weight': \('hidden', 1\)\}"):
         smupar.make_plan(make(32), base=make(8))
-    plan = smupar.make_plan(make(32), base=make(8), roles={"router.weight": "unembedding"})
+    # A second readout makes the first one doubtful.
+    with pytest.raises(ValueError, match=r"roles=\{'head.weight': 'unembedding'\}"):
+        smupar.make_plan(make(32), base=make(8), roles={"router.weight": "unembedding"})
+    plan = smupar.make_plan(make(32), base=make(8), roles={"router.weight": "unembedding", "head.weight": "unembedding"})
     assert "no layer of router.weight could be scaled" in plan.pending["output_factor"]
     assert not smupar.make_plan(make(32), base=make(8), roles={"router.weight": ("hidden", 1)}).pending
 

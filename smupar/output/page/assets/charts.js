@@ -81,6 +81,8 @@ function tracesOf(line, chart, index, context) {
     ...marks(done, (p) => p.y, { color: colour, size, symbol: other ? `${symbol}-open` : symbol, line: { width: other ? 1.6 : 0 } }),
     mode: line.is_joined ? "lines+markers" : "markers", line: { color: colour, width: line.is_reference ? 1.6 : context.isDense ? 1.2 : 2, dash: line.is_reference ? "dash" : other ? "dot" : "solid" }, cliponaxis: true,
   }];
+  const seeds = line.points.filter(isVisible).flatMap((point) => (point.spread || []).map((y) => [point.x, y]));
+  if (seeds.length) traces.push({ type: "scatter", mode: "markers", x: seeds.map(([x]) => x), y: seeds.map(([, y]) => y), marker: { color: colour, size: 3.5 }, hoverinfo: "skip" });
   if (open.length) traces.push(marks(open, (p) => clipped(p.state === "waiting" ? null : p.y), { color: colour, size: open.map((p) => (p.state === "waiting" ? 7 : 10)), symbol: open.map((p) => (p.state === "stalled" ? "diamond-open" : "circle-open")), line: { width: open.map((p) => (p.state === "waiting" ? 1.3 : 2.4)) } }));
   const lost = points.filter((p) => p.state === "diverged"), above = done.filter((p) => range && p.y > top);
   if (lost.length) traces.push(marks(lost, () => top, { color: colour, size: 9, symbol: "x-thin", line: { color: colour, width: 2.2 } }));
@@ -145,7 +147,7 @@ function saved(plot, title, format) {
 
 /** Arrow keys go from point to point, Enter opens the run, Escape leaves. */
 function walked(event, plot) {
-  const places = (plot.data || []).flatMap((trace, curveNumber) => (trace.x || []).map((_, pointNumber) => ({ curveNumber, pointNumber })));
+  const places = (plot.data || []).flatMap((trace, curveNumber) => (trace.text ? trace.x : []).map((_, pointNumber) => ({ curveNumber, pointNumber })));
   if (!places.length) return;
   const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
   if (step) {

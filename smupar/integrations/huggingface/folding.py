@@ -1,0 +1,161 @@
+"""Folds everything that a plan adds to a model into the weights of a plain model, with the same outputs.
+
+Forward factors are multiplied into tables, heads and the ends of residual branches, attention scales into the layers that make
+the queries. Numbers that were set to the base's values are multiplied into the table or head next to them. What fits is found
+by trying, on small inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from smupar.integrations.huggingface.inputs import runs
+from smupar.model.queries import find_queries, quiet
+from smupar.plan.attention import FoundAttention, find_attentions
+from smupar.plan.disguise import Multiplier, set_multiplier
+from smupar.plan.layers import kind_of
+from smupar.plan.plan import Plan
+
+_EXPONENTS = (1.0, -1.0, 0.5, -0.5)  # how a number may enter: as a factor, a divisor, or through a root of it
+
+
+@torch.no_grad()
+def folded(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
+    """A plain model with the same outputs."""
+    numbers = [each for each in plan.multipliers if each.is_set and "." not in each.name]
+    config = deepcopy(model.config)
+    if has_two_factors(plan) or numbers:
+        config.tie_word_embeddings = False
+    plain = type(model)(config).eval()
+    nn.Module.to(plain, model.dtype)
+    # Tensors are listed under all their names, because a tensor that is tied in one model may be untied in the other.
+    tensors = {name: parameter.clone() for name, parameter in model.named_parameters(remove_duplicate=False)}
+    factors = {id(model.get_submodule(path)): factor for row in plan for path, factor in row.forward}
+    every = model.named_modules(remove_duplicate=False)  # a module may have several names here, and be several modules there
+    scaled = {f"{path}.weight": factors[id(module)] for path, module in every if id(module) in factors}
+    for name, parameter in plain.named_parameters():
+        parameter.copy_(tensors[name] * scaled.get(name, 1.0))
+    buffers = dict(model.named_buffers())
+    set_here = {each.where for each in numbers}
+    for name, buffer in plain.named_buffers():
+        if name not in set_here:
+            buffer.copy_(buffers[name])
+    for each in numbers:  # as in training, until they are folded one by one
+        set_multiplier(plain, each.path, each.name, each.base_value)
+    for path, factor in plan.branches:
+        _scale_rows(plain.get_submodule(path), (), factor)
+    _fold_attention(plain, plan)
+    for each in numbers:
+        _fold_number(plain, each)
+    if model.can_generate():
+        plain.generation_config = deepcopy(model.generation_config)
+    return plain
+
+
+def has_two_factors(plan: Plan) -> bool:
+    """Whether a tied table has one factor as embedding and another as head."""
+    return any(len({factor for _, factor in row.forward}) > 1 for row in plan)
+
+
+# Attention
+
+
+def _fold_attention(plain: PreTrainedModel, plan: Plan) -> None:
+    fields = {change.path: change for change in plan.attention if change.field}
+    for attention in find_attentions(plain):
+        change = fields.get(attention.holder)
+        if change is None:
+            continue
+        ratio = attention.stored(change.value) / attention.scale
+        _fold_into_queries(plain, attention, ratio)
+    for change in plan.attention:
+        if not change.field:
+            _scale_rows(plain.get_submodule(change.path), change.rows, change.value)
+
+
+def _fold_into_queries(plain: PreTrainedModel, attention: FoundAttention, ratio: float) -> None:
+    if ratio == 1:
+        return
+    queries = find_queries(plain, attention, runs(plain))
+    if queries is None:
+        raise ValueError(
+            f"the attention scale of {attention.path!r} cannot be folded into the weights: no layer of this "
+            f"{type(attention.module).__name__} was found to make the queries"
+        )
+    _scale_rows(attention.module.get_submodule(queries.layer), queries.rows, ratio)
+
+
+def _scale_rows(layer: nn.Module, rows: tuple[tuple[int, int], ...], factor: float) -> None:
+    """Multiplies outputs of a layer, which may be a norm."""
+    if isinstance(layer, nn.MultiheadAttention):  # its factor is on the input of the queries, so the bias has none
+        weight = layer.in_proj_weight if layer.in_proj_weight is not None else layer.q_proj_weight
+        weight[: layer.embed_dim].mul_(factor)
+        return
+    out_dim = kind_of(layer).out_dim
+    for parameter in layer.parameters(recurse=False):
+        dim = out_dim if parameter.ndim > 1 else 0
+        for start, stop in rows or ((0, parameter.shape[dim]),):
+            parameter.narrow(dim, start, stop - start).mul_(factor)
+
+
+# Numbers that follow the width
+
+
+def _fold_number(plain: PreTrainedModel, number: Multiplier) -> None:
+    """Gives a number its usual value again, and multiplies a table or the head by what is then missing."""
+    wanted = list(outputs(plain))
+    set_multiplier(plain, number.path, number.name, number.value)
+    if same(wanted, list(outputs(plain))):
+        return
+    ratio = number.base_value / number.value
+    for weight in _ends(plain, number.path):
+        kept = weight.clone()
+        for exponent in _EXPONENTS:
+            weight.mul_(ratio**exponent)
+            if same(wanted, list(outputs(plain))):
+                return
+            weight.copy_(kept)
+    raise ValueError(
+        f"{number.where!r} was set to {number.base_value:g}, and neither a table nor the head of this {type(plain).__name__} "
+        "can make up for it: share the folder that save_pretrained writes"
+    )
+
+
+def _ends(model: PreTrainedModel, path: str) -> Iterator[Tensor]:
+    """Weights next to which a number may act: tables near it first."""
+    near = [module for module in model.get_submodule(path).modules() if kind_of(module).is_lookup]
+    head = model.get_output_embeddings()
+    seen: set[int] = set()
+    for module in (*near, model.get_input_embeddings(), head):
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, Tensor) and id(weight) not in seen:
+            seen.add(id(weight))
+            yield weight
+
+
+# Comparing
+
+
+def outputs(model: PreTrainedModel) -> Iterator[Tensor]:
+    """What the model, and every model inside it, makes of small inputs. Models that cannot be called alone are left out."""
+    for run in runs(model):
+        try:
+            with quiet(model), torch.no_grad():
+                made: Any = run()
+        except Exception:  # a part that needs inputs of another kind
+            continue
+        values = (made.get("logits"), made.get("last_hidden_state"), made.get("logits_per_text"))
+        yield from (value.float() for value in values if isinstance(value, Tensor))
+
+
+def same(wanted: list[Tensor], made: list[Tensor], tolerance: float = 1e-3) -> bool:
+    pairs = list(zip(wanted, made, strict=False))
+    return len(wanted) == len(made) and all(
+        bool((a - b).abs().max() <= tolerance * max(float(a.abs().max()), 1e-6)) for a, b in pairs
+    )

@@ -1,0 +1,178 @@
+"""``set_attention_scale`` gives every attention of a model the scale of its rule.
+
+Most models keep the scale in a field. Where they do not, or where the field does nothing, the queries are multiplied by what is
+missing. Both are recorded in the plan, so that ``attach`` can do it again.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smupar.model.queries import Queries, acts, find_queries
+from smupar.plan.attention import AttentionChange, FoundAttention, find_attentions
+from smupar.plan.disguise import set_multiplier
+from smupar.plan.evidence import Note
+from smupar.plan.plan import Plan, PlanWarning
+from smupar.plan.reminders import is_scaled
+from smupar.rules import SP
+
+QUERY_FACTOR = "smupar_query_factor"
+Run = Callable[[], Any]
+
+
+def set_attention_scale(model: nn.Module, plan: Plan, example: Any = None) -> None:
+    """Gives every attention module the rule's scale, in its own field or by a factor on its queries, and settles the reminder.
+
+    example   what the model is called with: a mapping of keyword arguments, a tuple of arguments, or one tensor. With it, each
+              kind of attention is tried: a field counts only if it acts, and queries are found where there is no field.
+
+    If some attention is left over, a warning and the reminder name it.
+    """
+    set_scales(model, plan, [] if example is None else [lambda: call(model, example)])
+
+
+def call(model: nn.Module, example: Any) -> Any:
+    if isinstance(example, Mapping):
+        return model(**example)
+    return model(*example) if isinstance(example, tuple) else model(example)
+
+
+@torch.no_grad()
+def set_scales(model: nn.Module, plan: Plan, runs: Sequence[Run]) -> None:
+    """The work of ``set_attention_scale``. Each of ``runs`` is a forward pass; some attention may run in only one of them."""
+    every = find_attentions(model) if plan.rule != SP.name else []
+    known = {change.path for change in plan.attention}
+    fresh = [each for each in every if each.path not in known and each.holder not in known]
+    left: list[FoundAttention] = []
+    changes: list[AttentionChange] = []
+    for alike in _kinds(fresh).values():
+        how = _how(model, alike[0], plan, runs)
+        for attention in alike:
+            change = None if how is None else how(attention)
+            left += [attention] if change is None else []
+            changes += [] if change is None or change.path in {each.path for each in changes} else [change]
+    replaced = [each for each in fresh if each not in left and each.field and not _is_usual(each, plan)]
+    if replaced:
+        own = ", ".join(sorted({f"{type(each.module).__name__}.{each.field} = {each.value:g}" for each in replaced}))
+        plan.notes.append(Note("attention", f"the rule's attention scale replaces the model's own: {own}", False))
+    plan.attention += changes
+    apply_attention(model, plan)
+    if not left:
+        plan.settle("attention_scale")
+        return
+    plan.pending["attention_scale"] = (
+        f"the scale of {_named(left)} could not be set: no field that acts was found, and no layer that makes its queries. "
+        "Make the model multiply q.k by plan.attention_scale(head_dim), then plan.settle('attention_scale')."
+    )
+    warnings.warn(f"not set yet: attention_scale: {plan.pending['attention_scale']}", PlanWarning, stacklevel=4)
+
+
+def apply_attention(model: nn.Module, plan: Plan) -> None:
+    """Puts the recorded scales into a model. Does nothing where they are in place."""
+    for change in plan.attention:
+        module = model.get_submodule(change.path)
+        if change.field:
+            set_multiplier(model, change.path, change.field, change.value)
+        else:
+            _scale_queries_of(module, change)
+
+
+# Deciding
+
+
+def _kinds(attentions: Sequence[FoundAttention]) -> dict[tuple[object, ...], list[FoundAttention]]:
+    """Attentions that are built alike, of which one is tried."""
+    kinds: dict[tuple[object, ...], list[FoundAttention]] = {}
+    for each in attentions:
+        shapes = tuple(tuple(parameter.shape) for parameter in each.module.parameters())
+        kinds.setdefault((type(each.module), each.field, each.head_dim, shapes), []).append(each)
+    return kinds
+
+
+def _how(
+    model: nn.Module, attention: FoundAttention, plan: Plan, runs: Sequence[Run]
+) -> Callable[[FoundAttention], AttentionChange | None] | None:
+    """What sets the scale of attentions that are built like this one; None if nothing does."""
+    size = attention.head_dim
+    if isinstance(attention.module, nn.MultiheadAttention):
+        factor = plan.attention_scale(attention.module.head_dim) * math.sqrt(attention.module.head_dim)
+        return lambda each: AttentionChange(each.path, "", factor)
+    if attention.field and size is not None and acts(model, attention, runs) is not False:
+        scale = plan.attention_scale(size)
+        return lambda each: AttentionChange(each.holder, each.field, each.stored(_for_layer(each, scale)))
+    queries = find_queries(model, attention, runs)
+    return None if queries is None or math.isnan(queries.scale) else lambda each: _multiplied(each, queries, plan)
+
+
+def _for_layer(attention: FoundAttention, scale: float) -> float:
+    """The scale, divided by the number of the layer under an option of GPT-2, which comes on top of any rule."""
+    module: Any = attention.module
+    return scale / (module.layer_idx + 1) if getattr(module, "scale_attn_by_inverse_layer_idx", False) else scale
+
+
+def _multiplied(attention: FoundAttention, queries: Queries, plan: Plan) -> AttentionChange:
+    path = f"{attention.path}.{queries.layer}".lstrip(".")
+    return AttentionChange(path, "", plan.attention_scale(queries.head_dim) / queries.scale, queries.rows)
+
+
+def _is_usual(attention: FoundAttention, plan: Plan) -> bool:
+    """Whether the field held what most models hold, or what the rule wants."""
+    size = attention.head_dim
+    usual = size is not None and math.isclose(attention.scale, size**-0.5, rel_tol=1e-2)
+    by_layer = getattr(attention.module, "scale_attn_by_inverse_layer_idx", False)
+    return usual or by_layer or is_scaled(attention, plan.attention_scale)
+
+
+def _named(attentions: Sequence[FoundAttention]) -> str:
+    kinds: dict[str, list[str]] = {}
+    for each in attentions:
+        kinds.setdefault(type(each.module).__name__, []).append(each.path)
+    return ", ".join(f"{kind} ({paths[0]!r}{', ...' if len(paths) > 1 else ''})" for kind, paths in kinds.items())
+
+
+# The factor on queries
+
+
+def _scale_queries_of(module: nn.Module, change: AttentionChange) -> None:
+    tensor = next(module.parameters())
+    factor = torch.tensor(change.value, device=tensor.device)
+    if change.rows:
+        size = max(stop for _, stop in change.rows)
+        factor = torch.ones(max(size, _num_outputs(module)), device=tensor.device)
+        for start, stop in change.rows:
+            factor[start:stop] = change.value
+    module.register_buffer(QUERY_FACTOR, factor, persistent=False)
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    if _scale_output in hooks or _scale_query_input in hooks:
+        return
+    if isinstance(module, nn.MultiheadAttention):
+        module.register_forward_pre_hook(_scale_query_input, with_kwargs=True)
+    else:
+        module.register_forward_hook(_scale_output)
+
+
+def _num_outputs(module: nn.Module) -> int:
+    bias, weight = getattr(module, "bias", None), getattr(module, "weight", None)
+    sizes: Tensor | None = bias if isinstance(bias, Tensor) else weight
+    is_transposed = hasattr(module, "nf")  # transformers' Conv1D stores (in, out)
+    return 0 if sizes is None else int(sizes.shape[-1 if is_transposed else 0])
+
+
+def _scale_output(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    return output * getattr(module, QUERY_FACTOR).to(output.dtype)
+
+
+def _scale_query_input(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """For nn.MultiheadAttention, which uses its weights without a layer. Its bias is not scaled."""
+    factor = getattr(module, QUERY_FACTOR)
+    if args:
+        return (args[0] * factor.to(args[0].dtype), *args[1:]), kwargs
+    return args, {**kwargs, "query": kwargs["query"] * factor.to(kwargs["query"].dtype)}

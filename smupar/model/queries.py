@@ -1,0 +1,211 @@
+"""Looks into an attention while it runs: whether its scale field acts, and which outputs of which layer are its queries.
+
+A forward pass is watched from the start of the attention to its first softmax. ``scaled_dot_product_attention`` counts as one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from smupar.plan.attention import FoundAttention
+from smupar.plan.disguise import set_multiplier
+
+_SOFTMAXES = (F.softmax, torch.softmax, Tensor.softmax)
+_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
+Run = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Where an attention's queries come from."""
+
+    layer: str  # path of the layer inside the attention
+    rows: tuple[tuple[int, int], ...]  # ranges of its outputs; empty if all are queries
+    head_dim: int
+    scale: float  # the number that the model multiplies q.k by; NaN if it is not known
+
+
+@dataclass
+class _Seen:
+    """What was seen in one attention: the logits before the softmax, or queries times scale where torch fuses both."""
+
+    signal: Tensor | None = None
+    is_fused: bool = False
+    head_dim: int = 0
+    scale: float = math.nan  # known only for fused products
+    product: Tensor | None = None  # q.k before it is scaled
+    called: list[str] = field(default_factory=list)
+
+
+class _Watch(TorchFunctionMode):
+    """Records the first softmax while ``inside`` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.seen = False, _Seen()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.inside or self.seen.signal is not None:
+            return func(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            query = args[0] if args else kwargs["query"]
+            scale = kwargs.get("scale")
+            scale = query.shape[-1] ** -0.5 if scale is None else float(torch.as_tensor(scale).detach())
+            self.seen.is_fused, self.seen.head_dim, self.seen.scale = True, query.shape[-1], scale
+            self.seen.signal = query * scale
+        elif func in _SOFTMAXES:
+            self.seen.signal = args[0] if args else kwargs["input"]
+        output = func(*args, **kwargs)
+        if func in _PRODUCTS and self.seen.signal is None:
+            self.seen.product, self.seen.head_dim = output, args[0].shape[-1]
+        return output
+
+
+def acts(model: nn.Module, attention: FoundAttention, runs: Sequence[Run]) -> bool | None:
+    """Whether another number in the field changes what the attention does; None if no forward pass could be watched."""
+    before = _watched(model, attention, runs)
+    if before is None or before.signal is None:
+        return None
+    set_multiplier(model, attention.holder, attention.field, 2 * attention.value)
+    try:
+        after = _watched(model, attention, runs)
+    finally:
+        set_multiplier(model, attention.holder, attention.field, attention.value)
+    return after is None or after.signal is None or not torch.equal(before.signal, after.signal)
+
+
+def find_queries(model: nn.Module, attention: FoundAttention, runs: Sequence[Run]) -> Queries | None:
+    """The last layer of the attention whose outputs, or a part of them, are proportional to the logits."""
+    seen = _watched(model, attention, runs)
+    if seen is None or seen.signal is None:
+        return None
+    for layer in reversed(seen.called):
+        rows = _rows(model, attention, layer, runs)
+        if rows is None or not rows.any():
+            continue
+        scale = _scale_if_linear(model, attention, layer, rows, runs)
+        if scale is not None:
+            size = seen.head_dim
+            return Queries(layer, () if rows.all() else _ranges(rows), size, scale)
+    return None
+
+
+def _rows(model: nn.Module, attention: FoundAttention, layer: str, runs: Sequence[Run]) -> Tensor | None:
+    """Which outputs of a layer reach the logits of the last position as queries. The logits of this position and of keys before
+    it do not depend on its own key."""
+    outputs: list[Tensor] = []
+
+    def cut(_: nn.Module, args: Any, output: Tensor) -> Tensor:
+        if outputs:  # a layer that is used again, after the logits that are watched
+            return output
+        outputs.append(output.detach().requires_grad_())
+        return outputs[0]
+
+    with torch.enable_grad(), attention.module.get_submodule(layer).register_forward_hook(cut):
+        seen = _watched(model, attention, runs)
+        if seen is None or seen.signal is None or not outputs or not seen.signal.requires_grad:
+            return None
+        signal = seen.signal if seen.is_fused else seen.signal[..., -1, :-1]
+        noise = torch.linspace(1, 2, signal.numel(), dtype=signal.dtype, device=signal.device).reshape(signal.shape)
+        gradient = torch.autograd.grad((signal * noise).sum(), outputs[0], allow_unused=True)[0]
+    if gradient is None:
+        return None
+    by_position = not seen.is_fused and gradient.ndim == 3
+    return (gradient[:, -1] if by_position else gradient).flatten(0, -2).ne(0).any(0)
+
+
+def _scale_if_linear(
+    model: nn.Module, attention: FoundAttention, layer: str, rows: Tensor, runs: Sequence[Run]
+) -> float | None:
+    """The number that the model multiplies q.k by, NaN if it is not known; None if these rows do not scale the logits."""
+    seen = []
+    for factor in (0.0, 1.0, 2.0):
+        vector = torch.where(rows, factor, 1.0)
+        with attention.module.get_submodule(layer).register_forward_hook(
+            lambda _, args, output, v=vector: output * v.to(output)
+        ):
+            watched = _watched(model, attention, runs)
+        if watched is None or watched.signal is None:
+            return None
+        seen.append(watched)
+    zero, once, twice = (each.signal.double() for each in seen if each.signal is not None)
+    usable = (once.abs() < 1e4) & (zero.abs() < 1e4)  # masks are large negative numbers
+    change, again = (once - zero)[usable], (twice - once)[usable]
+    if not change.abs().max() > 0 or not torch.allclose(change, again, rtol=1e-3, atol=1e-4 * float(change.abs().max())):
+        return None
+    if seen[1].is_fused:
+        return seen[1].scale
+    product = seen[1].product
+    if product is None or product.shape != once.shape:
+        return math.nan
+    slope = float((change * product.double()[usable]).sum() / product.double()[usable].square().sum())
+    usual = seen[1].head_dim ** -0.5
+    return usual if math.isclose(slope, usual, rel_tol=1e-2) else math.nan
+
+
+def _ranges(rows: Tensor) -> tuple[tuple[int, int], ...]:
+    ends = torch.diff(rows.int(), prepend=torch.zeros(1, dtype=torch.int), append=torch.zeros(1, dtype=torch.int))
+    return tuple(zip(ends.eq(1).nonzero().flatten().tolist(), ends.eq(-1).nonzero().flatten().tolist(), strict=True))
+
+
+# Watching
+
+
+def _watched(model: nn.Module, attention: FoundAttention, runs: Sequence[Run]) -> _Seen | None:
+    """What was seen in the first run that reaches the attention; None if none does."""
+    for run in runs:
+        watch = _Watch()
+        with quiet(model), _hooks(attention.module, watch), suppress(Exception), watch:
+            run()
+        if watch.seen.signal is not None:
+            return watch.seen
+    return None
+
+
+@contextmanager
+def _hooks(core: nn.Module, watch: _Watch) -> Iterator[None]:
+    def enter(*_: Any) -> None:
+        watch.inside = True
+
+    def leave(*_: Any) -> None:
+        watch.inside = False
+
+    def note(name: str) -> Callable[..., None]:
+        def called(*_: Any) -> None:
+            if watch.seen.signal is None:
+                watch.seen.called.append(name)
+
+        return called
+
+    layers = [(name, part) for name, part in core.named_modules() if name and any(True for _ in part.parameters(recurse=False))]
+    handles = [core.register_forward_pre_hook(enter), core.register_forward_hook(leave)]
+    handles += [part.register_forward_hook(note(name)) for name, part in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def quiet(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients, unless these are turned on, and without a trace in the random numbers."""
+    modes = {module: module.training for module in model.modules()}
+    grad = torch.enable_grad() if torch.is_grad_enabled() else torch.no_grad()
+    try:
+        model.eval()
+        with torch.random.fork_rng(), grad:
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training

@@ -1,0 +1,157 @@
+"""Where a model computes attention, and the field in which it keeps the scale of ``q.k``, by names and numbers alone."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from smupar.plan.source import divides_by
+
+# Names of modules that are attention, or a part of it.
+_ATTENTION = re.compile(r"att(ention|n)|qkv|query|q_proj|(^|_)(to_)?w?q$", re.IGNORECASE)
+# Names of layers and parameters that make queries, alone or together with keys and values.
+_QUERIES = re.compile(r"query|qkv|c_attn|in_proj_weight|(^|_)(to_)?w?q(_[ab])?(_lin|_proj|_proj_weight)?$", re.IGNORECASE)
+_SCALES = ("scale", "scaling", "softmax_scale", "attention_scale", "attn_scale", "inv_norm_factor")
+# Further names of fields that may hold the scale, if the number is a power of the head size.
+_MAY_SCALE = re.compile(r"scal|norm|temper", re.IGNORECASE)
+# The scales of rotary positions and the rates of dropout are other numbers, even where they have the same value.
+_NOT_SCALES = re.compile(r"rope|rotary|freq|theta|attention_scaling|drop|eps|init|softcap|_clip", re.IGNORECASE)
+_HEAD_SIZES = (
+    "qk_head_dim",
+    "head_dim",
+    "head_size",
+    "attention_head_size",
+    "key_value_proj_dim",
+    "d_head",
+    "dim_head",
+    "d_kv",
+    "attention_hidden_size_per_head",
+)
+_WIDTHS = ("all_head_size", "embed_dim", "inner_dim", "hidden_size", "d_model", "dim", "width", "n_embd")
+_NUM_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead")
+
+
+@dataclass(frozen=True)
+class FoundAttention:
+    """A module that multiplies queries and keys, and what its attributes say about the scale."""
+
+    path: str
+    module: nn.Module
+    head_dim: int | None  # None if no attribute tells it
+    holder: str = ""  # path of the module that has the field
+    field: str = ""  # the attribute that holds the scale; "" if none was found
+    divides: bool = False  # q.k is divided by the number, as in GPT-J
+    value: float = math.nan
+
+    @property
+    def scale(self) -> float:
+        """The number that q.k is multiplied by, as far as attributes tell; NaN if they do not."""
+        return 1 / self.value if self.divides else self.value
+
+    def stored(self, scale: float) -> float:
+        """What the field must hold so that q.k is multiplied by ``scale``."""
+        return 1 / scale if self.divides else scale
+
+
+@dataclass(frozen=True)
+class AttentionChange:
+    """One change of a model that gives an attention its scale: a number in a field, or a factor on the queries."""
+
+    path: str  # of the module with the field, or of the layer that makes the queries
+    field: str  # "" if the queries are multiplied
+    value: float  # what the field holds, or the factor on the queries
+    rows: tuple[tuple[int, int], ...] = ()  # ranges of the layer's outputs that are queries; empty if all are
+
+
+def named_like_attention(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Paths and modules that look like attention, or a part of it, by their names."""
+    for path, module in model.named_modules():
+        if _ATTENTION.search(path.rpartition(".")[2]) or _ATTENTION.search(type(module).__name__):
+            yield path, module
+
+
+def find_attentions(model: nn.Module) -> list[FoundAttention]:
+    """Every module that makes queries, and every other module that is called attention and has matrices."""
+    cores = {path: module for path, module in model.named_modules() if _makes_queries(module)}
+    for path, module in named_like_attention(model):
+        related = any(_inside(path, core) or _inside(core, path) for core in cores)
+        if not related and any(parameter.ndim > 1 for parameter in module.parameters()):
+            cores[path] = module
+    modules = dict(model.named_modules())
+    return [_attention(path, modules) for path in modules if path in cores]
+
+
+def _inside(path: str, other: str) -> bool:
+    return not other or path == other or path.startswith(f"{other}.")
+
+
+def _makes_queries(module: nn.Module) -> bool:
+    parts = [name for name, child in module.named_children() if any(p.ndim > 1 for p in child.parameters())]
+    parts += [name for name, parameter in module.named_parameters(recurse=False) if parameter.ndim > 1]
+    return any(_QUERIES.search(name) for name in parts)
+
+
+def _attention(path: str, modules: dict[str, nn.Module]) -> FoundAttention:
+    """What is known about one attention. Its scale may be in the module itself, in a part of it, or in the module around it,
+    which must then tell the head size as well."""
+    size = head_size(modules[path])
+    parts = [name for name in modules if path and _inside(name, path)]
+    sizes = {name: head_size(modules[name]) or size for name in parts or [path]}
+    if path:
+        around = path.rpartition(".")[0]
+        sizes |= {around: own} if (own := head_size(modules[around])) is not None else {}
+    for name, own in sizes.items():
+        found = _field(modules[name], own)
+        if found is not None:
+            return FoundAttention(path, modules[path], own, name, *found)
+    return FoundAttention(path, modules[path], size)
+
+
+def head_size(module: nn.Module) -> int | None:
+    """The size of a head, if the module's attributes tell it."""
+    for name in _HEAD_SIZES:
+        value = getattr(module, name, None)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    widths = [getattr(module, name, None) for name in _WIDTHS]
+    heads = [getattr(module, name, None) for name in _NUM_HEADS]
+    for width in (value for value in widths if isinstance(value, int)):
+        for number in (value for value in heads if isinstance(value, int) and value > 0):
+            if width % number == 0:
+                return width // number
+    return None
+
+
+def _field(module: nn.Module, size: int | None) -> tuple[str, bool, float] | None:
+    """(attribute, whether it divides, its value). A number that is a power of the head size is preferred to a name. Whether it
+    divides is in the source; where that cannot be read, a number above 1 divides."""
+    whole = {name: float(value) for name, value in vars(module).items() if type(value) is int and name in _SCALES}
+    found = {name: value for name, value in (numbers(module) | whole).items() if not _NOT_SCALES.search(name)}
+    powers = [size**exponent for exponent in (-0.5, -1.0, 0.5, 1.0)] if size is not None and size > 1 else []
+    likely = [
+        name
+        for name, value in found.items()
+        if _MAY_SCALE.search(name) and any(math.isclose(value, power, rel_tol=1e-2) for power in powers)
+    ]
+    named = [name for name in _SCALES if found.get(name, 0) > 0]
+    name = next(iter((*likely, *named)), None)
+    if name is None:
+        return None
+    return name, divides_by(module, name) or (name in likely and found[name] > 1), found[name]
+
+
+def numbers(module: nn.Module) -> dict[str, float]:
+    """The module's own attributes and buffers that are single floating-point numbers and have a value."""
+    plain = {name: value for name, value in vars(module).items() if isinstance(value, float)}
+    tensors = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
+    tensors |= dict(module.named_buffers(recurse=False))
+    known = {
+        name: float(value)
+        for name, value in tensors.items()
+        if value.numel() == 1 and value.is_floating_point() and not value.is_meta
+    }
+    return {name: value for name, value in (plain | known).items() if not name.startswith("_")}

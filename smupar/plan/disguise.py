@@ -1,0 +1,147 @@
+"""Numbers in a model that follow its width without being sizes: sqrt(d) after an embedding, 1 / sqrt(d) before a head.
+
+A rule holds if such factors are the same at every width, since Table 1 has every power of the width that is needed. They are
+found by comparing the model with its base: floating-point attributes, buffers of one element and fields of configs that differ.
+Whole numbers that differ are sizes as a rule. They count only if the source of the forward pass takes a root or a power of
+them, or divides by them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smupar.plan.attention import find_attentions, numbers
+from smupar.plan.settings import refuse
+from smupar.plan.source import evaluated, powers_in_source
+
+CHOICES = ("ask", "base", "own")
+
+
+@dataclass(frozen=True)
+class Multiplier:
+    """A number that the forward pass may multiply by, and that follows the width."""
+
+    path: str  # of the module
+    name: str  # of its attribute; a dot leads into a config
+    value: float
+    base_value: float
+    can_be_set: bool = True  # False if the model also uses the number as a size, or computes it from one
+    is_set: bool = False  # ``parameterize`` sets it to the base's value
+
+    @property
+    def where(self) -> str:
+        return f"{self.path}.{self.name}".lstrip(".")
+
+    def __str__(self) -> str:
+        return f"{self.where} = {self.value:g} (base: {self.base_value:g})"
+
+
+def find_multipliers(model: nn.Module, base: nn.Module, paths: Mapping[str, str] | None = None) -> list[Multiplier]:
+    """All numbers of the model that differ from the base's and are not mere sizes. The scale of attention is left out: it has a
+    rule of its own. ``paths`` maps modules to those of a base of another depth."""
+    attentions = find_attentions(model)
+    scales = {(attention.holder, attention.field) for attention in attentions}
+    sizes = {attention.path: attention.head_dim for attention in attentions}
+    others = dict(base.named_modules(remove_duplicate=False))
+    configs: set[int] = set()
+    found = []
+    for path, module in model.named_modules():
+        other = others.get(path if paths is None else paths.get(path, path))
+        if other is None:
+            continue
+        pairs = {pair[0]: pair for pair in _powers(module, other)}
+        pairs |= {pair[0]: pair for pair in (*_attributes(module, other), *_fields(module, other, configs))}
+        found += [
+            Multiplier(path, name, value, base_value, can_be_set)
+            for name, value, base_value, can_be_set in pairs.values()
+            if (path, name) not in scales and not (path in sizes and value == sizes[path])
+        ]
+    return found
+
+
+# name, value, value in the base, whether it can be set
+_Pair = tuple[str, float, float, bool]
+
+
+def _attributes(module: nn.Module, other: nn.Module) -> Iterator[_Pair]:
+    own, base = numbers(module), numbers(other)
+    for name, value in own.items():
+        base_value = base.get(name)
+        if base_value is None and getattr(getattr(other, name, None), "is_meta", False):
+            base_value = _as_power_of_size(value, module, other)
+        if base_value is not None and _differ(value, base_value):
+            yield name, value, base_value, True
+
+
+def _as_power_of_size(value: float, module: nn.Module, other: nn.Module) -> float | None:
+    """The value that a number has at base width, if it is a root, a multiple or the inverse of a size of the module that
+    scales. It is for bases on the meta device, whose buffers have no values."""
+    pairs = zip(module.parameters(), other.parameters(), strict=False)
+    sizes = {sizes for own, base in pairs for sizes in zip(own.shape, base.shape, strict=False) if sizes[0] != sizes[1]}
+    for size, base_size in sizes:
+        for exponent in (0.5, -0.5, 1.0, -1.0):
+            if math.isclose(value, size**exponent, rel_tol=1e-5):
+                return float(base_size**exponent)
+    return None
+
+
+def _fields(module: nn.Module, other: nn.Module, seen: set[int]) -> Iterator[_Pair]:
+    """Floating-point fields of configs, which models keep as attributes. A config that many modules share is read once."""
+    for name, value in vars(module).items():
+        config, base = _as_config(value), _as_config(getattr(other, name, None))
+        if name.startswith("_") or config is None or base is None or id(value) in seen:
+            continue
+        seen.add(id(value))
+        for field, number in config.items():
+            other_number = base.get(field)
+            if not isinstance(number, (int, float)) or not isinstance(other_number, (int, float)):
+                continue
+            if float in (type(number), type(other_number)) and "init" not in field and _differ(number, other_number):
+                yield f"{name}.{field}", float(number), float(other_number), True
+
+
+def _as_config(value: Any) -> Mapping[str, Any] | None:
+    """The fields of a plain object that only holds settings; None for everything else."""
+    if isinstance(value, (nn.Module, Tensor, type)) or callable(value) or not hasattr(value, "__dict__"):
+        return None
+    return {name: field for name, field in vars(value).items() if not name.startswith("_")}
+
+
+def _powers(module: nn.Module, other: nn.Module) -> Iterator[_Pair]:
+    for power in powers_in_source(module):
+        value, base_value = evaluated(power.expression, module), evaluated(power.expression, other)
+        if type(value) in (int, float) and type(base_value) in (int, float) and _differ(value, base_value):
+            yield power.source, value, base_value, power.can_be_set
+
+
+def _differ(value: float, other: float) -> bool:
+    return not math.isclose(value, other, rel_tol=1e-5) and math.isfinite(value) and math.isfinite(other)
+
+
+# Putting the base's values into a model
+
+
+def chosen(multipliers: list[Multiplier], choice: str) -> tuple[Multiplier, ...]:
+    """What the plan records, after the user's choice."""
+    refuse(choice not in CHOICES, f"multipliers must be one of {', '.join(CHOICES)}, got {choice!r}")
+    return tuple(replace(each, is_set=choice == "base" and each.can_be_set) for each in multipliers)
+
+
+@torch.no_grad()
+def set_multiplier(model: nn.Module, path: str, name: str, value: float) -> None:
+    """Writes a number into an attribute, a buffer or a config's field, in the type that is there."""
+    *outer, leaf = name.split(".")
+    owner: Any = model.get_submodule(path)
+    for part in outer:
+        owner = getattr(owner, part)
+    old = getattr(owner, leaf)
+    if isinstance(old, Tensor):
+        old.fill_(value)
+    else:
+        setattr(owner, leaf, type(old)(value) if float(value).is_integer() or type(old) is float else value)

@@ -1,0 +1,259 @@
+"""What an example shows about the roles of parameters: one forward pass at base width says how each parameter is used, and a
+second pass at another width says which sizes of activations follow the width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+
+from torch import nn
+
+from smupar.plan.depth import correspond
+from smupar.plan.flows import Dims
+from smupar.plan.forward import CannotRunError, Example
+from smupar.plan.parameters import ParameterView, Seen
+from smupar.plan.settings import layer_glob
+from smupar.plan.uses import Event, Usage, Use, WeightProduct
+from smupar.plan.watcher import watch
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something the reader of a plan should know; ``kind`` is for programs, the text for people."""
+
+    kind: str
+    text: str
+    is_caution: bool = True  # also worth a warning when the plan is made
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What an example showed. ``notes`` belong to the whole plan, ``about`` to single parameters."""
+
+    tensors: list[ParameterView]
+    notes: list[Note] = field(default_factory=list)
+    about: dict[str, Note] = field(default_factory=dict)
+    usage: Usage | None = None
+    is_given: bool = True  # the user passed an example
+
+
+def look(
+    tensors: list[ParameterView], model: nn.Module, base: nn.Module, delta: nn.Module | None, example: Example | None
+) -> Evidence:
+    """Adds to each parameter of the model how the example's forward pass through base uses it."""
+    if example is None:
+        return Evidence(tensors, is_given=False)
+    if not any(tensor.scaling for tensor in tensors):
+        text = "the example was not used: model and base are equally wide. Pass delta=, the same model at any other width"
+        return Evidence(tensors, [Note("example", text)])
+    names = correspond(model, base).names  # of base's parameters, which differ if the model is deeper
+    scaling = dict.fromkeys((name for name, _ in base.named_parameters()), ()) | {
+        names[tensor.name]: tensor.scaling for tensor in tensors
+    }
+    known = [tensor for tensor in tensors if tensor.layout == "matrix" and not tensor.layer.is_lookup]
+    reads = {names[tensor.name]: tensor.in_dims for tensor in known}
+    try:
+        usage = watch(base, example, scaling=scaling, reads=reads)
+    except CannotRunError as error:
+        text = f"the example could not be run through base, so roles come from shapes and modules alone ({error})"
+        return Evidence(tensors, [Note("example", text)])
+    usage = replace(usage, uses={tensor.name: usage.uses.get(names[tensor.name], Use()) for tensor in tensors})
+    seen = _from_siblings([_with_evidence(tensor, usage) for tensor in tensors])
+    notes = list(_about_the_pass(seen, usage))
+    pairs, note = _compared(usage, base, model if delta is None else delta, example, scaling, reads)
+    if note is not None:
+        return Evidence(seen, [*notes, note], usage=usage)
+    return Evidence(seen, [*notes, *_dots(usage, pairs)], _partly_scaling(seen, usage, pairs, names), usage)
+
+
+# How each parameter is used
+
+
+def _with_evidence(tensor: ParameterView, usage: Usage) -> ParameterView:
+    seen = _seen(tensor, usage.uses[tensor.name])
+    if seen is not None and seen.how == "product" and tensor.layout != "matrix" and len(tensor.shape) > 1:
+        return replace(tensor, seen=seen, layout="seen", in_dims=seen.in_dims, out_dims=seen.out_dims)
+    return replace(tensor, seen=seen)
+
+
+def _seen(tensor: ParameterView, use: Use) -> Seen | None:
+    """What the uses of one parameter amount to; None if it was not used."""
+    if tensor.layer.is_lookup and tensor.layout == "matrix":
+        return Seen("lookup") if use.looked_up else None
+    if use.products:
+        return _seen_product(tensor, use)
+    if use.unclear:
+        return Seen("unclear", why=f"is used in {use.unclear}, which smupar does not follow")
+    if use.looked_up:
+        return Seen("lookup")
+    return Seen("element") if use.by_element else None
+
+
+def _seen_product(tensor: ParameterView, use: Use) -> Seen:
+    ways = {_way(tensor, product) for product in use.products}
+    first = use.products[0]
+    known = _way(tensor, replace(first, in_dims=tensor.in_dims))[0]
+    if use.looked_up & set(tensor.scaling) or use.unclear:
+        why = f"is used in {use.unclear or 'a lookup'} and in a product"
+    elif len(ways) > 1 and not _is_same_either_way(tensor):
+        why = "is used in products that sum over different dimensions"
+    elif tensor.layout == "matrix" and known != _way(tensor, first)[0] and not _is_same_either_way(tensor):
+        why = f"is summed over another dimension than a {type(tensor.module).__name__} sums over"
+    elif tensor.layout == "raw" and any(tensor.base_shape[dim] == 1 for dim in tensor.scaling):
+        why = "has a scaling dimension of size 1 in base, where its use cannot be followed"
+    else:
+        ones = tuple(dim for dim, size in enumerate(tensor.shape) if size == 1 and dim not in first.out_dims)
+        return Seen(
+            "product",
+            in_dims=first.in_dims or ones[:1],
+            out_dims=first.out_dims,
+            reads_input=any(product.reads_input for product in use.products),
+            reads_inside=any(not product.reads_input for product in use.products),
+            makes_output=use.makes_output,
+            is_inside=use.is_inside,
+        )
+    return Seen("unclear", why=why)
+
+
+def _way(tensor: ParameterView, product: WeightProduct) -> tuple[Dims, Dims]:
+    """The scaling dimensions that a product reads and writes. A dimension of size 1 leaves no trace in the pass of the base."""
+    followed = [dim for dim in tensor.scaling if tensor.base_shape[dim] > 1]
+    ins, outs = (tuple(dim for dim in dims if dim in followed) for dims in (product.in_dims, product.out_dims))
+    return ins, outs
+
+
+def _is_same_either_way(tensor: ParameterView) -> bool:
+    """Whether a square matrix gets the same numbers whichever dimension it reads."""
+    return tensor.scaling == (0, 1) and len(tensor.shape) == 2 and len({*tensor.shape}) == len({*tensor.base_shape}) == 1
+
+
+def _from_siblings(tensors: list[ParameterView]) -> list[ParameterView]:
+    """Parameters that the pass did not use, such as experts that no token chose, are taken to be used as the same parameter of
+    other blocks is."""
+    examples = {_kin(tensor): tensor for tensor in tensors if tensor.seen is not None}
+    return [
+        replace(tensor, seen=kin.seen, layout=kin.layout, in_dims=kin.in_dims, out_dims=kin.out_dims)
+        if tensor.seen is None and (kin := examples.get(_kin(tensor))) is not None
+        else tensor
+        for tensor in tensors
+    ]
+
+
+def _kin(tensor: ParameterView) -> tuple[str, Dims, Dims, str]:
+    return layer_glob(tensor.name), tensor.shape, tensor.base_shape, type(tensor.module).__name__
+
+
+def _about_the_pass(tensors: list[ParameterView], usage: Usage) -> Iterator[Note]:
+    """Notes about parameters that the pass did not use, and about vectors that it sums over."""
+    unused = [tensor.name for tensor in tensors if tensor.seen is None and tensor.scaling]
+    if unused:
+        shown = ", ".join(map(repr, unused[:4])) + (f" and {len(unused) - 4} more" if len(unused) > 4 else "")
+        yield Note("unused", f"the example's forward pass does not use {shown}: roles there come from shapes and modules alone")
+    for tensor in tensors:
+        if len(tensor.shape) == 1 and tensor.scaling and any(product.in_dims for product in usage.uses[tensor.name].products):
+            yield Note(
+                "summed vector",
+                f"{tensor.name!r} is multiplied with a layer's output and summed, so it is a matrix with one output: store it "
+                f"with shape (1, {tensor.shape[0]}), as nn.Linear does, to get the numbers of a matrix",
+            )
+
+
+# Which sizes follow the width
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """One event at base width and at another width."""
+
+    base: Event
+    other: Event
+
+    @property
+    def is_one_event(self) -> bool:
+        first, second = ((event.kind, event.path, len(event.sizes)) for event in (self.base, self.other))
+        return first == second
+
+    def ratio(self, place: int) -> Fraction:
+        return Fraction(self.other.sizes[place], max(self.base.sizes[place], 1))
+
+    @property
+    def ratios(self) -> set[Fraction]:
+        return {self.ratio(place) for place in range(len(self.base.sizes))}
+
+
+def _compared(
+    usage: Usage, base: nn.Module, other: nn.Module, example: Example, scaling: Mapping[str, Dims], reads: Mapping[str, Dims]
+) -> tuple[list[_Pair], Note | None]:
+    """The events of base's pass beside those of a pass at another width. Without them a note says why."""
+    if correspond(other, base).lists:
+        text = "model and base differ in depth, so concatenations and dot products over the width were not looked for"
+        return [], Note("example", f"{text}; pass delta=, base at any other width", is_caution=False)
+    try:
+        wider = watch(other, example, scaling=scaling, reads=reads)
+    except CannotRunError as error:
+        text = f"the example could not be run at a second width, so sizes of activations were not compared ({error})"
+        return [], Note("example", text)
+    pairs = [_Pair(*events) for events in zip(usage.events, wider.events, strict=False)]
+    if len(usage.events) == len(wider.events) and all(pair.is_one_event for pair in pairs):
+        return pairs, None
+    text = (
+        "the example takes another path through the model than through base, so sizes of activations were not compared: "
+        "concatenations and dot products over the width were not looked for"
+    )
+    return [], Note("example", text)
+
+
+def _dots(usage: Usage, pairs: list[_Pair]) -> Iterator[Note]:
+    paths = [
+        pair.base.path
+        for number, pair in enumerate(pairs)
+        if pair.base.kind == "dot" and pair.ratios != {1} and not pair.base.is_normalised and number not in usage.attention
+    ]
+    if paths:
+        shown = ", ".join(dict.fromkeys(repr(path) if path else "the model itself" for path in paths))
+        yield Note(
+            "dot product",
+            f"two layers' outputs are multiplied and summed over the width in {shown}. Such a sum grows with the width, and no "
+            "layer shows it: divide it by the width over the base's, as plan.output_factor does for logits",
+        )
+
+
+def _partly_scaling(
+    tensors: list[ParameterView], usage: Usage, pairs: list[_Pair], names: Mapping[str, str]
+) -> dict[str, Note]:
+    """Notes about weights that read or write a concatenation of which only a part follows the width."""
+    notes = {}
+    for tensor in tensors:
+        if tensor.seen is None or tensor.seen.how != "product":
+            continue
+        read, written = tensor.ratio(tensor.in_dims), tensor.ratio(tensor.out_dims)
+        joins = frozenset[int]().union(*(product.joins for product in usage.uses[tensor.name].products))
+        if read != 1 and any(_is_mixed(pairs[number], read) for number in joins):
+            notes[tensor.name] = PART_READ
+        parts = (pair for pair in pairs if pair.base.kind == "part" and pair.base.weights == {names[tensor.name]})
+        if written != 1 and any(pair.ratio(0) == written != pair.ratio(1) for pair in parts):
+            notes.setdefault(tensor.name, PART_WRITTEN)
+    return notes
+
+
+def _is_mixed(pair: _Pair, ratio: Fraction) -> bool:
+    """Whether a concatenation has parts that grow differently, and grows as a whole by ``ratio``."""
+    return len(pair.ratios) > 1 and Fraction(sum(pair.other.sizes), max(sum(pair.base.sizes), 1)) == ratio
+
+
+PART_READ = Note(
+    "reads in part",
+    "reading a concatenation of which only a part follows the width: one m_in stands for both parts, so the part that does not "
+    "scale gets smaller numbers than it should. A layer for each part would be exact",
+)
+PART_WRITTEN = Note(
+    "writes in part",
+    "writing several outputs at once, of which only a part follows the width: one m_out stands for all, which matters for "
+    "SGD's learning rate alone",
+    is_caution=False,
+)

@@ -1,0 +1,78 @@
+"""What is known about the tensors of a forward pass: where their values come from, and which dimensions of parameters their
+dimensions range over.
+
+Views share storage, so facts are kept by storage. Strides tell which dimensions of a parameter a view ranges over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+Dims = tuple[int, ...]
+Label = tuple[str, int]  # a parameter's name, and one of its dimensions
+Labels = tuple[frozenset[Label], ...]  # for each dimension of a tensor, the dimensions of parameters that it ranges over
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Where the values of a tensor come from."""
+
+    is_data: bool = False  # depends on the example, or is a product; weights alone and constants do not
+    is_inside: bool = False  # comes through a weight that scales
+    writers: frozenset[str] = frozenset()  # weights that scale and wrote it, through no other such weight
+    joins: frozenset[int] = frozenset()
+    scores: frozenset[int] = frozenset()  # dot products from which it was computed element by element
+    shares: frozenset[int] = frozenset()  # dot products of which it is a softmax
+    mark: str = ""  # "norm": a length; "unit": divided by it; "square"; "product"; "weighted": times a parameter
+    past: int = 0  # a bit for each result from which it was computed, and for itself
+    stream: int = 0  # bits of the results of which it is a residual sum, and its own
+
+    def __or__(self, other: Flow) -> Flow:
+        return Flow(
+            self.is_data or other.is_data,
+            self.is_inside or other.is_inside,
+            self.writers | other.writers,
+            self.joins | other.joins,
+            self.scores | other.scores,
+            self.shares | other.shares,
+            past=self.past | other.past,
+        )
+
+
+CONSTANT = Flow()
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known about a storage: its flow, and the dimensions of the tensor that it was made for."""
+
+    flow: Flow
+    sizes: Dims = ()
+    strides: Dims = ()
+    labels: Labels = ()
+
+    def labels_of(self, tensor: Tensor) -> Labels:
+        return tuple(self._covered(*layout) for layout in zip(tensor.shape, tensor.stride(), strict=True))
+
+    def _covered(self, size: int, stride: int) -> frozenset[Label]:
+        """The labels over which a view's dimension ranges, if its steps are ``stride`` entries long."""
+        reach = stride * (size - 1)
+        dims = zip(self.sizes, self.strides, self.labels, strict=True)
+        ranged = (labels for num, step, labels in dims if num > 1 and reach >= step and stride % (step * num))
+        return frozenset().union(*ranged) if size > 1 else frozenset()
+
+
+def by_name(labels: Iterable[frozenset[Label]]) -> dict[str, set[int]]:
+    dims: dict[str, set[int]] = {}
+    for name, dim in frozenset[Label]().union(*labels):
+        dims.setdefault(name, set()).add(dim)
+    return dims
+
+
+def aligned(labels: list[Labels], ndim: int) -> Labels:
+    """The labels of a result whose last dimensions correspond to the last dimensions of each operand."""
+    padded = [(*[frozenset[Label]()] * (ndim - len(each)), *each) for each in labels]
+    return tuple(frozenset[Label]().union(*dims) for dims in zip(*padded, strict=True))

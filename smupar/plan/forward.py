@@ -1,0 +1,90 @@
+"""Runs one forward pass of a copy of a model on an example. The model, its buffers and the random state stay as they are.
+
+A small model runs on the CPU. A large one runs on the meta device, where a pass costs no memory and hardly any time, but where
+control flow that needs values fails.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+Example = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
+R = TypeVar("R")
+
+# Models of up to this many entries run on the CPU at once, and of up to ten times as many if meta fails.
+SMALL = 5_000_000
+
+
+class CannotRunError(Exception):
+    """The forward pass could not be run on a copy; the text says why."""
+
+
+def run_copy(model: nn.Module, example: Example, run: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], R]) -> R:
+    """Calls ``run(copy of the model, args, kwargs)`` in evaluation mode without gradients. Raises ``CannotRunError``."""
+    num_values = sum(parameter.numel() for parameter in model.parameters())
+    devices = ["cpu"] if num_values <= SMALL else ["meta", "cpu"] if num_values <= 10 * SMALL else ["meta"]
+    failures: list[str] = []
+    for device in devices:
+        try:
+            args, kwargs = _arguments(example, device)
+            with _quiet(device):
+                return run(_copy(model, device), args, kwargs)
+        except Exception as error:  # whatever the user's code or torch raises, the plan can do without the look
+            failures.append(f"{type(error).__name__}: {error}".partition("\n")[0])
+    more = "; it was tried without values, since it is large" if devices == ["meta"] else ""
+    raise CannotRunError(failures[-1][:300] + more)
+
+
+def _arguments(example: Example, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    moved = _moved(example, device)
+    if isinstance(moved, dict):
+        return (), moved
+    return (tuple(moved) if isinstance(moved, (tuple, list)) else (moved,)), {}
+
+
+def _moved(value: Any, device: str) -> Any:
+    if isinstance(value, Tensor):
+        return _with_values(value, device)
+    if isinstance(value, Mapping):
+        return {key: _moved(item, device) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        items = [_moved(item, device) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def _with_values(tensor: Tensor, device: str) -> Tensor:
+    if tensor.is_meta:  # has no values: small random ones for weights, zeros for indices and masks
+        empty = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+        return empty.normal_(std=0.1) if tensor.is_floating_point() else empty
+    return tensor.detach().to(device, copy=True)
+
+
+def _copy(model: nn.Module, device: str) -> nn.Module:
+    """A copy of the model in evaluation mode. Its tensors are made here, so deepcopy copies only what is round them."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for value in [*module._parameters.values(), *module._buffers.values(), *vars(module).values()]:
+            if isinstance(value, Tensor) and id(value) not in memo:
+                moved = _moved(value, device)
+                is_parameter = isinstance(value, nn.Parameter)
+                memo[id(value)] = nn.Parameter(moved, requires_grad=False) if is_parameter else moved
+    return copy.deepcopy(model, memo).eval()
+
+
+@contextmanager
+def _quiet(device: str) -> Iterator[None]:
+    """No gradients, no change of the random state, and no fused kernels that hide what torch's transformer layers do."""
+    fused = torch.backends.mha.get_fastpath_enabled()
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device(device):
+        try:
+            torch.backends.mha.set_fastpath_enabled(False)
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fused)

@@ -1,0 +1,126 @@
+"""What the source of a module's forward pass does with the module's own numbers. Nothing is run."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import operator
+import textwrap
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, reduce
+from tokenize import TokenError
+from typing import Any
+
+from torch import nn
+
+_ARITHMETIC: dict[type[ast.operator], Any] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Div: operator.truediv,
+}
+
+
+@dataclass(frozen=True)
+class PowerInSource:
+    """An expression of which a class takes a root or a power, or by which it divides."""
+
+    expression: ast.expr
+    source: str  # without "self."
+    can_be_set: bool  # it is an attribute of the module, and the class does nothing else with it
+
+
+def powers_in_source(module: nn.Module) -> tuple[PowerInSource, ...]:
+    """Expressions of which a module takes a root or a power, or by which it divides, outside of its init."""
+    kind: Any = type(module)
+    return _powers(kind)
+
+
+def divides_by(module: nn.Module, name: str) -> bool:
+    """Whether a module divides by one of its attributes."""
+    kind: Any = type(module)
+    return _divides(kind, name)
+
+
+@cache
+def _powers(kind: Any) -> tuple[PowerInSource, ...]:
+    methods = list(_methods(kind))
+    bases = [base for method in methods for node in ast.walk(method) if (base := _base_of_power(node)) is not None]
+    sources = Counter(ast.unparse(base).removeprefix("self.") for base in bases)
+    anywhere = Counter(chain for method in methods for chain in _chains(method))
+    return tuple(
+        PowerInSource(base, source, source.isidentifier() and anywhere[source] == sources[source])
+        for source, base in {ast.unparse(base).removeprefix("self."): base for base in bases}.items()
+    )
+
+
+def _methods(kind: type[nn.Module]) -> Iterator[ast.AST]:
+    classes = [each for each in kind.__mro__ if issubclass(each, nn.Module) and not each.__module__.startswith("torch.")]
+    for each in classes:
+        for name, function in vars(each).items():
+            if not inspect.isfunction(function) or any(word in name for word in ("init", "reset")):
+                continue
+            try:
+                yield ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
+            except (OSError, TypeError, SyntaxError, TokenError):  # typed at a prompt, or made by a decorator
+                continue
+
+
+def _base_of_power(node: ast.AST) -> ast.expr | None:
+    """The part of an expression whose root, power or reciprocal it takes."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+        return node.left
+    if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in ("sqrt", "rsqrt"):
+        return node.args[0] if node.args else None
+    return node.right if isinstance(node, ast.BinOp) and _is_quotient(node) else None
+
+
+def _is_quotient(node: ast.AST) -> bool:
+    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and _is_tensor(node.left)
+
+
+def _is_tensor(node: ast.AST) -> bool:
+    """Whether an expression has a part besides numbers and attributes of self, so that it is not arithmetic with sizes."""
+    return any(isinstance(part, ast.Name) and part.id not in ("self", "math", "int", "float") for part in ast.walk(node))
+
+
+def _chains(node: ast.AST) -> Iterator[str]:
+    """The attributes of self in an expression, each at its full length."""
+    if isinstance(node, ast.Attribute):
+        chain = _chain(node)
+        if chain is not None:
+            yield chain
+            return
+    for child in ast.iter_child_nodes(node):
+        yield from _chains(child)
+
+
+def _chain(node: ast.Attribute) -> str | None:
+    inside = node.value
+    if isinstance(inside, ast.Name):
+        return node.attr if inside.id == "self" else None
+    outer = _chain(inside) if isinstance(inside, ast.Attribute) else None
+    return None if outer is None else f"{outer}.{node.attr}"
+
+
+@cache
+def _divides(kind: Any, name: str) -> bool:
+    quotients = (node for method in _methods(kind) for node in ast.walk(method) if _is_quotient(node))
+    return any(name in _chains(node.right) for node in quotients if isinstance(node, ast.BinOp))
+
+
+def evaluated(node: ast.AST, root: object) -> Any:
+    """The value of arithmetic with attributes of self; None if there is anything else in it."""
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, ast.Attribute):
+        chain = _chain(node)
+        return None if chain is None else reduce(lambda owner, name: getattr(owner, name, None), chain.split("."), root)
+    if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
+        sides = [evaluated(side, root) for side in (node.left, node.right)]
+        if all(type(side) in (int, float) for side in sides) and sides[1]:
+            return _ARITHMETIC[type(node.op)](*sides)
+    return None

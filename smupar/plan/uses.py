@@ -1,0 +1,65 @@
+"""How a forward pass uses each parameter: over which dimensions products sum, which products read the model's input or make its
+output, which tables are looked up, and what acts element by element. ``watcher`` fills it in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from smupar.plan.flows import Dims
+
+
+@dataclass(frozen=True)
+class WeightProduct:
+    """A parameter multiplied with something and summed over ``in_dims``."""
+
+    in_dims: Dims
+    out_dims: Dims
+    reads_input: bool  # what it multiplies comes from the example through no weight that scales
+    joins: frozenset[int]  # events: concatenations that made what it multiplies
+
+
+@dataclass
+class Use:
+    """Everything that one forward pass does with a parameter."""
+
+    products: list[WeightProduct] = field(default_factory=list)
+    looked_up: set[int] = field(default_factory=set)  # dimensions that an index selects from
+    by_element: bool = False
+    unclear: str = ""  # an operation that is not understood
+    makes_output: bool = False  # what it writes reaches the output through no other weight that scales
+    is_inside: bool = False  # what it writes reaches another weight that scales
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something whose meaning depends on which sizes follow the width.
+
+    join   a concatenation; ``sizes`` are the parts'
+    part   a part of what ``weights`` wrote; ``sizes`` are (whole, part)
+    dot    a sum of products of two activations; ``sizes`` is the number of summands
+    """
+
+    kind: str
+    path: str  # the module in which it happened
+    sizes: Dims
+    weights: frozenset[str] = frozenset()
+    is_normalised: bool = False  # both factors of a dot product have length 1
+
+
+@dataclass(frozen=True)
+class Residual:
+    """A sum x + f(x): ``weights`` wrote f(x), and the sum is taken in the module at ``path``."""
+
+    path: str
+    weights: tuple[str, ...]
+
+
+@dataclass
+class Usage:
+    """What one forward pass shows."""
+
+    uses: dict[str, Use]
+    events: list[Event] = field(default_factory=list)
+    residuals: list[Residual] = field(default_factory=list)
+    attention: dict[int, str] = field(default_factory=dict)  # the dot products that are attention scores, and their modules

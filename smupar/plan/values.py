@@ -1,0 +1,132 @@
+"""What the initial values of a model tell, where a rule keeps them: biases whose size follows the width, and weights that are
+zero on purpose.
+
+A rule wants biases and other vectors to have one size at every width. Torch draws biases from U(-b, b) with b = 1 /
+sqrt(fan-in), so those of a wide model are too small. The factor that brings them to the base's size is a number of the plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from smupar.plan.evidence import Note
+from smupar.plan.roles import ParamRole
+
+# Powers of the width that an initial size may follow, the likeliest first. Others are reported, not corrected.
+_EXPONENTS = (0.5, 1.0, -0.5, -1.0)
+_SIGMAS = 4.0
+
+
+def kept_factors(
+    model: nn.Module, base: nn.Module, roles: Iterable[ParamRole], names: Mapping[str, str]
+) -> tuple[dict[str, float], list[Note]]:
+    """(parameter -> factor that gives its initial values the size that they have at base width, notes on what is unclear).
+    Parameters without a factor are left out: those that keep their size, and those whose values are not known. ``names`` maps
+    parameters of the model to those of the base."""
+    own, every = dict(model.named_parameters()), dict(base.named_parameters(remove_duplicate=False))
+    narrow = {name: every[names[name]] for name in own}
+    widths = _widths(own, narrow)
+    factors: dict[str, float] = {}
+    unclear: list[str] = []
+    for role in roles:
+        value = _values(own[role.name])
+        if role.role not in ("vector", "fixed") or value is None or value.numel() < 2 or _is_constant(value):
+            continue
+        bound, base_bound = _torch_bound(model, role.name), _torch_bound(base, names[role.name])
+        other = _values(narrow[role.name])
+        if bound and _is_uniform(value, bound) and (other is None or _is_uniform(other, base_bound)):
+            factors[role.name] = base_bound / bound
+        elif other is not None and other.numel() > 1:
+            factor = _by_size(value, other, widths)
+            factors |= {role.name: factor} if factor else {}
+            unclear += [role.name] if factor is None else []
+    notes = []
+    if unclear:
+        notes.append(
+            Note(
+                "kept",
+                f"the initial values of {', '.join(map(repr, unclear[:4]))}{' and more' if len(unclear) > 4 else ''} have "
+                "another size than in the base, and no power of the width explains it: initialise them alike at every width",
+            )
+        )
+    return {name: factor for name, factor in factors.items() if factor != 1}, notes
+
+
+def all_zero(model: nn.Module, roles: Mapping[str, ParamRole]) -> set[str]:
+    """The weight matrices that the model set to zero on purpose. Zeros that nobody wrote (torch.empty, torch.zeros) wait for an
+    init."""
+    parameters = dict(model.named_parameters())
+    known = {name: parameters[name].detach() for name in roles if not _is_elsewhere(parameters[name])}
+    # The first entries decide almost always, and cost nothing.
+    zero = {name for name, value in known.items() if not (value.reshape(-1)[:64].any() or value.any())}
+    return {name for name in zero if parameters[name]._version > 0}
+
+
+def _values(parameter: Tensor) -> Tensor | None:
+    """The values of a parameter in double precision; None if they are not here."""
+    return None if _is_elsewhere(parameter) else parameter.detach().double().flatten()
+
+
+def _is_elsewhere(parameter: Tensor) -> bool:
+    """Whether a parameter has no values, or only a shard of them on this rank."""
+    return parameter.is_meta or hasattr(parameter, "full_tensor")
+
+
+def _is_constant(value: Tensor) -> bool:
+    return bool((value == value[0]).all())
+
+
+def _widths(own: Mapping[str, Tensor], narrow: Mapping[str, Tensor]) -> set[float]:
+    """The width multipliers of the model's dimensions."""
+    pairs = ((a, b) for name in own for a, b in zip(own[name].shape, narrow[name].shape, strict=True) if a != b)
+    return {a / b for a, b in pairs}
+
+
+# Torch's own layers
+
+
+def _torch_bound(model: nn.Module, name: str) -> float:
+    """The bound of torch's uniform init for a bias; 0 for other parameters."""
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    if not leaf.startswith("bias"):
+        return 0.0
+    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+        return 1 / math.sqrt(module.hidden_size)
+    weight = getattr(module, "weight", None)
+    if isinstance(module, (nn.Linear, _ConvNd)) and isinstance(weight, Tensor) and weight.numel():
+        return 1 / math.sqrt(math.prod(weight.shape[1:]))
+    return 0.0
+
+
+def _is_uniform(value: Tensor, bound: float) -> bool:
+    """Whether these values may come from U(-bound, bound): none is larger, and their rms is bound / sqrt(3)."""
+    rms = float(value.square().mean().sqrt())
+    error = _SIGMAS * 0.45 / math.sqrt(value.numel())  # the relative standard error of this rms is 1 / sqrt(5 n)
+    return float(value.abs().max()) <= bound * (1 + 1e-3) and abs(rms * math.sqrt(3) / bound - 1) < error
+
+
+# Everything else
+
+
+def _by_size(value: Tensor, base: Tensor, widths: set[float]) -> float | None:
+    """The power of a width multiplier that takes the rms of the values to the base's; 1 if both agree, None if none fits."""
+    sizes = [float(each.square().mean().sqrt()) for each in (value, base)]
+    if min(sizes) == 0 or not all(map(math.isfinite, sizes)):
+        return None if max(sizes) > 0 else 1.0
+    error = _SIGMAS * math.hypot(*(_relative_error(each) for each in (value, base)))
+    wanted = sizes[1] / sizes[0]
+    if abs(math.log(wanted)) <= max(error, math.log(1.1)):
+        return 1.0
+    powers = (width**exponent for exponent in _EXPONENTS for width in sorted(widths))
+    return next((power for power in powers if abs(math.log(wanted / power)) <= error), None)
+
+
+def _relative_error(value: Tensor) -> float:
+    """The standard error of an rms, relative to it."""
+    squares = value.square()
+    return float(squares.std() / (2 * squares.mean() * math.sqrt(value.numel())))

@@ -1,0 +1,193 @@
+"""Architectures that smupar has no facts about: numbers that follow the width, attention scales, folders and exports."""
+
+import json
+
+import pytest
+import torch
+import transformers
+
+import smupar
+from smupar.cli.main import main
+from smupar.integrations import huggingface
+from smupar.integrations.huggingface.inputs import example
+from smupar.plan.attention import find_attentions
+from tests.integrations.huggingface.others import OTHERS, build, config_of, roles, two_stacks
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is not among the known architectures")
+# Some layers are thin on purpose: a small rank is what DeepSeek and Mamba are about.
+thin = pytest.mark.filterwarnings("ignore:.*keep fewer than 16 weights per neuron")
+
+
+def parameterized(name, *, base=64, **settings):
+    model = build(name)
+    return model, huggingface.parameterize(model, base=config_of(name, base), roles=roles(name), **settings)
+
+
+@torch.no_grad()
+def logits(model):
+    return model(**example(model)).logits
+
+
+@thin
+@pytest.mark.parametrize("name", OTHERS)
+def test_saved_loaded_and_exported_models_give_the_same_logits(name, tmp_path):
+    model, plan = parameterized(name, density=0.5, alpha_input=3.0, alpha_output=2.0)
+    assert plan.pending == {}
+    assert smupar.audit(model, plan) == []
+    with torch.no_grad():  # as if trained: every norm and bias counts
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    wanted = logits(model)
+    model.save_pretrained(tmp_path / "sparse")
+    again, same_plan = huggingface.load(tmp_path / "sparse")
+    assert same_plan.pending == {}
+    torch.testing.assert_close(logits(again), wanted, rtol=0, atol=1e-6)
+    main(["export", str(tmp_path / "sparse"), str(tmp_path / "plain")])
+    plain = type(model).from_pretrained(tmp_path / "plain")
+    torch.testing.assert_close(logits(plain), wanted, rtol=1e-4, atol=1e-4)
+    naive = type(model).from_pretrained(tmp_path / "sparse")
+    assert (logits(naive) - wanted).abs().max() > 0.05  # what the export is for
+
+
+@pytest.mark.parametrize(
+    ("name", "attribute", "own", "base"),
+    [
+        ("gemma", "model.embed_tokens.embed_scale", 128**0.5, 8.0),
+        ("t5", "model_dim", 128, 64),
+        ("granite", "config.logits_scaling", 2.0, 1.0),
+    ],
+)
+def test_number_that_follows_the_width_gets_the_value_of_the_base(name, attribute, own, base):
+    def number(model):
+        for part in attribute.split("."):
+            model = getattr(model, part)
+        return float(model)
+
+    assert number(build(name)) == pytest.approx(own)
+    model, plan = parameterized(name)
+    assert number(model) == pytest.approx(base)
+    assert attribute in str([note.text for note in plan.notes if note.kind == "multipliers"])
+    model, plan = parameterized(name, multipliers="ask")
+    assert number(model) == pytest.approx(own)
+    assert list(plan.pending) == ["multipliers"]
+
+
+def test_relative_positions_of_t5_get_the_size_of_the_base():
+    torch.manual_seed(0)
+    _, plan = parameterized("t5", base=32)
+    name = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    assert plan[name].kept_factor == 2  # drawn with std 1 / sqrt(width)
+
+
+def test_frozen_sines_of_whisper_stay():
+    model, plan = parameterized("whisper")
+    name = "model.encoder.embed_positions.weight"
+    assert torch.equal(model.get_parameter(name), build("whisper").get_parameter(name))
+    assert plan[name].init_std is None
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "field", "value"),
+    [
+        ("llava", "CLIPAttention", "scale", 1 / 16),
+        ("llava", "LlamaAttention", "scaling", 1 / 16),
+        ("gptj", "GPTJAttention", "scale_attn", 16.0),  # a divisor
+        ("bloom", "BloomAttention", "inv_norm_factor", 1 / 16),
+        ("t5", "T5Attention", "scaling", 1 / 16),  # the head size is called key_value_proj_dim
+        ("deepseek", "DeepseekV3Attention", "scaling", 1 / 24),  # qk_head_dim = 16 + 8
+    ],
+)
+@thin
+def test_every_attention_gets_the_scale_in_its_own_field(name, kind, field, value):
+    model, plan = parameterized(name)
+    modules = [module for module in model.modules() if type(module).__name__ == kind]
+    assert modules
+    assert {getattr(module, field) for module in modules} == {value}
+    assert "attention_scale" not in plan.pending
+
+
+@pytest.mark.parametrize("name", ["falcon", "modernbert"])
+@torch.no_grad()
+def test_scale_that_no_field_holds_is_put_into_the_queries(name):
+    model = build(name)
+    fused = {"falcon": "query_key_value", "modernbert": "Wqkv"}[name]
+    layers = [module for path, module in model.named_modules() if path.endswith(fused)]
+    own = [layer.weight.clone() for layer in layers]
+    for layer in layers:
+        layer.weight.mul_(8)  # logits whose scale is easy to see
+    plan = smupar.parameterize(model, base=build(name, 64), init_std=0.5)
+    before = logits(model)
+    huggingface.set_attention_scale(model, plan)
+    after = logits(model)
+    assert plan.pending == {}
+    assert (after - before).abs().max() > 1e-3
+    # By hand: Falcon has two query heads, a key and a value in each group of heads; ModernBERT three parts one after the other.
+    for layer in layers:
+        layer._forward_hooks.clear()
+        parts = layer.weight.view(-1, 4, 16, 128)[:, :2] if name == "falcon" else layer.weight[:128]
+        parts.mul_(1 / 4)
+    torch.testing.assert_close(logits(model), after, rtol=1e-4, atol=1e-5)
+    assert len(own) == 2
+
+
+def test_hint_of_a_scale_that_cannot_be_set_names_no_other_field():
+    """Without a forward pass nothing shows where ModernBERT makes its queries."""
+    model, base = build("modernbert"), build("modernbert", 64)
+    plan = smupar.parameterize(model, base=base)
+    with pytest.warns(smupar.PlanWarning, match=r"ModernBertAttention \('model.layers.0.attn'") as caught:
+        smupar.set_attention_scale(model, plan)
+    assert "rot" not in str(caught[0].message)
+    assert list(plan.pending) == ["attention_scale"]
+
+
+@pytest.mark.parametrize("name", ["gemma", "bloom"])
+def test_plan_of_an_earlier_version_is_loaded_with_its_scale(name, tmp_path):
+    model, _ = parameterized(name, multipliers="own")
+    model.save_pretrained(tmp_path)
+    plan = json.loads((tmp_path / "smupar_plan.json").read_text())
+    for newer in ("attention", "multipliers"):
+        del plan[newer]
+    for row in plan["rows"]:
+        del row["kept_factor"]
+    (tmp_path / "smupar_plan.json").write_text(json.dumps(plan))
+    again, _ = huggingface.load(tmp_path)
+    torch.testing.assert_close(logits(again), logits(model), rtol=0, atol=1e-6)
+
+
+def test_scale_that_was_set_by_hand_is_loaded_again(tmp_path):
+    model, base = build("bloom"), build("bloom", 64)
+    plan = smupar.parameterize(model, base=base)
+    for attention in find_attentions(model):
+        attention.module.inv_norm_factor = 1 / 40
+    plan.settle("attention_scale")
+    huggingface.save(model, plan, tmp_path)
+    again, _ = huggingface.load(tmp_path)
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_attention_free_model_needs_no_scale(tmp_path):
+    model, plan = parameterized("mamba")
+    assert plan.attention == []
+    model.save_pretrained(tmp_path)
+    again, plan = huggingface.load(tmp_path)  # without a warning, which would be an error here
+    assert plan.pending == {}
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_export_that_differs_from_the_original_is_not_kept(tmp_path):
+    """Marian does not save its table of sines, so a factor that is folded into the table is lost."""
+    torch.manual_seed(0)
+    kind = transformers.MarianMTModel
+    wide, narrow = (kind.config_class(**two_stacks(width, max_position_embeddings=64)) for width in (128, 64))
+    for alpha, is_lost in ((1.0, False), (3.0, True)):
+        model = kind(wide).eval()
+        huggingface.parameterize(model, base=narrow, alpha_input=alpha)
+        model.save_pretrained(tmp_path / f"sparse-{alpha}")
+        out = tmp_path / f"plain-{alpha}"
+        if is_lost:
+            with pytest.raises(ValueError, match="does not give the outputs of the original, so it was not kept"):
+                huggingface.export(tmp_path / f"sparse-{alpha}", out)
+        else:
+            huggingface.export(tmp_path / f"sparse-{alpha}", out)
+        assert out.exists() == (not is_lost)

@@ -1,0 +1,237 @@
+"""The attention scale of models that keep it in a field, in none, or in one that does nothing."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import smupar
+from smupar.plan.attention import find_attentions
+from smupar.plan.plan import Plan
+
+HEAD, VOCAB = 8, 11
+TOKENS = torch.arange(12).reshape(2, 6) % VOCAB
+
+
+def split(x):
+    return x.unflatten(-1, (-1, HEAD)).transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Queries, keys and values from three layers; subclasses say how logits are made."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.head_dim = HEAD
+        self.q_proj, self.k_proj, self.v_proj, self.out = (nn.Linear(width, width) for _ in range(4))
+
+    def parts(self, x):
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
+    def forward(self, x):
+        q, k, v = map(split, self.parts(x))
+        return self.out(self.mix(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Field(Attention):
+    def __init__(self, width):
+        super().__init__(width)
+        self.scale = HEAD**-0.5
+
+    def mix(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, scale=self.scale)
+
+
+class Divisor(Attention):
+    """As GPT-J: the field divides."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.scale_attn = math.sqrt(HEAD)
+
+    def mix(self, q, k, v):
+        return torch.softmax(q @ k.mT / self.scale_attn, -1) @ v
+
+
+class IdleField(Attention):
+    """As Falcon: the field does nothing where torch's kernel is used. ``scaling`` of rotary positions is another number."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.inv_norm_factor = self.rope_scaling = HEAD**-0.5
+
+    def mix(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+class HardCoded(Attention):
+    """As nanoGPT: no field, and a bias that is not scaled."""
+
+    def mix(self, q, k, v):
+        logits = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+        mask = torch.ones(logits.shape[-2:], dtype=torch.bool).tril()
+        return F.softmax(logits.masked_fill(~mask, float("-inf")), dim=-1) @ v
+
+
+class Fused(HardCoded):
+    """One layer; queries, keys and values of each head after each other."""
+
+    def __init__(self, width):
+        nn.Module.__init__(self)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def parts(self, x):
+        return (part.flatten(2) for part in self.qkv(x).unflatten(-1, (-1, 3, HEAD)).unbind(-2))
+
+
+class Normed(HardCoded):
+    """A norm after the queries' layer: only the norm can scale them."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.q_norm = nn.LayerNorm(HEAD)
+
+    def parts(self, x):
+        q, k, v = super().parts(x)
+        return self.q_norm(q.unflatten(-1, (-1, HEAD))).flatten(2), k, v
+
+
+class Torch(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.MultiheadAttention(width, width // HEAD, batch_first=True)
+
+    def forward(self, x):
+        return self.inner(x, x, x, need_weights=False)[0]
+
+
+class Net(nn.Module):
+    def __init__(self, width, kinds):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, width)
+        self.blocks = nn.ModuleList(kind(width) for kind in kinds)
+        self.head = nn.Linear(width, VOCAB)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def parameterized(*kinds, rule="smupar"):
+    torch.manual_seed(0)
+    model = Net(64, kinds)
+    with torch.no_grad():  # larger logits, whose scale is easy to see
+        plan = smupar.parameterize(model, base=Net(32, kinds), rule=rule, init_std={"blocks.*": 1.0, "*": "fan_in"})
+    return model.eval(), plan
+
+
+@torch.no_grad()
+def with_scaled_queries(model, factor):
+    """The model's logits if all of its queries are multiplied by a factor, by changing weights."""
+    other = copy.deepcopy(model)
+    for block in other.blocks:
+        if isinstance(block, Torch):
+            parts = [block.inner.in_proj_weight[:64]]
+        elif isinstance(block, Normed):
+            parts = list(block.q_norm.parameters())
+        elif isinstance(block, Fused):
+            parts = [part.unflatten(0, (-1, 3, HEAD))[:, 0] for part in block.qkv.parameters()]
+        else:
+            parts = list(block.q_proj.parameters())
+        for part in parts:
+            part.mul_(factor)
+    return other(TOKENS)
+
+
+KINDS = [Field, Divisor, IdleField, HardCoded, Fused, Normed, Torch]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_scale_of_every_kind_of_attention_becomes_that_of_the_rule(kind):
+    model, plan = parameterized(kind)
+    before, wanted = model(TOKENS), with_scaled_queries(model, HEAD**-0.5)
+    assert (wanted - before).abs().max() > 0.1
+    smupar.set_attention_scale(model, plan, example=TOKENS)
+    assert plan.pending == {}
+    torch.testing.assert_close(model(TOKENS), wanted, rtol=1e-4, atol=1e-5)
+    smupar.set_attention_scale(model, plan, example=TOKENS)  # a second call changes nothing
+    torch.testing.assert_close(model(TOKENS), wanted, rtol=1e-4, atol=1e-5)
+    assert smupar.audit(model, plan) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_attach_restores_the_scale_from_the_plan(kind):
+    model, plan = parameterized(kind)
+    smupar.set_attention_scale(model, plan, example={"tokens": TOKENS})
+    fresh = Net(64, [kind]).eval()
+    fresh.load_state_dict(model.state_dict())
+    smupar.attach(fresh, Plan.from_json(plan.to_json()))
+    torch.testing.assert_close(fresh(TOKENS), model(TOKENS), rtol=0, atol=0)
+
+
+@torch.no_grad()
+def test_factor_on_queries_reaches_training_and_evaluation_of_a_torch_encoder():
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    wide = nn.ModuleDict({"in": nn.Embedding(VOCAB, 32), "layer": layer, "head": nn.Linear(32, VOCAB)})
+    narrow = nn.ModuleDict({
+        "in": nn.Embedding(VOCAB, 16),
+        "layer": nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True),
+        "head": nn.Linear(16, VOCAB),
+    })  # fmt: skip
+    plan = smupar.parameterize(wide, base=narrow)
+    x = 3 * torch.randn(2, 5, 32)
+    smupar.set_attention_scale(wide, plan)
+    wanted = copy.deepcopy(layer)
+    wanted.self_attn._forward_pre_hooks.clear()
+    wanted.self_attn.in_proj_weight[:32] *= HEAD**-0.5
+    for mode in (True, False):
+        torch.testing.assert_close(layer.train(mode)(x), wanted.train(mode)(x), rtol=1e-4, atol=1e-5)
+
+
+def test_attention_that_is_left_over_keeps_the_reminder_and_is_named():
+    model, plan = parameterized(Field, HardCoded)
+    with pytest.warns(smupar.PlanWarning, match="HardCoded"):
+        smupar.set_attention_scale(model, plan)  # without an example, only fields can be set
+    assert model.blocks[0].scale == 1 / HEAD
+    assert "HardCoded ('blocks.1')" in plan.pending["attention_scale"]
+    with pytest.warns(smupar.PlanWarning, match="HardCoded"):
+        assert len(smupar.audit(model, plan)) == 1
+    smupar.set_attention_scale(model, plan, example=(TOKENS,))
+    assert plan.pending == {}
+
+
+def test_scale_in_one_of_two_attentions_does_not_count_for_both():
+    model, plan = parameterized(Field, Field)
+    model.blocks[0].scale = 1 / HEAD
+    with pytest.warns(smupar.PlanWarning, match="attention_scale"):
+        assert len(smupar.audit(model, plan)) == 1
+    model.blocks[1].scale = 1 / HEAD
+    assert smupar.audit(model, plan) == []
+
+
+def test_divisor_that_was_set_by_hand_is_seen():
+    model, plan = parameterized(Divisor)
+    model.blocks[0].scale_attn = 1 / HEAD  # as if it were a factor
+    with pytest.warns(smupar.PlanWarning, match="attention_scale"):
+        assert len(smupar.audit(model, plan)) == 1
+    model.blocks[0].scale_attn = float(HEAD)
+    assert smupar.audit(model, plan) == []
+
+
+def test_fields_of_rotary_positions_are_not_taken_for_the_scale():
+    (found,) = find_attentions(Net(64, [IdleField]))
+    assert (found.path, found.field, found.head_dim) == ("blocks.0", "inv_norm_factor", HEAD)
+
+
+def test_sp_leaves_attention_alone():
+    model, plan = parameterized(Field, rule="sp")
+    smupar.set_attention_scale(model, plan, example=TOKENS)
+    assert model.blocks[0].scale == HEAD**-0.5
+    assert plan.attention == []

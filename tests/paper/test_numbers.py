@@ -1,0 +1,233 @@
+"""Numbers in sentences of README, docs/decay.md and docs/lab/measured-updates.md, computed again from the published rows."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import defaultdict
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from smupar.paper import publish
+from smupar.paper.reproduce import figure
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "docs" / "results"
+
+
+def rows(name):
+    return publish.results(json.loads((RESULTS / f"{name}.json").read_text()))
+
+
+def words(page):
+    """The text of a page with single spaces, so that line breaks do not matter."""
+    return " ".join((ROOT / page).read_text().split())
+
+
+def losses(name, *, kind=lambda run: True, by):
+    """Mean validation losses of the runs of that kind, by what ``by`` gives for a run."""
+    found = defaultdict(list)
+    for row in rows(name):
+        if kind(row.config):
+            found[by(row.config)].append(row.summary.valid_loss)
+    return {key: fmean(values) for key, values in found.items()}
+
+
+def percent(share, digits=1):
+    return f"{100 * share:.{digits}f} %"
+
+
+def density(run):
+    return 1 - run.sparsity
+
+
+# Figure 3, on README and docs/decay.md
+
+
+def figure_3():
+    """Losses by line and density. muP and SmuPar are the same at density 1."""
+    usual = lambda run: run.decay == "independent" and run.weight_decay == 0.1  # noqa: E731
+    tuned = min((row for row in rows("fig03") if row.config.rule == "sp" and row.config.sparsity == 0 and usual(row.config)),
+                key=lambda row: row.summary.valid_loss).config.lr  # fmt: skip
+    lines = {rule: losses("fig03", kind=lambda run, rule=rule: run.rule == rule and usual(run), by=density)
+             for rule in ("mup", "smupar")}  # fmt: skip
+    lines["sp"] = losses("fig03", kind=lambda run: run.rule == "sp" and usual(run) and run.lr == tuned, by=density)
+    lines["smupar"][1.0] = lines["mup"][1.0]
+    return lines
+
+
+def above_smupar(rule):
+    lines = figure_3()
+    return {density: percent(loss / lines["smupar"][density] - 1) for density, loss in lines[rule].items()}
+
+
+def test_readme_has_the_gaps_of_figure_3():
+    mup, sp = above_smupar("mup"), above_smupar("sp")
+    seeds = sorted(
+        row.summary.valid_loss for row in rows("fig03") if row.config.rule == "mup" and density(row.config) == 1 / 32
+    )
+    readme = words("README.md")
+    assert f"muP ends {mup[1 / 8]}, {mup[1 / 32]} and {mup[1 / 128]} above SmuPar's loss" in readme
+    assert f"is {sp[1.0]} above SmuPar when dense and {sp[1 / 32]} at 1/32" in readme
+    assert f"two seeds of muP differ by {percent(seeds[1] / seeds[0] - 1)}" in readme
+    assert len(seeds) == 2
+
+
+def test_decay_page_has_the_gaps_of_figure_3_and_of_coupled_decay_there():
+    mup, page = above_smupar("mup"), words("docs/decay.md")
+    assert f"by {mup[1 / 8]} at 1/8, {mup[1 / 32]} at 1/32 and {mup[1 / 128]} at 1/128" in page
+    ours = figure_3()["smupar"]
+    coupled = losses("fig03", kind=lambda run: run.decay == "coupled", by=density)
+    lost = {density: percent(loss / ours[density] - 1) for density, loss in coupled.items()}
+    assert f"At width 2048 it loses {lost[1 / 32]} at 1/32 and {lost[1 / 128]} at 1/128" in page
+    old = losses("without-decay/fig03", by=lambda run: (run.rule, density(run)))
+    ahead = {density: old["mup", density] > old["smupar", density] for rule, density in old if rule == "smupar"}
+    assert {density for density, is_ahead in ahead.items() if not is_ahead} == {1 / 32, 1 / 64, 1 / 128}
+    assert "Without decay SmuPar fell behind muP at density 1/32 and below" in page
+
+
+# The decay study
+
+
+def study(width=512, steps=2000, **fields):
+    """Losses by density and amount of decay. ``fields`` replace the usual kind of decay, the parameters that decay, and the
+    learning rate."""
+    asked = {"decay": "independent", "decayed": "all", "lr": 2**-6, **fields}
+
+    def is_asked(run):
+        return (run.model.width, run.steps) == (width, steps) and all(getattr(run, name) == asked[name] for name in asked)
+
+    return losses("decay", kind=is_asked, by=lambda run: (density(run), run.weight_decay))
+
+
+def scan(of, density):
+    return {amount: loss for (own, amount), loss in of.items() if own == density}
+
+
+def best(of):
+    return min(of, key=of.get)
+
+
+def test_decay_page_has_the_best_amount_and_what_none_costs():
+    main, page = study(), words("docs/decay.md")
+    assert {best(scan(main, density)) for density in (1, 1 / 8, 1 / 32, 1 / 128)} == {0.1}
+    costs = [percent(main[density, 0.0] / main[density, 0.1] - 1) for density in (1, 1 / 8, 1 / 32, 1 / 128)]
+    assert f"Without decay the loss is {costs[0]}, {costs[1]}, {costs[2]} and {costs[3]} higher." in page
+    assert sorted({amount for _, amount in main}) == [0.0, 0.03, 0.1, 0.2, 0.4]
+    assert f"({len(rows('decay'))} runs)" in page
+
+
+def test_decay_page_has_what_the_amount_costs_elsewhere():
+    elsewhere = [study(width=256), study(steps=500), study(steps=8000)]
+    scans = [scan(of, density) for of in elsewhere for density in {own for own, _ in of}]
+    cost = max(own[0.1] / min(own.values()) - 1 for own in scans)
+    page = words("docs/decay.md")
+    assert f"At width 256, at 500 and at 8000 steps 0.1 costs at most {percent(cost, 2)} beside the best amount there" in page
+    short, long = study(steps=500), study(steps=8000)
+    assert best(scan(short, 1 / 32)) == max(amount for _, amount in short)
+    assert (best(scan(long, 1.0)), best(scan(long, 1 / 32))) == (0.03, 0.2)
+    assert "in 8000 steps the dense one at 0.03 and the sparse one at 0.2" in page
+
+
+def test_decay_page_is_right_that_half_and_twice_the_learning_rate_are_worse():
+    main = study()
+    for density in (1, 1 / 8, 1 / 32):
+        assert all(study(lr=lr)[density, 0.1] > main[density, 0.1] for lr in (2**-7, 2**-5))
+
+
+def test_decay_page_has_what_coupled_decay_and_decay_of_some_parameters_cost():
+    main, page = study(), words("docs/decay.md")
+
+    def lost(density, **fields):
+        return percent(study(**fields)[density, 0.1] / main[density, 0.1] - 1)
+
+    coupled = [lost(density, decay="coupled") for density in (1 / 8, 1 / 32, 1 / 128)]
+    assert f"loses** {coupled[0]} at density 1/8, {coupled[1]} at 1/32 and {coupled[2]} at 1/128" in page
+    matrices, hidden = ([lost(density, decayed=part) for density in (1 / 8, 1 / 32)] for part in ("matrices", "hidden"))
+    assert f"the loss is {matrices[0]} higher at density 1/8 and {matrices[1]} at 1/32" in page
+    assert f"where hidden weights alone do, {hidden[0]} and {hidden[1]}" in page
+    dense = [abs(study(decayed=part)[1, 0.1] / main[1, 0.1] - 1) for part in ("matrices", "hidden")]
+    assert f"For dense models the difference is {percent(max(dense))} at most" in page
+
+
+def test_decay_page_has_the_ends_of_drift():
+    facts = json.loads((RESULTS / "drift.json").read_text())
+    ratios = figure("drift").from_facts(facts)
+    ends = {name: own[max(own)] for name, own in ratios.items()}
+    none, independent = (f"{ends[f'{way}, density 1/32']:.2g}" for way in ("no decay", "independent"))
+    page = words("docs/decay.md")
+    assert f"At density 1/32 the multiple is {none} at the end without decay, and {independent} with decay 0.1." in page
+    widths = {row.config.model.width for row in publish.results(facts)}
+    assert widths == {512}
+
+
+def test_page_of_first_results_has_what_no_decay_costs_sparse_models():
+    main = study()
+    costs = [100 * (main[density, 0.0] / main[density, 0.1] - 1) for density in (1 / 8, 1 / 32, 1 / 128)]
+    page = words("docs/results/without-decay/README.md")
+    assert f"without it sparse models end {min(costs):.1f} % to {max(costs):.1f} % higher" in page
+
+
+# Tables of docs/lab/measured-updates.md whose rows are kept
+
+
+def curve(name, kind):
+    """Mean training losses by log2 of the learning rate."""
+    found = defaultdict(list)
+    for row in rows(name):
+        if kind(row.config):
+            found[math.log2(row.config.lr)].append(math.inf if row.summary.train_loss is None else row.summary.train_loss)
+    return {lr: fmean(values) for lr, values in found.items()}
+
+
+def masked(masks, line):
+    """The curves at densities 1/4, 1/16 and 1/64 of a line of the tables."""
+    rule = {"SP": "sp", "muP": "mup"}.get(line, "smupar")
+    follows, moment = line == "measured", line in ("measured", "SmuPar, density of the moment")
+
+    def kind(density, run):
+        is_column = run.dynamic == masks and (masks != "gmp" or (run.correction == "moment") == moment)
+        return run.rule == rule and 1 - run.sparsity == density and is_column and (run.follow is not None) == follows
+
+    name = "fig06" if masks == "none" else "fig12"
+    return [curve(name, lambda run, density=density: kind(density, run)) for density in (1 / 4, 1 / 16, 1 / 64)]
+
+
+LAB = "docs/lab/measured-updates.md"
+KEPT = {"static": "none", "RigL": "rigl", "GMP": "gmp"}
+
+
+@pytest.mark.parametrize("masks", KEPT)
+def test_lab_page_has_the_losses_of_kept_rows(masks):
+    lines = re.findall(rf"^\| {masks}: (.+?) \| (.+?) \| (.+?) \| (.+?) \|", (ROOT / LAB).read_text(), re.MULTILINE)
+    compared = 0
+    for line, *shown in lines:
+        if masks == "static" and line == "measured":
+            continue  # no rows kept
+        name = "SmuPar" if line == "SmuPar as in the paper" else line
+        at = -9 if line == "SP" else -6
+        assert [number.strip("*") for number in shown] == [f"{own[at]:.3f}" for own in masked(KEPT[masks], name)]
+        compared += 1
+    assert compared == {"static": 3, "RigL": 4, "GMP": 5}[masks]
+
+
+@pytest.mark.parametrize("masks", KEPT)
+def test_lab_page_has_the_best_learning_rates_of_kept_rows(masks):
+    (line,) = re.findall(rf"^\| {masks} \|(.+)\|$", (ROOT / LAB).read_text(), re.MULTILINE)
+    columns = dict(zip(("SP", "muP", "SmuPar", "SmuPar, density of the moment", "measured"), line.split("|"), strict=True))
+    if masks == "static":
+        del columns["measured"]  # no rows kept
+    for name, shown in columns.items():
+        if shown.strip():
+            best_rates = [min(own, key=own.get) for own in masked(KEPT[masks], name)]
+            assert [int(number) for number in re.findall(r"-\d+", shown)[:3]] == best_rates
+
+
+def test_lab_page_says_which_rows_are_not_kept():
+    page = (ROOT / LAB).read_text()
+    without = ["Other optimizers", "Another depth", "Another length", "Iterative magnitude pruning", "What it costs"]
+    for heading in without:
+        assert page.partition(f"## {heading}\n\n")[2].startswith("*No rows kept.*"), heading

@@ -1,0 +1,543 @@
+"""Roles with an example, whose forward pass shows how each parameter is used; and what is asked or noted without one."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import smupar
+from tests.models import on_meta, sequential
+from tests.plan.roles.nets import LM, TOKENS, refusal, roles, suggested, widths
+
+IMAGES = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
+ROWS = torch.linspace(-1, 1, 4 * 8).reshape(4, 8)
+
+
+def kinds(plan):
+    return {note.kind for note in plan.notes}
+
+
+class LowRank(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.down, self.up = nn.Parameter(torch.randn(width, 8)), nn.Parameter(torch.randn(8, width))
+
+    def forward(self, x):
+        return x + F.gelu(x @ self.down) @ self.up
+
+
+class Experts(nn.Module):
+    """Experts of fixed size in 3-D parameters, stored as (out, in)."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.router = nn.Linear(width, 3, bias=False)
+        self.into, self.back = nn.Parameter(torch.randn(3, 8, width)), nn.Parameter(torch.randn(3, width, 8))
+
+    def forward(self, x):
+        shares = self.router(x).softmax(-1)
+        hidden = F.gelu(torch.einsum("btd,efd->btef", x, self.into))
+        return x + torch.einsum("btef,edf,bte->btd", hidden, self.back, shares)
+
+
+class ExpertList(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.router = nn.Linear(width, 3, bias=False)
+        self.into = nn.ParameterList(nn.Parameter(torch.randn(width, 8)) for _ in range(3))
+        self.back = nn.ParameterList(nn.Parameter(torch.randn(8, width)) for _ in range(3))
+
+    def forward(self, x):
+        shares = self.router(x).softmax(-1).unbind(-1)
+        experts = zip(shares, self.into, self.back, strict=True)
+        return x + sum(share[..., None] * (torch.tanh(x @ into) @ back) for share, into, back in experts)
+
+
+def with_block(block):
+    """Embedding, a block, a readout."""
+
+    def make(width):
+        return nn.Sequential(nn.Embedding(40, width), block(width), nn.LayerNorm(width), nn.Linear(width, 40, bias=False))
+
+    return make
+
+
+# name of the weight -> (input dimensions, m_in, m_out)
+FIXED_SIZES = {
+    "low rank": (LowRank, {"down": ((0,), 4, 1), "up": ((0,), 1, 4)}),
+    "3-D experts": (Experts, {"router.weight": ((1,), 4, 1), "into": ((2,), 4, 1), "back": ((2,), 1, 4)}),
+    "lists of experts": (ExpertList, {"router.weight": ((1,), 4, 1), "into.1": ((0,), 4, 1), "back.2": ((0,), 1, 4)}),
+}
+
+
+@pytest.mark.parametrize(("block", "expected"), FIXED_SIZES.values(), ids=FIXED_SIZES)
+def test_raw_matrices_of_fixed_size_are_asked_for_and_an_example_decides(block, expected):
+    make = with_block(block)
+    error = refusal(make(64), base=make(16), match="pass example=")
+    assert all(f"1.{name} " in str(error) for name in expected)
+    plan = smupar.make_plan(make(64), base=make(16), example=TOKENS)
+    for name, (in_dims, m_in, m_out) in expected.items():
+        row = plan[f"1.{name}"]
+        assert (row.role, row.in_dims, row.width_in, row.width_out) == ("hidden", in_dims, m_in, m_out)
+        assert row.lr_factors["adam"] == 1 / m_in
+    assert (plan["0.weight"].role, plan["3.weight"].role) == ("embedding", "unembedding")
+
+
+class Mixer(nn.Module):
+    """Mixes 4 patches by layers whose inner size follows the width."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 4, 4)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"t1": nn.Linear(4, width // 2), "t2": nn.Linear(width // 2, 4), "c": nn.Linear(width, width)})
+            for _ in range(2)
+        )
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x):
+        x = self.stem(x).flatten(2).mT
+        for block in self.blocks:
+            x = x + block["t2"](F.gelu(block["t1"](x.mT))).mT
+            x = x + F.gelu(block["c"](x))
+        return self.head(x.mean(1))
+
+
+def test_token_layers_of_a_mixer_are_hidden_in_every_block():
+    error = refusal(Mixer(64), base=Mixer(16))
+    assert suggested(error) == {"blocks.*.t1.weight": "hidden", "blocks.*.t2.weight": "hidden", "head.weight": "unembedding"}
+    plan = smupar.make_plan(Mixer(64), base=Mixer(16), example=IMAGES, alpha_input=4, density=0.25)
+    for block in (0, 1):
+        assert plan[f"blocks.{block}.t1.weight"].role == plan[f"blocks.{block}.t2.weight"].role == "hidden"
+        assert plan[f"blocks.{block}.t1.weight"].density == 0.25
+    assert widths(plan, "blocks.0.t1.weight", "blocks.0.t2.weight") == [(1, 4), (4, 1)]
+    assert plan["stem.weight"].forward == (("stem", 4.0),)
+    assert plan["head.weight"].role == "unembedding"
+
+
+class Projected(nn.Module):
+    """As OPT-350m: the tied table has a fixed size, and two layers lead from it to the width and back."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.table = nn.Embedding(40, 12)
+        self.project_out, self.project_in = nn.Linear(width, 12, bias=False), nn.Linear(12, width, bias=False)
+        self.inner = nn.Linear(width, width)
+        self.head = nn.Linear(12, 40, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens):
+        return self.head(self.project_out(torch.tanh(self.inner(self.project_in(self.table(tokens))))))
+
+
+class UNet(nn.Module):
+    """The embedding of time is registered before the stem."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.time = nn.Sequential(nn.Linear(8, width), nn.SiLU(), nn.Linear(width, width))
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.down, self.up = nn.Conv2d(width, 2 * width, 3, 2, 1), nn.ConvTranspose2d(2 * width, width, 2, 2)
+        self.out = nn.Conv2d(2 * width, 3, 1)
+
+    def forward(self, x, time):
+        x = self.stem(x) + self.time(time)[..., None, None]
+        return self.out(torch.cat([x, self.up(F.silu(self.down(x)))], 1))
+
+
+class TwoTowers(nn.Module):
+    """As CLIP: a tower for text, registered first, and one for images; cosines are the output."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.table, self.text = nn.Embedding(40, width), nn.Linear(width, width)
+        self.patches, self.image = nn.Conv2d(3, width, 4, 4), nn.Linear(width, width)
+        self.text_out, self.image_out = nn.Linear(width, 6, bias=False), nn.Linear(width, 6, bias=False)
+
+    def forward(self, tokens, images):
+        text = self.text_out(torch.tanh(self.text(self.table(tokens).mean(1))))
+        image = self.image_out(torch.tanh(self.image(self.patches(images).flatten(2).mean(2))))
+        return F.normalize(text, dim=-1) @ F.normalize(image, dim=-1).T
+
+
+class DeepAndCross(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(10, 4) for _ in range(3))
+        self.cross = nn.Linear(12, 12)
+        self.deep = nn.Sequential(nn.Linear(12, width), nn.ReLU(), nn.Linear(width, width))
+        self.out = nn.Linear(width + 12, 1)
+
+    def forward(self, ids):
+        x = torch.cat([table(ids[:, place]) for place, table in enumerate(self.tables)], -1)
+        return self.out(torch.cat([self.deep(x), x + x * self.cross(x)], -1))
+
+
+# The example, the line that the question proposes, and what the example decides.
+ENDS = {
+    "projections round a fixed table": (
+        Projected, TOKENS,
+        {"project_out.weight": "unembedding", "project_in.weight": "embedding"},
+        {"project_out.weight": "unembedding", "project_in.weight": "embedding", "inner.weight": "hidden"},
+    ),
+    "a stem after the embedding of time": (
+        UNet, (IMAGES, ROWS[:2]),
+        {"stem.weight": "embedding"},
+        {"stem.weight": "embedding", "time.0.weight": "embedding", "time.2.weight": "hidden", "out.weight": "unembedding"},
+    ),
+    "two towers": (
+        TwoTowers, (TOKENS, IMAGES),
+        {"patches.weight": "embedding", "text_out.weight": "hidden", "image_out.weight": "unembedding"},
+        {"table.weight": "embedding", "patches.weight": "embedding", "text_out.weight": "unembedding",
+         "image_out.weight": "unembedding"},
+    ),
+    "deep and cross": (
+        DeepAndCross, TOKENS[:, :3] % 10,
+        {"deep.0.weight": "embedding"},
+        {"deep.0.weight": "embedding", "deep.2.weight": "hidden", "cross.weight": "fixed", "out.weight": "unembedding"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "example", "proposal", "decided"), ENDS.values(), ids=ENDS)
+def test_layers_at_the_ends_are_asked_for_and_an_example_decides(make, example, proposal, decided):
+    error = refusal(make(64), base=make(16), match="pass example=")
+    assert suggested(error) == proposal
+    found = roles(smupar.make_plan(make(64), base=make(16), example=example))
+    assert {name: found[name] for name in decided} == decided
+
+
+class EinsumAttention(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.table = nn.Embedding(40, width)
+        self.wq, self.wk, self.wv = (nn.Parameter(torch.randn(width, width // 4, 4)) for _ in range(3))
+        self.wo = nn.Parameter(torch.randn(width // 4, 4, width))
+        self.head = nn.Linear(width, 40)
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        q, k, v = (torch.einsum("btd,dhk->bthk", x, weight) for weight in (self.wq, self.wk, self.wv))
+        shares = torch.einsum("bqhk,bshk->bhqs", q, k).softmax(-1)
+        y = torch.einsum("bhqs,bshk->bqhk", shares, v)
+        return self.head(x + torch.einsum("bthk,hkd->btd", y, self.wo))
+
+
+def test_einsum_attention_reads_the_right_dimensions():
+    plan = smupar.make_plan(EinsumAttention(64), base=EinsumAttention(16), example=TOKENS)
+    assert plan["wq"].in_dims == plan["wk"].in_dims == plan["wv"].in_dims == (0,)
+    assert plan["wo"].in_dims == (0, 1)
+    assert widths(plan, "wq", "wo") == [(4, 4), (4, 4)]
+    assert plan["wq"].init_std == plan["wo"].init_std == pytest.approx((16 * 4) ** -0.5, rel=1e-12)
+    assert "dot product" not in kinds(plan)  # heads have 4 entries at every width
+
+
+def test_several_input_dimensions_can_be_named():
+    answers = {"w[qkv]": ("hidden", 0), "wo": ("hidden", (0, 1))}
+    model = EinsumAttention(64)
+    plan = smupar.parameterize(model, base=EinsumAttention(16), roles=answers, density=0.25, pattern="fan_in")
+    assert plan["wo"].in_dims == (0, 1)
+    assert plan["wo"].init_std == pytest.approx((16 * 4 * 0.25) ** -0.5, rel=1e-12)
+    assert set(torch.count_nonzero(model.wo, dim=(0, 1)).tolist()) == {16}  # a quarter of 16 x 4 inputs for each output
+    for wrong in ((), (0, 0), (0, 3), (0, 1, 2)):
+        refusal(
+            EinsumAttention(64), base=EinsumAttention(16), roles={**answers, "wo": ("hidden", wrong)}, match="'wo' of shape"
+        )
+
+
+def weight_normed(width):
+    model = sequential(width)
+    for place in (0, 2, 4):
+        parametrizations.weight_norm(model[place])
+    return model
+
+
+def test_direction_of_weight_norm_is_proposed_as_hidden_and_an_example_decides():
+    error = refusal(weight_normed(64), base=weight_normed(16))
+    assert suggested(error)["*.parametrizations.weight.original1"] == ("hidden", 1)
+    plan = smupar.make_plan(weight_normed(64), base=weight_normed(16), example=ROWS)
+    names = [f"{place}.parametrizations.weight.original" for place in (0, 2, 4)]
+    assert [plan[f"{name}1"].role for name in names] == ["embedding", "hidden", "unembedding"]
+    assert [plan[f"{name}0"].role for name in names] == ["vector", "vector", "fixed"]
+    assert widths(plan, f"{names[1]}1") == [(4, 4)]
+
+
+def test_state_matrix_that_acts_by_element_is_a_vector():
+    class Scan(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.rates = nn.Parameter(torch.ones(width, 8))
+
+        def forward(self, x):
+            return x + (x[..., None] * torch.exp(-self.rates)).amax(-1)
+
+    make = with_block(Scan)
+    refusal(make(64), base=make(16), match="or act element by element")
+    assert smupar.make_plan(make(64), base=make(16), example=TOKENS)["1.rates"].role == "vector"
+
+
+# Sizes that scale in part
+
+
+class Fused(nn.Module):
+    """As Mamba: one layer writes a part that follows the width and two parts of 8."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.fused, self.rate = nn.Linear(width, width // 4 + 16), nn.Linear(width // 4, width)
+
+    def forward(self, x):
+        rate, b, c = self.fused(x).split([self.rate.in_features, 8, 8], -1)
+        return x * F.softplus(self.rate(rate)) * (b * c).mean(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("example", [None, TOKENS], ids=["without an example", "with an example"])
+def test_output_that_scales_in_part_is_noted(example):
+    make = with_block(Fused)
+    plan = smupar.make_plan(make(64), base=make(16), example=example)
+    (note,) = (note for note in plan.notes if note.kind == "writes in part")
+    assert "'1.fused.weight' is writing" in str(note)
+    assert not note.is_caution
+    assert plan["1.fused.weight"].lr_factors["adam"] == 0.25
+
+
+@pytest.mark.parametrize("example", [None, TOKENS[:, :3] % 10], ids=["without an example", "with an example"])
+def test_input_that_scales_in_part_is_noted(example):
+    answers = {"deep.0.weight": "embedding"}
+    plan = smupar.make_plan(DeepAndCross(64), base=DeepAndCross(16), example=example, roles=answers)
+    (note,) = (note for note in plan.notes if note.kind == "reads in part")
+    assert "'out.weight' is reading" in str(note)
+    assert widths(plan, "out.weight") == [(Fraction(64 + 12, 16 + 12), 1)]
+
+
+def test_concatenation_of_parts_that_all_scale_is_not_noted():
+    for example in (None, (IMAGES, ROWS[:2])):
+        plan = smupar.make_plan(UNet(64), base=UNet(16), example=example, roles={"stem.weight": "embedding"})
+        assert not kinds(plan) & {"reads in part", "writes in part"}
+
+
+# Products that no layer shows
+
+
+class Retrieval(nn.Module):
+    def __init__(self, width, score):
+        super().__init__()
+        self.table, self.left, self.right = nn.Embedding(40, width), nn.Linear(width, width), nn.Linear(width, width)
+        self.score = score
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        return self.score(self.left(x), self.right(x))
+
+
+SCORES = {
+    "matrix of scores": (lambda a, b: a @ b.mT, True),
+    "sum of products": (lambda a, b: (a * b).sum(-1), True),
+    "einsum": (lambda a, b: torch.einsum("btd,bsd->bts", a, b), True),
+    "mean of products": (lambda a, b: (a * b).mean(-1), False),
+    "cosine": (lambda a, b: F.cosine_similarity(a, b, dim=-1), False),
+    "normalised": (lambda a, b: F.normalize(a, dim=-1) @ F.normalize(b, dim=-1).mT, False),
+    "normalised by hand": (lambda a, b: (a / a.pow(2).sum(-1, keepdim=True).sqrt()) @ F.normalize(b, dim=-1).mT, False),
+    "attention": (lambda a, b: (a @ b.mT).softmax(-1) @ b, False),  # of which the attention scale reminds
+    "gates": (lambda a, b: a * b, False),
+}
+
+
+@pytest.mark.parametrize(("score", "is_noted"), SCORES.values(), ids=SCORES)
+def test_dot_product_over_the_width_is_noted_unless_it_is_normalised(score, is_noted):
+    plan = smupar.make_plan(Retrieval(64, score), base=Retrieval(16, score), example=TOKENS)
+    assert ("dot product" in kinds(plan)) is is_noted
+
+
+def test_vector_that_is_summed_is_noted():
+    class Pool(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.query = nn.Parameter(torch.randn(width))
+
+        def forward(self, x):
+            return x * (x @ self.query).softmax(-1)[..., None]
+
+    make = with_block(Pool)
+    plan = smupar.make_plan(make(64), base=make(16), example=TOKENS)
+    (note,) = (note for note in plan.notes if note.kind == "summed vector")
+    assert "'1.query'" in str(note)
+    assert "(1, 64)" in str(note)
+
+
+class LogitsByHand(nn.Module):
+    """The layer that leads into a bottleneck is registered last, where a readout would be."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.table, self.up, self.down = nn.Embedding(40, width), nn.Linear(6, width), nn.Linear(width, 6)
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        return F.linear(x + self.up(torch.tanh(self.down(x))), self.table.weight)
+
+
+def test_bottleneck_that_is_registered_last_is_not_taken_for_the_readout():
+    error = refusal(LogitsByHand(64), base=LogitsByHand(16))
+    assert suggested(error).keys() == {"up.weight", "down.weight"}
+    plan = smupar.make_plan(LogitsByHand(64), base=LogitsByHand(16), example=TOKENS)
+    assert plan["up.weight"].role == plan["down.weight"].role == "hidden"
+    assert "output_factor" in plan.pending
+
+
+# What an example cannot decide
+
+
+class Echo(nn.Module):
+    """The readout's logits are also fed back."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.table, self.head, self.back = nn.Embedding(40, width), nn.Linear(width, 6), nn.Linear(6, width)
+
+    def forward(self, tokens):
+        logits = self.head(self.table(tokens))
+        return logits, self.back(logits)
+
+
+class Tied(nn.Module):
+    """One matrix leads down, and its transpose up again."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, 6))
+
+    def forward(self, x):
+        return x @ self.weight @ self.weight.T
+
+
+UNDECIDED = {
+    "a readout that is fed back": (Echo, "makes a part of the model's output, and other layers read it too"),
+    "a matrix and its transpose": (with_block(Tied), "is used in products that sum over different dimensions"),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), UNDECIDED.values(), ids=UNDECIDED)
+def test_uses_that_contradict_each_other_are_asked_for(make, message):
+    error = refusal(make(64), base=make(16), example=TOKENS, match=message)
+    assert "pass example=" not in str(error)
+
+
+class Branching(nn.Module):
+    """Control flow that needs values."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.down, self.up = nn.Parameter(torch.randn(width, 8)), nn.Parameter(torch.randn(8, width))
+
+    def forward(self, x):
+        return x @ self.down @ self.up if bool((x * x).sum() >= 0) else x
+
+
+def test_control_flow_that_needs_values_is_followed_in_small_models_also_on_meta():
+    make = with_block(Branching)
+    plan = smupar.make_plan(on_meta(make, 64), base=on_meta(make, 16), example=TOKENS)
+    assert widths(plan, "1.down", "1.up") == [(4, 1), (1, 4)]
+
+
+class Uncopyable(LowRank):
+    def __deepcopy__(self, memo):
+        raise RuntimeError("this model has a lock")
+
+
+class Wider(LowRank):
+    """Takes another path when it is wide."""
+
+    def forward(self, x):
+        return super().forward(torch.cat([x, x], 0)[: len(x)] if x.shape[-1] > 16 else x)
+
+
+FALLBACKS = {
+    "another shape": (with_block(LowRank), torch.zeros(2, 3), "could not be run through base"),
+    "another argument": (with_block(LowRank), {"tokens": TOKENS}, "could not be run through base"),
+    "a model that cannot be copied": (with_block(Uncopyable), TOKENS, "could not be run through base.*this model has a lock"),
+    "another path at another width": (with_block(Wider), TOKENS, "takes another path through the model than through base"),
+}
+
+
+@pytest.mark.parametrize(("make", "example", "message"), FALLBACKS.values(), ids=FALLBACKS)
+def test_examples_that_cannot_be_run_are_named_and_rules_without_them_hold(make, example, message):
+    answers = {"1.down": ("hidden", 0), "1.up": ("hidden", 0)}
+    with pytest.warns(smupar.PlanWarning, match=message):
+        plan = smupar.make_plan(make(64), base=make(16), example=example, roles=answers)
+    without = smupar.make_plan(make(64), base=make(16), roles=answers)
+    assert [row.lr_factors for row in plan] == [row.lr_factors for row in without]
+
+
+def test_question_says_that_the_example_could_not_be_run():
+    make = with_block(LowRank)
+    refusal(make(64), base=make(16), example=torch.zeros(2, 3), match="the example could not be run through base")
+
+
+def test_example_of_a_model_as_wide_as_its_base_asks_for_delta():
+    with pytest.warns(smupar.PlanWarning, match="the example was not used.*delta="):
+        smupar.make_plan(sequential(16), base=sequential(16), example=ROWS)
+    make = with_block(LowRank)
+    plan = smupar.make_plan(make(16), base=make(16), delta=make(32), example=TOKENS)
+    assert (plan["1.down"].role, plan["1.down"].in_dims, plan["1.down"].width_in) == ("hidden", (0,), 1)
+
+
+def test_parameters_that_the_example_does_not_use_are_named():
+    class Spare(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.used, self.spare = nn.Linear(width, width), nn.Linear(width, width)
+
+        def forward(self, x):
+            return self.used(x)
+
+    make = with_block(Spare)
+    with pytest.warns(smupar.PlanWarning, match="does not use '1.spare.weight', '1.spare.bias'"):
+        plan = smupar.make_plan(make(64), base=make(16), example=TOKENS)
+    assert plan["1.spare.weight"].role == "hidden"
+
+
+def test_experts_that_no_token_chose_are_used_as_their_siblings_are():
+    class Switch(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.experts = nn.ModuleList(LowRank(width) for _ in range(3))
+
+        def forward(self, x):
+            return self.experts[0](x)
+
+    make = with_block(Switch)
+    plan = smupar.make_plan(make(64), base=make(16), example=TOKENS)
+    assert plan["1.experts.2.down"].in_dims == (0,)
+    assert widths(plan, "1.experts.2.down", "1.experts.2.up") == [(4, 1), (1, 4)]
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"num_kv_heads": 1}, {"tied": True, "num_kv_heads": 1}], ids=str)
+def test_example_agrees_with_what_structure_decides(options):
+    answers = {"[kv]_proj.weight": "hidden"} if "num_kv_heads" in options else None
+    with_example = smupar.make_plan(LM(32, **options), base=LM(8, **options), example=TOKENS, density=0.5)
+    without = smupar.make_plan(LM(32, **options), base=LM(8, **options), roles=answers, density=0.5)
+    assert with_example.diff(without) == []
+
+
+class Deep(nn.Module):
+    def __init__(self, width, depth):
+        super().__init__()
+        self.table, self.head = nn.Embedding(40, width), nn.Linear(width, 40, bias=False)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(width), LowRank(width)) for _ in range(depth))
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_example_decides_roles_of_a_model_that_is_deeper_than_its_base():
+    plan = smupar.make_plan(Deep(64, 4), base=Deep(16, 2), example=TOKENS, branches=["blocks.*.1"])
+    assert {plan[f"blocks.{block}.1.down"].in_dims for block in range(4)} == {(0,)}
+    assert widths(plan, "blocks.3.1.down", "blocks.3.1.up") == [(4, 1), (1, 4)]
+    assert any("differ in depth" in str(note) for note in plan.notes)
