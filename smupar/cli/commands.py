@@ -112,6 +112,25 @@ def watch(
     serve(folders, host=host, port=port, say=lambda line: print(line, flush=True))
 
 
+def verify(folder: tyro.conf.Positional[str]) -> None:
+    """Compare a run, study, checkpoint, export, trace or prepared text with its checksums, by reading all of it.
+
+    Prints a line for each part that is damaged or missing, and exits with 1 if there is one. Nothing is changed. A run whose
+    last checkpoint is damaged goes on from the one before; --from-step chooses an earlier one.
+
+    Args:
+        folder: Folder that smupar wrote; or the file of a trace.
+    """
+    from pathlib import Path
+
+    from smupar.study.verify import verify as compare
+
+    found = compare(Path(folder))
+    print("\n".join([*found.wrong, f"{folder}: {found}"]))
+    if found.wrong:
+        sys.exit(1)
+
+
 def check(config: Annotated[Typed, CheckConfig]) -> None:
     """Measure whether activations, gradients and updates of the GPT keep their size over width and sparsity.
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import tyro
 
+from smupar.cli.commands import verify as compare
 from smupar.cli.flags import Call, Typed, parser_of
 from smupar.lm.config.commands import PrepareConfig
 
@@ -25,15 +26,12 @@ def prepare(config: Annotated[Typed, PrepareConfig]) -> None:
 
 
 def verify(folder: tyro.conf.Positional[str]) -> None:
-    """Compare every shard with its checksum, and say what is in the folder.
+    """The same as `smupar verify`, for a folder of prepared text.
 
     Args:
         folder: Folder made by `smupar data prepare`.
     """
-    from smupar.lm.data.shards import verify as compare
-
-    index = compare(folder)
-    print(f"{folder}: {index.num_tokens:,} tokens, {index.num_documents:,} documents, {index.tokenizer.name}: intact")
+    compare(folder)
 
 
 DataStep = tyro.conf.OmitSubcommandPrefixes[
@@ -43,5 +41,5 @@ DataStep = tyro.conf.OmitSubcommandPrefixes[
 
 
 def data(step: DataStep) -> None:
-    """Turn text into tokens on disk, and check them: `smupar data prepare` and `smupar data verify`."""
+    """Turn text into tokens on disk, and check them: `smupar data prepare` and `smupar verify`."""
     # This function exists for its help text only: main.parse recognises both steps before it would call this.

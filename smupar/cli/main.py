@@ -1,9 +1,9 @@
 """The command line: parses argv into the call of a command, then makes the call. Some defaults depend on other flags, so
 ``--help`` shows the defaults for the flags that were typed with it.
 
-Exit codes, as in docs/command-line.md: 0 success; 1 a check or claim does not hold; 2 bad input, or out of memory or disk (one
-line names the problem and the remedy); 3 a run diverged; 130 interrupted; 141 the reader of the output closed the pipe; 143
-ended by SIGTERM. A training run saves a checkpoint before a signal ends it.
+Exit codes, as in docs/command-line.md: 0 success; 1 a check or claim does not hold, or a file is damaged; 2 bad input, or out
+of memory or disk (one line names the problem and the remedy); 3 a run diverged; 130 interrupted; 141 the reader of the output
+closed the pipe; 143 ended by SIGTERM. A training run saves a checkpoint before a signal ends it.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "reproduce": commands.reproduce,
     "watch": commands.watch,
     "report": commands.report,
+    "verify": commands.verify,
     "bench": commands.bench,
     "data": data.data,
     "eval": evaluation.evaluate,

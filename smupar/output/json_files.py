@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from smupar.output.files import write_atomic
 
-SEAL = "sha256"
+SEAL = "seal"  # no field of our files has this name
 
 Record = TypeVar("Record")
 
@@ -70,7 +71,7 @@ def is_sealed(path: Path) -> bool:
 
 
 def sealed_json(values: Mapping[str, Any], *, indent: int | None = 1) -> str:
-    """A JSON object with its seal, as text. It must hold only what JSON can hold, and no field called sha256."""
+    """A JSON object with its seal, as text. It must hold only what JSON can hold, and no field called seal."""
     assert SEAL not in values, "this name is the seal's"
     return json.dumps({**values, SEAL: _digest(values)}, indent=indent)
 
@@ -152,7 +153,9 @@ def _fits(value: Any, expected: Any) -> bool:
         return value is None
     if isinstance(value, bool):
         return expected is bool
-    return isinstance(value, (int, float) if expected is float else expected)
+    if expected is float and isinstance(value, int):
+        return abs(value) <= sys.float_info.max
+    return isinstance(value, expected)
 
 
 def _made(value: Any, kind: Any) -> Any:
@@ -181,5 +184,5 @@ def _named(expected: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = json.dumps(value)
+    text = json.dumps(value, default=str)
     return text if len(text) <= 40 else f"{text[:37]}..."

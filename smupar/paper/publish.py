@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from smupar.lm.config.run import RunConfig
 from smupar.lm.run.folder import Summary, versions
 from smupar.output.files import write_atomic
+from smupar.output.json_files import DamagedFileError, as_record, read_object, read_text
 from smupar.paper.figure import Claim, Figure
 from smupar.paper.reproduce import FIGURES, FINDINGS, MADE_ON, Reproduced, figure
 from smupar.paper.settings import CLIP, Scale
@@ -26,6 +27,8 @@ _INDEX_HEADING = "# Results"
 _NOTHING_YET = "Nothing to note yet."
 _ANSWERS = {True: "yes", False: "**no**", None: "cannot tell"}
 _VERDICTS = {True: "Holds", False: "Does not hold", None: "Cannot tell"}
+_RUN_AGAIN = "delete it, and run the figure again"
+_PUBLISH_AGAIN = "publish the figure again, or restore it from a copy"
 
 
 def publish(done: Reproduced, scale: Scale, into: str | Path) -> Path:
@@ -45,14 +48,14 @@ def rewrite(folder: str | Path) -> None:
     """Makes the claims, pictures, pages and list of pages of a folder again from its rows, for example after a claim has
     changed. A README that is not the list of pages stays as it is."""
     for path in sorted(Path(folder).glob("*.json")):
-        fig, facts = figure(path.stem), json.loads(path.read_text())
+        fig, facts = figure(path.stem), read_published(path)
         measured = measured_in(facts)
         if fig.draw:
             draw_png(fig.draw(measured), path.with_suffix(".png"), fig.title, columns=fig.columns)
         write_atomic(path, _compact({**facts, **_claimed(fig.claim(measured))}))
         _write_page(path)
     readme = Path(folder) / "README.md"
-    if readme.exists() and readme.read_text().startswith(_INDEX_HEADING):
+    if readme.exists() and readme.read_text(encoding="utf-8").startswith(_INDEX_HEADING):
         write_atomic(readme, index(Path(folder)))
 
 
@@ -62,15 +65,43 @@ def measured_in(facts: dict[str, Any]) -> Any:
     return from_facts(facts) if from_facts else results(facts)
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """The part of a published file that runs are read from."""
+
+    common: dict[str, Any]
+    varies: list[str]
+    rows: list[dict[str, Any]]
+
+
+def read_published(path: Path) -> dict[str, Any]:
+    """The facts in a published file. It has no seal, since people read and compare it as text."""
+    facts = read_object(path, remedy=_PUBLISH_AGAIN)
+    if not isinstance(facts.get("scale"), str):
+        raise DamagedFileError(f"{path} is damaged (it does not say at which scale it was made): {_PUBLISH_AGAIN}")
+    part = {name: facts[name] for name in ("common", "varies", "rows") if name in facts}
+    if part.get("rows"):
+        table = as_record(_Rows, part, source=str(path), remedy=_PUBLISH_AGAIN)
+        needed = {*table.varies, "id", "status", "train_loss", "valid_loss", "gpu_seconds", "commit"}
+        for number, row in enumerate(table.rows):
+            if missing := needed - row.keys():
+                raise DamagedFileError(f"{path} is damaged (row {number} has no {min(missing)!r}): {_PUBLISH_AGAIN}")
+        try:
+            results(facts)
+        except ValueError as error:
+            raise DamagedFileError(f"{path} is damaged ({error}): {_PUBLISH_AGAIN}") from error
+    return facts
+
+
 def results(facts: dict[str, Any]) -> list[Result]:
     """The results in a published file. Their summaries have only the fields that the file holds."""
-    return [_result(facts, row) for row in facts["rows"]]
+    return [_result(facts, row) for row in facts.get("rows", [])]
 
 
 def _result(facts: dict[str, Any], row: dict[str, Any]) -> Result:
     values = {**facts["common"], **{name: row[name] for name in facts["varies"]}}
     values["model"] = {name.removeprefix("model."): values.pop(name) for name in list(values) if name.startswith("model.")}
-    config = RunConfig.from_json(json.dumps(values))
+    config = RunConfig.from_json(json.dumps(values), source=f"run {row['id']}")
     summary = Summary(
         id=row["id"],
         status=row["status"],
@@ -97,14 +128,14 @@ def refuse_other_scale(into: str | Path, names: Iterable[str], scale: Scale) -> 
     """Raises if a page would change its scale, because the section that is written by hand is about one scale."""
     for name in names:
         path = Path(into) / f"{name}.json"
-        if path.exists() and (there := json.loads(path.read_text())["scale"]) != scale.name:
+        if path.exists() and (there := read_published(path)["scale"]) != scale.name:
             raise ValueError(f"{path} was made at scale {there}: publish scale {scale.name} in another folder")
 
 
 def index(folder: Path) -> str:
     """The page that lists all pages of the folder, in the paper's order."""
     pages = {name: folder / f"{name}.json" for name in FIGURES}
-    published = {name: json.loads(path.read_text()) for name, path in pages.items() if path.exists()}
+    published = {name: read_published(path) for name, path in pages.items() if path.exists()}
     scales = " and ".join(f"`{scale}`" for scale in sorted({facts["scale"] for facts in published.values()}))
     lines = [
         _INDEX_HEADING,
@@ -172,7 +203,7 @@ def _claimed(claim: Claim) -> dict[str, Any]:
 def _table(done: Reproduced) -> dict[str, Any]:
     """The measured table, if there is one. Tables that need no run are made together with the page."""
     path = done.folder / "table.txt"
-    return {"table": path.read_text()} if path.exists() and not figure(done.name).text else {}
+    return {"table": path.read_text(encoding="utf-8")} if path.exists() and not figure(done.name).text else {}
 
 
 def _slopes(done: Reproduced) -> dict[str, Any]:
@@ -181,7 +212,7 @@ def _slopes(done: Reproduced) -> dict[str, Any]:
     path = done.folder / "check.json"
     if not path.exists():
         return {}
-    check = json.loads(path.read_text())
+    check = read_object(path, remedy=_RUN_AGAIN)
     slopes = check["slopes"]
     steps = {slope["step"] for slope in slopes} - {0}
     shown = {min(steps), max(steps)}
@@ -226,7 +257,7 @@ def _picture_name(name: str, picture: Path) -> str:
 
 def _write_page(path: Path) -> Path:
     """Writes the page of a file of facts, beside the file."""
-    facts, page = json.loads(path.read_text()), path.with_suffix(".md")
+    facts, page = read_published(path), path.with_suffix(".md")
     pictures = sorted(picture.name for picture in path.parent.glob(f"{path.stem}*.png"))
     write_atomic(page, page_of(facts, pictures, _by_hand(page)))
     return page
@@ -235,7 +266,7 @@ def _write_page(path: Path) -> Path:
 def _by_hand(page: Path) -> str:
     if not page.exists():
         return _NOTHING_YET
-    return page.read_text().partition(BY_HAND)[2].strip() or _NOTHING_YET
+    return read_text(page, remedy="restore it from a copy").partition(BY_HAND)[2].strip() or _NOTHING_YET
 
 
 def page_of(facts: dict[str, Any], pictures: Sequence[str], by_hand: str) -> str:
@@ -310,7 +341,7 @@ def _what_was_measured(fig: Figure, facts: dict[str, Any]) -> str:
 def _made_on(done: Reproduced) -> dict[str, Any]:
     """The device and versions of a measurement that is not made of runs."""
     path = done.folder / MADE_ON
-    return json.loads(path.read_text()) if path.exists() else {}
+    return read_object(path, remedy=_RUN_AGAIN) if path.exists() else {}
 
 
 def _what_was_run(facts: dict[str, Any]) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from smupar.output.json_files import DamagedFileError, as_record, parse_object
 from smupar.output.tables import aligned
 from smupar.plan.attention import AttentionChange
 from smupar.plan.disguise import Multiplier
@@ -28,6 +29,7 @@ from smupar.rules import get_rule
 
 FORMAT = "smupar-plan/1"
 _SETTINGS = ("rule", "depth", "pattern", "seed", "base_density", "alpha_input", "alpha_output", "output_factor", "branches")
+_FRACTIONS = ("width_in", "width_out", "density", "density_mult", "depth_mult", "base_density")  # in JSON as "17/4"
 
 
 class PlanWarning(UserWarning):
@@ -151,28 +153,23 @@ class Plan:
         return json.dumps({"format": FORMAT, **asdict(self)}, default=str, indent=1)  # Fractions become "17/4"
 
     @classmethod
-    def from_json(cls, text: str) -> Plan:
-        data = json.loads(text)
-        refuse(
-            not isinstance(data, dict) or data.pop("format", None) != FORMAT,
-            f"this is not a plan in format {FORMAT!r}; write one with plan.to_json()",
-        )
+    def from_json(cls, text: str, *, source: str = "this text") -> Plan:
+        """The plan that ``to_json`` wrote. ``source`` is for errors."""
+        remedy = "write it again with plan.to_json()"
+        data = parse_object(text, source=source, remedy=remedy)
+        refuse(data.pop("format", None) != FORMAT, f"{source} is not a plan in format {FORMAT!r}: {remedy}")
         try:
-            data["rows"] = tuple(_row_from_json(row) for row in data["rows"])
-            data["base_density"] = Fraction(data["base_density"])
-            data["live_neurons"] = tuple(data["live_neurons"])
-            data["branches"] = tuple((path, factor) for path, factor in data.get("branches", ()))
+            for part in (data, *data["rows"]):
+                part |= {name: Fraction(part[name]) for name in _FRACTIONS if name in part}
             # Plans written by the first version have notes without a kind, and their reminders call settle by its old name.
             data["notes"] = [
-                Note("older", note, is_caution=False) if isinstance(note, str) else Note(**note)
+                {"kind": "older", "text": note, "is_caution": False} if isinstance(note, str) else note
                 for note in data.get("notes", [])
             ]
             data["pending"] = {name: text.replace("plan.waive(", "plan.settle(") for name, text in data["pending"].items()}
-            data["multipliers"] = tuple(Multiplier(**each) for each in data.get("multipliers", ()))
-            data["attention"] = [_change_from_json(change) for change in data.get("attention", ())]
-            return cls(**data)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"the plan is incomplete or damaged ({error}); write it again with plan.to_json()") from error
+        except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+            raise DamagedFileError(f"{source} is incomplete or damaged ({error}): {remedy}") from error
+        return as_record(cls, data, source=source, remedy=remedy)
 
     def diff(self, other: Plan) -> list[str]:
         """One line for each difference; empty if the plans are equal."""
@@ -211,20 +208,6 @@ class Plan:
         )
         extra = [f"TO DO {name}: {text}" for name, text in self.pending.items()] + [f"note: {text}" for text in self.notes]
         return "\n".join([summary, aligned(lines), *extra])
-
-
-def _row_from_json(row: dict[str, Any]) -> PlanRow:
-    for name in ("width_in", "width_out", "density", "density_mult"):
-        row[name] = Fraction(row[name])
-    row["depth_mult"] = Fraction(row.get("depth_mult", 1))  # plans of older versions have none
-    for name in ("shape", "in_dims", "scaling"):
-        row[name] = tuple(row[name])
-    row["forward"] = tuple((path, factor) for path, factor in row["forward"])
-    return PlanRow(**row)
-
-
-def _change_from_json(change: dict[str, Any]) -> AttentionChange:
-    return AttentionChange(**{**change, "rows": tuple((start, stop) for start, stop in change["rows"])})
 
 
 # Printing

@@ -206,11 +206,12 @@ class Study:
         """The file in which other runs find the trace of a finished run. It is in the study's folder, under a name made from
         its content. Only an open study writes it; a reader only gets the name."""
         from smupar.lm.run.folder import TRACE_FILE
+        from smupar.updates.trace import Trace
 
-        text = (self.runs / config.id / TRACE_FILE).read_text(encoding="utf-8")
-        path = self.folder.resolve() / f"proxy-{hashlib.sha256(text.encode()).hexdigest()[:8]}.trace.json"
+        trace = Trace.load(self.runs / config.id / TRACE_FILE)
+        path = self.folder.resolve() / f"proxy-{hashlib.sha256(trace.to_json().encode()).hexdigest()[:8]}.trace.json"
         if self.may_write and not path.exists():
-            write_atomic(path, text)
+            trace.save(path)
         return path
 
     def write_table(self) -> None:

@@ -7,6 +7,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from os import PathLike
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from smupar.output.files import write_atomic
+from smupar.output.json_files import DamagedFileError, as_record, parse_object, read_text, sealed_json
 from smupar.output.page import write_page
 from smupar.output.pictures import new_figure, save_figure
 from smupar.plan.settings import layer_glob, refuse
@@ -60,32 +62,28 @@ class Trace:
         return json.dumps({"format": FORMAT, **asdict(self), "effects": effects})
 
     @classmethod
-    def from_json(cls, text: str) -> Trace:
-        try:
-            values = json.loads(text)
-            if values.pop("format") != FORMAT:
-                raise KeyError("format")
-            values["shapes"] = {name: tuple(shape) for name, shape in values["shapes"].items()}
-            values["effects"] = {n: [math.nan if v is None else v for v in vs] for n, vs in values["effects"].items()}
-            if any(len(effects) != len(values["at"]) for effects in values["effects"].values()):
-                raise KeyError("effects of another number than steps")
-            return cls(**values)
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-            raise ValueError(f"this is no trace in format {FORMAT!r} ({error}): record one with record_updates") from error
+    def from_json(cls, text: str, *, source: str = "this text") -> Trace:
+        """The trace that ``to_json`` or ``save`` wrote. ``source`` is for errors."""
+        remedy = "record one with record_updates"
+        values = parse_object(text, source=source, remedy=remedy)
+        stored = values.pop("format", None)
+        if stored != FORMAT:
+            raise DamagedFileError(f"{source} is no trace in format {FORMAT!r} (it says {stored!r}): {remedy}")
+        trace = as_record(_StoredTrace, values, source=source, remedy=remedy)
+        wrong = _wrong_numbers(trace)
+        if wrong:
+            raise DamagedFileError(f"{source} is a damaged trace ({wrong}): {remedy}")
+        effects = {name: [math.nan if v is None else float(v) for v in values] for name, values in trace.effects.items()}
+        return cls(**{**vars(trace), "effects": effects})
 
     def save(self, path: str | PathLike[str]) -> None:
-        write_atomic(Path(path), self.to_json())
+        """Writes the trace with a checksum. A trace that was changed by hand is refused, unless its field "seal" is removed."""
+        write_atomic(Path(path), sealed_json(json.loads(self.to_json()), indent=None))
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Trace:
-        try:
-            return cls.from_json(Path(path).read_text())
-        except IsADirectoryError as error:
-            raise ValueError(f"{path} is a folder: name the trace in it, {Path(path) / 'trace.json'}") from error
-        except OSError as error:
-            raise ValueError(f"the trace {path} cannot be read: {error.strerror or error}") from error
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
+        refuse(Path(path).is_dir(), f"{path} is a folder: name the trace in it, {Path(path) / 'trace.json'}")
+        return cls.from_json(read_text(Path(path), remedy="record one with record_updates"), source=str(path))
 
     def effect(self, name: str, step: float) -> float:
         """The effect at a step, for a layer of the trace. Between measured steps its logarithm is interpolated linearly."""
@@ -107,6 +105,31 @@ class Trace:
         """The same as a page that needs no other file."""
         target, other = json.loads(self.to_json()), None if proxy is None else json.loads(proxy.to_json())
         write_page(Path(path), trace_document(target, other, folder=str(path)))
+
+
+@dataclass
+class _StoredTrace:
+    """The content of a trace's file: a number that is not finite is null."""
+
+    num_steps: int
+    at: list[int]
+    effects: dict[str, list[float | None]]
+    shapes: dict[str, tuple[int, ...]]
+    optimizer: str = ""
+    note: str = ""
+
+
+def _wrong_numbers(trace: _StoredTrace) -> str:
+    """What is wrong with the numbers of a trace whose fields have the right types; "" if nothing."""
+    steps = [-1, *trace.at, trace.num_steps]
+    if any(after <= before for before, after in pairwise(steps)):
+        return f"its steps must rise from 0 to below num_steps {trace.num_steps}"
+    for name, values in trace.effects.items():
+        if len(values) != len(trace.at):
+            return f"{name} has {len(values)} effects for {len(trace.at)} steps"
+        if not all(value is None or 0 <= value < math.inf for value in values):
+            return f"{name} has an effect that is negative or not a number"
+    return ""
 
 
 class TraceReader:

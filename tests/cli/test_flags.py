@@ -36,6 +36,7 @@ COMMANDS = [
     "reproduce",
     "watch",
     "report",
+    "verify",
     "bench",
     "data",
     "data prepare",

@@ -92,7 +92,7 @@ def test_record_names_the_field_that_is_wrong(change: dict[str, Any], complaint:
         (b"\xff\xfe", "not UTF-8 text, at byte 0"),
         (b"[1]", "expected fields, got [1]"),
         (b'{"a": ' + b"1" * 5000 + b"}", "digits"),
-        (b'{"a": 1, "sha256": "0"}', "does not match its checksum"),
+        (b'{"a": 1, "seal": "0"}', "does not match its checksum"),
     ],
 )
 def test_damaged_file_is_named_with_its_remedy(tmp_path: Path, content: bytes, complaint: str) -> None:

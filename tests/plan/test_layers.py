@@ -216,7 +216,7 @@ def test_sizes_of_a_registered_layer_are_those_of_the_same_linear():
     assert sizes[0] == pytest.approx(sizes[1], rel=1e-3)
 
 
-def test_without_a_product_layers_have_roles_and_masks_but_are_not_measured():
+def test_without_a_product_layers_have_roles_and_masks_and_are_measured_by_the_check_alone():
     smupar.register_layer(MyLinear, in_dim=0, out_dim=1)
     model = Net(64, MyLinear)
     plan = smupar.parameterize(model, base=Net(16, MyLinear), density=1 / 4)
@@ -234,7 +234,7 @@ def test_without_a_product_layers_have_roles_and_masks_but_are_not_measured():
         seeds=1,
         progress=False,
     )
-    assert "not measured on their own" in report.explain()
+    assert {reading.kind for reading in report.readings if reading.place == "up.weight"} == {"part"}
     with pytest.raises(ValueError, match="MyLinear is not a plain linear layer"):
         smupar.sparsify_storage(model, plan, backend="csr")
 

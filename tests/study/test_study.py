@@ -665,7 +665,7 @@ def test_further_seeds_do_not_depend_on_where_a_round_was_interrupted(tmp_path):
 def summary(config, loss):
     return Summary(
         id=config.id, status="finished", folder="", steps=config.steps, num_tokens=config.num_tokens, num_parameters=1,
-        sparsity=config.sparsity, train_loss=loss, valid_loss=loss, best_valid_loss=None, best_step=None, seconds=1.0,
+        sparsity=config.sparsity or 0.0, train_loss=loss, valid_loss=loss, best_valid_loss=None, best_step=None, seconds=1.0,
         tokens_per_second=1.0, device="cpu", num_ranks=1, num_threads=1, versions={},
     )  # fmt: skip
 

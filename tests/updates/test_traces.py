@@ -45,6 +45,12 @@ DAMAGED = {
     "no shapes": lambda text: json.dumps({k: v for k, v in json.loads(text).items() if k != "shapes"}),
     "effects of another kind": lambda text: json.dumps({**json.loads(text), "effects": [1.0]}),
     "fewer effects than steps": lambda text: json.dumps({**json.loads(text), "effects": {"blocks.0.weight": [1.0]}}),
+    "effects that are text": lambda text: json.dumps({**json.loads(text), "effects": {"blocks.0.weight": ["1"] * 24}}),
+    "negative effects": lambda text: json.dumps({**json.loads(text), "effects": {"blocks.0.weight": [-1.0] * 24}}),
+    "no steps": lambda text: json.dumps({**json.loads(text), "num_steps": 0}),
+    "fewer steps than none": lambda text: json.dumps({**json.loads(text), "num_steps": -5}),
+    "steps out of order": lambda text: json.dumps({**json.loads(text), "at": [1, 0, *json.loads(text)["at"][2:]]}),
+    "nested too deeply": lambda text: "[" * 100_000,
 }
 
 
@@ -52,7 +58,7 @@ DAMAGED = {
 def test_file_that_is_no_trace_is_refused_by_name(proxy, tmp_path, damage):
     file = tmp_path / "trace.json"
     file.write_text(DAMAGED[damage](proxy.to_json()))
-    with pytest.raises(ValueError, match=r"trace\.json: this is no trace in format 'smupar-trace/1'"):
+    with pytest.raises(ValueError, match=r"trace\.json is .*: record one with record_updates$"):
         Trace.load(file)
     file.write_bytes(b"\xff\xfe\x00\x80")  # and one that is not text
     with pytest.raises(ValueError, match=r"trace\.json"):

@@ -159,6 +159,7 @@ class _Grid:
         self.base_width = base_width
         other = next((width for width in widths if width != base_width), 2 * base_width)
         self.delta = self._on_meta(other) if base_width in widths else None
+        self.growth = _growth(self.base, self._on_meta(other))
         seen = {str(_shapes(self.base)): base_width}
         for width in dict.fromkeys((*widths, other)):
             twin = seen.setdefault(str(_shapes(self._on_meta(width))), width)
@@ -172,6 +173,17 @@ class _Grid:
                 return self.make_model(width)
         except Exception:  # the constructor may compute with values; if it is broken, the next line raises again
             return self.make_model(width)
+
+
+def _growth(base: nn.Module, other: nn.Module) -> dict[str, list[float]]:
+    """By parameter, how many times larger each dimension is at another width."""
+    sizes = {name: parameter.shape for name, parameter in base.named_parameters()}
+    pairs = {name: (sizes.get(name, ()), parameter.shape) for name, parameter in other.named_parameters()}
+    return {
+        name: [after / before for before, after in zip(*shapes, strict=True)]
+        for name, shapes in pairs.items()
+        if len(shapes[0]) == len(shapes[1])
+    }
 
 
 def _shapes(model: nn.Module) -> list[tuple[int, ...]]:
@@ -214,7 +226,7 @@ class _GridRun:
             if row.role == "hidden" and kind_of(self.model.get_submodule(parent_path(row.name))).is_lookup
         ]
         self.faults += _decay_faults(self.optimizers)
-        self.recorder = SizeRecorder(self.model, self.plan)
+        self.recorder = SizeRecorder(self.model, self.plan, grid.growth)
 
     def train(self, batches: list[Any]) -> None:
         self._probe(batches[0])
@@ -239,9 +251,7 @@ class _GridRun:
         if not self.recorder.moved():
             after.append(Finding("no update changed the output of any layer: is the learning rate 0?", "no updates"))
         self.faults += [
-            Finding(
-                "measured only through the block that holds them, if at all; their updates are not measured", "unmeasured", name
-            )
+            Finding("its update was not measured; register_layer or a module of its own would make it so", "unmeasured", name)
             for name in self.recorder.unmeasured()
         ]
         self.faults += [

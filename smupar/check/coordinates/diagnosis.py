@@ -37,7 +37,7 @@ REMEDIES = {
     "another model": "the model is not the one that was planned: add nothing after parameterize",
     "diverged": "training diverged: lower the learning rate",
     "no updates": "nothing was trained: give coord_check a learning rate and an optimizer that hold the model's parameters",
-    "unmeasured": "not measured on their own: weights of modules other than Linear, Embedding and convolutions",
+    "unmeasured": "not measured: these matrices belong to no module that can be called again with other weights",
     "uncalled": "factor not applied: the forward pass never calls these layers; call them, or multiply the products with their "
     "weights by the plan's factor yourself",
     "elsewhere": "the cause is not what smupar sets (init, rates, factors and masks are as planned): look at the forward and "
@@ -134,8 +134,6 @@ def _cause(rule: str, axis: str, failing: list[Slope], has_readout: bool) -> str
     if not (power.m_rho if axis == "density" else power.m_in):
         return "rule"
     first = [slope for slope in failing if slope.step == 1]
-    if first and all("att" in slope.place.lower() for slope in first):
-        return "attention scale"
     # If logits are computed by hand without their factor, every gradient is off by one power of the width from step 1 on.
     if axis == "width" and not has_readout and any(slope.quantity == GRAD_X or slope.role == "logits" for slope in first):
         return "output factor"

@@ -1,32 +1,32 @@
 """Measures sizes in one training run, by layer and step.
 
 For a layer Y = X W these are the output Y, the gradient of X through this layer alone, and dY = X dW, the change of the output
-that one update causes on the same inputs. All three are measured on up to ``MAX_ROWS`` rows of each batch, so memory does not
-grow with the batch.
+that one update causes on the same inputs. Other matrices (experts in one tensor, recurrent weights, factors of the user's own)
+have a dY too: what their update does to the output of the module that uses them. ``calls`` keeps what this needs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from smupar.model.parameterize import FACTOR
-from smupar.plan.layers import IMAGES, kind_of
+from smupar.check.coordinates.calls import SampledCall, WholeCall, first_tensor, kept_call
+from smupar.plan.layers import kind_of
 from smupar.plan.parameters import parent_path
-from smupar.plan.plan import Plan
-from smupar.updates.probe import spread
+from smupar.plan.plan import Plan, PlanRow
 
-MAX_ROWS = 256
-MAX_IMAGES = 8  # images measured for a convolution, whose rows are all positions of an image
 Y, GRAD_X, DY, CHANGE, GRAD_W = "Y", "grad X", "dY", "change of Y", "weight gradient"
 JUDGED = (Y, GRAD_X, DY)
+# Roles of hidden weights whose outputs scale more than their inputs, and the reverse: they stand next to a fixed size.
+WIDENING, NARROWING = "hidden, widening", "hidden, narrowing"
+UNEVEN = math.sqrt(2)  # from this ratio of growths on; below it, slopes of gradients differ by 1/8 at most over two octaves
+Growth = Mapping[str, Sequence[float]]  # by parameter: how many times larger each dimension is at another width of the grid
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Reading(Cell):
 
     step: int
     place: str  # module path
-    kind: str  # "layer" or "block"
-    role: str  # role of the layer's weight; "block" or "logits" for blocks
+    kind: str  # "layer", "block", or "part": a matrix inside a module, whose place is its own name
+    role: str  # role of the weight; "block" or "logits" for blocks
     quantity: str
     rms: float
     mean_abs: float
@@ -61,25 +61,30 @@ class Reading(Cell):
 class SizeRecorder:
     """Measures through hooks on the layers and blocks of a model; ``readings`` gives the sizes of the finished steps."""
 
-    def __init__(self, model: nn.Module, plan: Plan) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, growth: Growth | None = None) -> None:
         self.model, self.plan = model, plan
         modules = dict(model.named_modules())
-        self.layers = {path: (name, role) for path, name, role in _layers(model, plan)}
-        hidden_parents = {parent_path(path) for path, (_, role) in self.layers.items() if role == "hidden"}
+        self.layers = {path: (name, role) for path, name, role in _layers(model, plan, growth or {})}
+        hidden_parents = {parent_path(path) for path, (_, role) in self.layers.items() if _is_hidden(role)}
         # Modules whose weights are not layers of their own (recurrent, attention, the user's) are measured as blocks too.
-        owners = {parent_path(row.name) for row in plan if row.role == "hidden"} - self.layers.keys()
+        owners = {next(_ancestors(row.name)) for row in plan if row.role == "hidden"} - self.layers.keys()
         self.blocks = {path: "block" for path in (*hidden_parents, *owners) if path and path in modules}
         self.blocks[""] = "logits"
+        self.parts = _parts(plan, {name for name, _ in self.layers.values()})
+        self.gradient_factor = plan.output_factor
+        self.inner: set[str] = set()  # readouts inside the network
         self.sizes: list[tuple[int, str, str, Tensor, Tensor, int]] = []
         self.step = 0
-        self._inputs: dict[str, Tensor] = {}
-        self._output_grads: dict[str, Tensor] = {}
+        self._calls: dict[str, SampledCall | WholeCall] = {}
         self._first_outputs: dict[str, Tensor] = {}
         self._taken: set[tuple[str, str]] = set()  # (path, quantity) measured in this pass
-        self._probing = False
+        self._called: dict[str, None] = {}  # paths in the order of their calls in the first pass
+        self._probing = self._repeating = False
+        watched = {*self.layers, *self.blocks, *(path for row in plan if _is_matrix(row) for path in _ancestors(row.name))}
         self._handles = [
             modules[path].register_forward_hook(partial(self._after_forward, path), with_kwargs=True)
-            for path in (*self.layers, *(path for path in self.blocks if path not in self.layers))
+            for path in modules
+            if path in watched
         ]
 
     def close(self) -> None:
@@ -89,18 +94,37 @@ class SizeRecorder:
     # Hooks
 
     def _after_forward(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        x, y = _first_tensor((*args, *kwargs.values())), _first_tensor(output)
-        if y is None or not y.is_floating_point():
+        y = first_tensor(output)
+        if self._repeating or y is None or not y.is_floating_point():
             return
         if self._probing:
-            if self._is_first(path, CHANGE):
+            self._called.setdefault(path)
+            if path in self.layers or path in self.blocks:
                 self._compare(path, y.detach())
             return
+        if path in self.layers or path in self.blocks:
+            self._watch(path, module, (args, kwargs), y)
+        # Activation checkpointing runs a layer twice, first without gradients and then with them.
+        if path not in self.layers and path in self.parts.values() and y.requires_grad and path not in self._calls:
+            self._keep_call(path, WholeCall(module, args, kwargs), y)
+
+    def _watch(self, path: str, module: nn.Module, given: tuple[tuple[Any, ...], dict[str, Any]], y: Tensor) -> None:
         if self._is_first(path, Y):
             self._note(path, Y, y.detach())
-        # Activation checkpointing runs a layer twice, first without gradients and then with them.
-        if y.requires_grad and self._is_first(path, GRAD_X) and x is not None:
-            self._watch_gradient(path, module, x, y)
+            if path in self.blocks and y.shape[-1:] in self._readouts_in(path):
+                self.blocks[path] = "logits"
+        if not y.requires_grad or not self._is_first(path, GRAD_X):
+            return
+        x = first_tensor((*given[0], *given[1].values()))
+        if path in self.layers:
+            if (call := kept_call(module, *given)) is not None:
+                self._keep_call(path, call, y)
+        elif x is not None and x.is_floating_point() and x.requires_grad:
+            x.register_hook(lambda grad: self._note(path, GRAD_X, grad / self.gradient_factor))
+
+    def _keep_call(self, path: str, call: SampledCall | WholeCall, y: Tensor) -> None:
+        self._calls[path] = call
+        y.register_hook(call.keep_gradient)
 
     def _is_first(self, path: str, quantity: str) -> bool:
         """Whether a quantity is measured for the first time in this pass. If a layer is used several times, its first use
@@ -110,14 +134,18 @@ class SizeRecorder:
         self._taken.add((path, quantity))
         return True
 
-    def _watch_gradient(self, path: str, module: nn.Module, x: Tensor, y: Tensor) -> None:
-        if path in self.layers:
-            self._inputs[path] = _rows(module, x.detach())
-            y.register_hook(lambda grad: self._output_grads.__setitem__(path, _rows(module, grad, output=True)))
-        elif x.is_floating_point() and x.requires_grad:
-            x.register_hook(lambda grad: self._note(path, GRAD_X, grad / self.plan.output_factor))
+    def _readouts_in(self, block: str) -> list[tuple[int, ...]]:
+        """The sizes of the outputs of readouts inside a block. A block with outputs of such a size is a head, which makes
+        logits; a block that holds a router is not."""
+        inside = [path for path, (_, role) in self.layers.items() if role == "unembedding" and path.startswith(f"{block}.")]
+        names = [self.layers[path][0] for path in inside]
+        return [
+            (size,) for name in names for dim, size in enumerate(self.plan[name].shape) if dim not in self.plan[name].scaling
+        ]
 
     def _compare(self, path: str, y: Tensor) -> None:
+        if not self._is_first(path, CHANGE):
+            return
         y = y.flatten()[:: max(1, y.numel() // 65536)].clone()
         if path not in self._first_outputs:
             self._first_outputs[path] = y
@@ -135,53 +163,105 @@ class SizeRecorder:
 
     @contextmanager
     def probe(self) -> Iterator[None]:
-        """A forward pass whose outputs are compared with the outputs of the first such pass."""
+        """A forward pass whose outputs are compared with the outputs of the first such pass. The first one also shows which
+        modules are called, and in which order."""
+        is_first = not self._called
         self._probing = True
         try:
             yield
         finally:
             self._probing = False
             self._taken.clear()
+        if is_first:
+            self._find_users()
+            self._read_order()
+
+    def _find_users(self) -> None:
+        """Finds the innermost module that is called and holds a matrix. A layer that is never called, because the model uses
+        its weight by hand, is such a matrix too."""
+        called = {name for path, (name, _) in self.layers.items() if path in self._called}
+        uncalled = [name for name, _ in self.layers.values() if name not in called]
+        users = {name: next(filter(self._called.__contains__, _ancestors(name)), None) for name in (*self.parts, *uncalled)}
+        self.parts = {name: path for name, path in users.items() if path is not None}
+
+    def _read_order(self) -> None:
+        """Finds out how gradients depend on the width, from the order of the layers.
+
+        As a rule the readout is the last layer. Gradients of the logits do not depend on the width, and all others have passed
+        the readout, with its factor 1/m_d. If a hidden weight from n inputs to a fixed number of outputs is the last layer
+        instead (the projection of CLIP), its outputs keep their size and so do their gradients. Its init variance is 1/n, so
+        gradients of its inputs, and all others, fall as 1/sqrt(n). A readout before other layers (a router) makes no logits.
+        """
+        called = [path for path in self._called if path in self.layers]
+        roles = [self.layers[path][1] for path in called]
+        later = [number for number, role in enumerate(roles) if role != "unembedding"]
+        self.inner = {path for path, role in zip(called[: max(later, default=0)], roles, strict=False) if role == "unembedding"}
+        if roles and roles[-1] == NARROWING and "unembedding" not in roles:
+            row = self.plan[self.layers[called[-1]][0]]
+            self.gradient_factor = math.sqrt(row.width_out / row.width_in)
 
     def before_update(self) -> dict[str, Tensor]:
         """Measures the sizes of gradients, after the backward pass. Returns the weights, for ``after_update``."""
         parameters = dict(self.model.named_parameters())
-        weights = {}
-        for path, (name, _) in self.layers.items():
-            module = self.model.get_submodule(path)
-            kind = kind_of(module)
+        weights = {name: parameters[name].detach().clone() for name in self.parts}
+        for path, (name, role) in self.layers.items():
             weight_grad = parameters[name].grad
             if weight_grad is not None:
                 self._note(path, GRAD_W, weight_grad)
             weights[name] = parameters[name].detach().clone()
-            if path in self._inputs and path in self._output_grads and not kind.is_lookup:
-                dtype = parameters[name].dtype  # autocast may have run the layer in another dtype
-                with torch.enable_grad():
-                    x = self._inputs[path].to(dtype).requires_grad_()
-                    (grad,) = torch.autograd.grad(kind.output(module, x), x, self._output_grads[path].to(dtype))
-                self._inputs[path] = x.detach()
-                self._note(path, GRAD_X, grad * getattr(module, FACTOR, 1.0) / self.plan.output_factor)
+            call = self._calls.get(path)
+            if call is not None:
+                with self._repeated():
+                    grad = call.input_gradient(parameters[name])
+                if grad is not None:
+                    self._note(path, GRAD_X, grad / self._expected(path, self.plan[name], role, call.output_grad))
         return weights
 
-    @torch.no_grad()
+    def _expected(self, path: str, row: PlanRow, role: str, output_grad: Tensor | None) -> float:
+        """The size that the gradient of a layer's input should be proportional to.
+
+        For a layer whose inputs and outputs scale, it is what every gradient of the network is proportional to. Other layers
+        inside the network stand next to a fixed size, where gradients sum over another number of neurons, and nothing is known
+        in advance about the gradient that arrives. But for independent weights of std s, grad X = W^T grad Y has the mean
+        square s^2 n_out grad Y^2. s^2 is proportional to 1/m_in and n_out to m_out, so the size of grad X is that of grad Y
+        times sqrt(m_out / m_in). An inner readout has an s and n_out that do not scale, and a factor of its own.
+        """
+        if output_grad is None or not (role in (NARROWING, WIDENING) or path in self.inner):
+            return self.gradient_factor
+        through = self.plan.output_factor if path in self.inner else math.sqrt(row.width_out / row.width_in)
+        return through * (float(output_grad.float().square().mean().sqrt()) or 1.0)
+
     def after_update(self, weights: dict[str, Tensor]) -> None:
-        """Measures how the update changes the layers' outputs, through the weights alone, after the optimizer's step."""
+        """Measures how the update changes outputs, through one weight at a time, after the optimizer's step."""
         parameters = dict(self.model.named_parameters())
-        for path, (name, _) in self.layers.items():
-            if path in self._inputs:
-                module = self.model.get_submodule(path)
-                kind, change = kind_of(module), parameters[name].detach() - weights[name]
-                effect = kind.effect(module, parameters[name], change, self._inputs[path])
-                self._note(path, DY, effect * getattr(module, FACTOR, 1.0) if kind.is_lookup else effect)
-        self._inputs.clear()
-        self._output_grads.clear()
+        places = [(path, name, path) for path, (name, _) in self.layers.items()]
+        places += [(name, name, path) for name, path in self.parts.items()]
+        for place, name, path in places:
+            if path in self._calls:
+                with self._repeated():
+                    effect = self._calls[path].effect(parameters[name], weights[name])
+                if effect is not None:
+                    self._note(place, DY, effect)
+        self._calls.clear()
         self._taken.clear()
 
+    @contextmanager
+    def _repeated(self) -> Iterator[None]:
+        """Calls inside are repetitions, which are not measured."""
+        self._repeating = True
+        try:
+            yield
+        finally:
+            self._repeating = False
+
     def unmeasured(self) -> list[str]:
-        """Hidden weights whose output or update was not seen, because the layer is unknown or is used without being called."""
+        """Matrices whose update was not seen, and layers whose output was not seen. Their module is not called, or its call
+        cannot be repeated."""
         seen = {(path, quantity) for _, path, quantity, *_ in self.sizes}
         measured = {name for path, (name, _) in self.layers.items() if (path, Y) in seen and (path, DY) in seen}
-        return [row.name for row in self.plan if row.role == "hidden" and row.name not in measured]
+        measured |= {name for name in self.parts if (name, DY) in seen}
+        frozen = {name for name, parameter in self.model.named_parameters() if not parameter.requires_grad}
+        return [row.name for row in self.plan if _is_matrix(row) and row.name not in measured | frozen]
 
     def uncalled(self) -> list[str]:
         """Layers with a forward factor that the model never calls. If the model uses their weights, the factor is missing."""
@@ -193,25 +273,26 @@ class SizeRecorder:
         return any(float(rms) > 0 for _, _, quantity, rms, *_ in self.sizes if quantity in (DY, CHANGE))
 
     def readings(self, cell: Cell) -> list[Reading]:
-        roles = {path: ("block", role) for path, role in self.blocks.items()}
-        roles |= {path: ("layer", role) for path, (_, role) in self.layers.items()}
+        places = {path: ("block", role) for path, role in self.blocks.items()}
+        places |= {name: ("part", self.plan[name].role) for name in self.parts}
+        places |= {path: ("layer", role) for path, (_, role) in self.layers.items()}
         return [
             Reading(
                 **vars(cell),
                 step=step,
-                place=path,
-                kind=roles[path][0],
-                role=roles[path][1],
+                place=place,
+                kind=places[place][0],
+                role=places[place][1],
                 quantity=quantity,
                 rms=float(rms),
                 mean_abs=float(mean_abs),
                 num_entries=num_entries,
             )
-            for step, path, quantity, rms, mean_abs, num_entries in self.sizes
+            for step, place, quantity, rms, mean_abs, num_entries in self.sizes
         ]
 
 
-def _layers(model: nn.Module, plan: Plan) -> Iterator[tuple[str, str, str]]:
+def _layers(model: nn.Module, plan: Plan, growth: Growth) -> Iterator[tuple[str, str, str]]:
     """(module path, weight name, role) of the layers that are linear in their weight."""
     for row in plan:
         uses = [path for path, _ in row.forward] or [parent_path(row.name)]
@@ -221,26 +302,40 @@ def _layers(model: nn.Module, plan: Plan) -> Iterator[tuple[str, str, str]]:
             is_other = parent_path(row.name) == path and not kind.owns(row.name.rpartition(".")[2])
             if row.role in ("embedding", "hidden", "unembedding") and kind.is_measured and not is_other:
                 tied_readout = row.role == "embedding" and kinds[uses[0]].is_lookup and not kind.is_lookup
-                yield path, row.name, "unembedding" if tied_readout else row.role
+                yield path, row.name, "unembedding" if tied_readout else _role(row, growth)
 
 
-def _rows(module: nn.Module, values: Tensor, *, output: bool = False) -> Tensor:
-    """Up to MAX_ROWS rows of a layer's input or output. The same rows are taken from both."""
-    kind = kind_of(module)
-    if kind.reads == IMAGES:
-        batched = values.ndim == module.weight.ndim  # a single image has no batch dimension
-        return values[:MAX_IMAGES].clone() if batched else values.clone()
-    rows = values.flatten() if kind.is_lookup and not output else values.reshape(-1, values.shape[-1])
-    return rows[spread(len(rows), MAX_ROWS, rows.device)]
+def _role(row: PlanRow, growth: Growth) -> str:
+    """The role, by how inputs and outputs grow along the grid, so that it is the same at every width. Sizes that are rounded
+    (an MLP of 8/3 times the width) grow a little unevenly, which does not count."""
+    if row.role != "hidden":
+        return row.role
+    # Without a grid, dimensions that scale are all taken to grow alike.
+    factors = growth.get(row.name) or [2.0 if dim in row.scaling else 1.0 for dim in range(len(row.shape))]
+    grown = [
+        math.prod(factor for dim, factor in enumerate(factors) if (dim in row.in_dims) is inside) for inside in (True, False)
+    ]
+    ratio = grown[1] / grown[0]
+    return WIDENING if ratio > UNEVEN else NARROWING if ratio < 1 / UNEVEN else row.role
 
 
-def _first_tensor(value: Any) -> Tensor | None:
-    if isinstance(value, Tensor):
-        return value
-    if hasattr(value, "logits"):
-        return _first_tensor(value.logits)
-    if isinstance(value, Mapping):
-        return _first_tensor(tuple(value.values()))
-    if isinstance(value, (tuple, list)):
-        return next((tensor for item in value if (tensor := _first_tensor(item)) is not None), None)
-    return None
+def _is_hidden(role: str) -> bool:
+    return role in ("hidden", WIDENING, NARROWING)
+
+
+def _is_matrix(row: PlanRow) -> bool:
+    return sum(size > 1 for size in row.shape) > 1
+
+
+def _parts(plan: Plan, layers: set[str]) -> dict[str, str]:
+    """Matrices that are not the weight of a layer, whatever their role, with the module that owns them."""
+    return {row.name: parent_path(row.name) for row in plan if _is_matrix(row) and row.name not in layers}
+
+
+def _ancestors(name: str) -> Iterator[str]:
+    """The paths of the modules that hold a parameter, from the inside out. Parametrizations, which make a weight, are skipped:
+    the layer that uses the weight comes next."""
+    while name:
+        name = parent_path(name)
+        if "parametrizations" not in name.split("."):
+            yield name

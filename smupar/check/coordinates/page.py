@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from smupar.check.coordinates.measure import JUDGED
 from smupar.check.coordinates.report import mean_sizes
-from smupar.check.coordinates.verdict import FAIL, PASS, Slope, decides
+from smupar.check.coordinates.verdict import DRIFT, FAIL, PASS, Slope, decides
 from smupar.output.page.document import Answer, Chart, ChartLine, Document, PageTable, Tone, finite, thinned
 from smupar.rules import get_rule
 
@@ -47,7 +47,7 @@ def check_document(report: Report, *, folder: str = "") -> Document:
 
 
 def _headline(report: Report, rules: list[str]) -> str:
-    words = {PASS: "passes", FAIL: "does not pass"}
+    words = {PASS: "passes", FAIL: "does not pass", DRIFT: "drifts"}
     return "; ".join(f"{get_rule(rule).title} {words.get(report.verdicts[rule], 'needs more seeds')}" for rule in rules) + "."
 
 

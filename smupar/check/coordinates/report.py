@@ -13,7 +13,18 @@ from typing import Any
 from smupar.check.audit import Finding
 from smupar.check.coordinates.diagnosis import Diagnosis, diagnose, folded
 from smupar.check.coordinates.measure import JUDGED, Cell, Reading
-from smupar.check.coordinates.verdict import FAIL, PASS, UNCLEAR, Slope, decides, overall, slopes, thresholds
+from smupar.check.coordinates.verdict import (
+    DRIFT,
+    FAIL,
+    PASS,
+    UNCLEAR,
+    Slope,
+    decides,
+    deviation,
+    overall,
+    slopes,
+    thresholds,
+)
 from smupar.output.files import write_atomic
 from smupar.output.page import write_page
 from smupar.output.pictures import new_figure, save_figure
@@ -42,7 +53,7 @@ class Report:
 
     @property
     def verdicts(self) -> dict[str, str]:
-        """Rule -> "pass", "fail" or "more seeds"."""
+        """Rule -> "pass", "fail", "drift" or "more seeds"."""
         faulty = {diagnosis.rule for diagnosis in self.diagnoses if not diagnosis.is_caution}
         measured = {rule: overall(slope for slope in self.slopes if slope.rule == rule) for rule in self.rules}
         return {rule: FAIL if rule in faulty else measured[rule] for rule in self.rules}
@@ -74,8 +85,8 @@ class Report:
         passing = [slope for slope in deciding if slope.verdict == PASS]
         if verdict == PASS and passing:
             lines.append(f"  largest slope: {_told(max(passing, key=_excess))}")
-        if verdict == UNCLEAR:
-            lines.append(_unclear([slope for slope in deciding if slope.verdict == UNCLEAR], seeds))
+        if verdict in (DRIFT, UNCLEAR):
+            lines.append(_between(verdict, [slope for slope in deciding if slope.verdict == verdict], seeds))
         for quantity in JUDGED:
             failing = [slope for slope in deciding if slope.quantity == quantity and slope.verdict == FAIL]
             lines += [_failing(quantity, failing)] if failing else []
@@ -125,15 +136,16 @@ def _slope_fields(slope: Slope) -> dict[str, Any]:
     return {**fields, "step": 0} if fields.pop("is_mean") else fields
 
 
-def _unclear(unclear: list[Slope], seeds: int) -> str:
-    worst = max(unclear, key=_excess)
-    certain = worst.ci == worst.ci and abs(worst.slope) - worst.ci > thresholds(worst)[0]
+def _between(verdict: str, slopes: list[Slope], seeds: int) -> str:
+    # Why fewer tokens help: an update is the sum of the gradients of all tokens. Each token is moved by its own gradient, which
+    # adds up over n inputs like n, and by those of the others, which add up like sqrt(n). The fewer others, the less of that.
     remedy = (
-        "a drift that more seeds will not change; a longer axis, larger batches or more weights per neuron would"
-        if certain
-        else f"run more seeds (now {seeds})"
+        f"run more seeds (now {seeds})"
+        if verdict == UNCLEAR
+        else "small and certain, so more seeds will not change it. It often comes from widths where sums of random terms still "
+        "count: use smaller batches (about 16 tokens), larger widths or more weights per neuron, and see whether it shrinks"
     )
-    return f"  {len(unclear)} slopes are neither small nor large, such as {_told(worst)}: {remedy}"
+    return f"  {len(slopes)} slopes are neither small nor large, such as {_told(max(slopes, key=_excess))}: {remedy}"
 
 
 def _failing(quantity: str, failing: list[Slope]) -> str:
@@ -153,7 +165,7 @@ def _axes(deciding: list[Slope]) -> str:
 
 
 def _excess(slope: Slope) -> float:
-    return abs(slope.slope) / thresholds(slope)[1]
+    return deviation(slope) / thresholds(slope)[1]
 
 
 def _told(slope: Slope) -> str:

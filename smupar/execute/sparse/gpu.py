@@ -41,7 +41,7 @@ def missing(device: torch.device) -> str | None:
 def compiled(file: str, name: str, device: torch.device, *, shared: int = 0, **defines: int) -> Launch:
     """A function from a CUDA source file in this folder. ``shared`` is the number of bytes of shared memory for its launch."""
     source = "".join(f"#define {key} {value}\n" for key, value in defines.items())
-    source += "".join(Path(__file__).with_name(part).read_text() for part in ("bf16.cuh", file))
+    source += "".join(Path(__file__).with_name(part).read_text(encoding="utf-8") for part in ("bf16.cuh", file))
     with torch.cuda.device(device):
         kernel = torch.cuda._compile_kernel(source, name)
         kernel.set_shared_memory_config(shared)

@@ -22,6 +22,7 @@ from smupar.model.csr import MASK, expand_state, is_compressed
 from smupar.model.parameterize import add_masks, attach, let_masks_move
 from smupar.model.weights import weight_of
 from smupar.output.files import refuse_existing, whole_folder, write_atomic
+from smupar.output.json_files import read_text
 from smupar.plan.attention import AttentionChange, find_attentions
 from smupar.plan.plan import PLAN_FILE, Plan, PlanWarning
 from smupar.plan.settings import refuse
@@ -164,10 +165,7 @@ def _read_plan(folder: Path) -> Plan:
         f"{folder} has no {PLAN_FILE}: it was not saved by save_pretrained of a model that this integration parameterized. "
         "Read a plain model with from_pretrained. Use save(model, plan, folder) for a model that smupar.parameterize changed.",
     )
-    try:
-        return Plan.from_json(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
+    return Plan.from_json(read_text(file, remedy="save the model again"), source=str(file))
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:

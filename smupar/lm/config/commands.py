@@ -63,8 +63,9 @@ class CheckConfig:
     seeds: int = 3
     depth: int = 2
     head_dim: int = 32
-    batch_size: int = 8
-    seq_len: int = 64
+    batch_size: int = 1
+    seq_len: int = 16
+    """Few tokens: what the gradients of other tokens do to a token falls with the width under any rule."""
     device: str = "auto"
     """auto: a GPU if there is one."""
     out: str = "runs/check"

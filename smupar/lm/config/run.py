@@ -26,6 +26,7 @@ from smupar.lm.config.validation import (
     check_run,
     n_of_m,
 )
+from smupar.output.json_files import DamagedFileError, as_record, parse_object, sealed_json
 from smupar.plan.settings import refuse
 from smupar.rules import DEPTH_RULES, get_rule
 
@@ -284,17 +285,19 @@ class RunConfig:
         return f"masks move {times} in {self.steps} steps: a smaller --mask-every than {self.mask_every} moves them more often"
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self.normalised), indent=1)
+        return sealed_json(asdict(self.normalised))
 
     @classmethod
-    def from_json(cls, text: str) -> RunConfig:
+    def from_json(cls, text: str, *, source: str = "this text", remedy: str = "restore it") -> RunConfig:
+        """The run that ``to_json`` wrote, also by an older version. ``source`` and ``remedy`` are for errors."""
+        values = parse_object(text, source=source, remedy=remedy)
+        refuse("rule" not in values, f"{source} is not the configuration of a run: {remedy}")
         try:
-            values: dict[str, Any] = json.loads(text)
-            values["model"] = ModelConfig(**values["model"])
-            values["betas"] = tuple(values["betas"])
-            return cls(**values).normalised
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-            raise ValueError(f"not the configuration of a run, or one of another version ({error})") from error
+            return as_record(cls, values, source=source, remedy=remedy).normalised
+        except DamagedFileError:
+            raise
+        except (ValueError, ArithmeticError) as error:
+            raise DamagedFileError(f"{source} is damaged ({error}): {remedy}") from error
 
 
 # The fields of a run and its model that the first published runs had: they are always hashed. Never change this list. A field
@@ -367,6 +370,9 @@ class Execution:
     """Sequences per rank in one forward pass; gradients accumulate over a larger batch. 0: as many as should fit on the GPU."""
     save_every: int = 0
     """Steps between checkpoints. 0: one every five minutes. One is always written at the end."""
+    from_step: int | None = None
+    """Go back to the checkpoint of this step, and drop everything after it, also how the run ended. 0: start again. To resume,
+    leave it out."""
     keep: int = 2
     """Checkpoints to keep, beside the best one."""
     valid_every: int = 0
@@ -384,7 +390,9 @@ class Execution:
     def __post_init__(self) -> None:
         check_choices(self)
         check_positive(self, "keep", "log_every")
-        check_not_negative(self, "micro_batch", "save_every", "valid_every")
+        check_not_negative(
+            self, "micro_batch", "save_every", "valid_every", *(() if self.from_step is None else ("from_step",))
+        )
         refuse(
             self.peak_tflops is not None and not 0 < self.peak_tflops < math.inf,
             f"peak_tflops must be a number above 0, got {self.peak_tflops}",

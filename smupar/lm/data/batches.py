@@ -21,7 +21,7 @@ from torch import Tensor
 
 from smupar.lm.config.run import STANDARD_LIBRARY, RunConfig, padded_vocab
 from smupar.lm.data.shards import Tokens, open_tokens, read_index, verify
-from smupar.lm.data.tokenizer import TOKENIZER_FILE, Tokenizer
+from smupar.lm.data.tokenizer import TOKENIZER_FILE, Tokenizer, read_definition
 from smupar.plan.settings import refuse
 
 # The last 5 % of the text are for validation and never trained on, unless a text for validation is given.
@@ -47,7 +47,7 @@ class Corpus:
     train: Tokens
     valid: Tokens
     facts: CorpusFacts
-    tokenizer_file: Path | None  # None if tokens are bytes
+    tokenizer: str | None  # the JSON of its tokenizer; None if tokens are bytes
 
 
 def open_text(config: RunConfig, *, check: bool = True) -> Corpus:
@@ -78,8 +78,10 @@ def open_text(config: RunConfig, *, check: bool = True) -> Corpus:
     )
     for part, what in ((train, "training"), (valid, "validation")):
         num_sequences(part, config.seq_len, what)  # raises if the text is too short for one sequence
-    file = Path(config.data) / TOKENIZER_FILE
-    return Corpus(train, valid, facts, file if config.data != STANDARD_LIBRARY and file.exists() else None)
+    definition = (
+        None if config.data == STANDARD_LIBRARY else read_definition(Path(config.data), sha256=facts.tokenizer["sha256"])
+    )
+    return Corpus(train, valid, facts, definition)
 
 
 def standard_library() -> Tokens:
@@ -108,6 +110,10 @@ def _open(name: str, check: bool) -> tuple[Tokens, CorpusFacts]:
         info, largest = asdict(Tokenizer("bytes").info), max(source)
         return Tokens([np.frombuffer(source, dtype=np.uint8)]), CorpusFacts(name, len(source), _sha256(source), largest, info)
     index = verify(name) if check else read_index(name)
+    refuse(
+        "sources" in index.source and index.tokenizer.name != "bytes" and not (Path(name) / TOKENIZER_FILE).exists(),
+        f"{Path(name) / TOKENIZER_FILE} is missing: restore it from a copy, or prepare the text again",
+    )
     sha256 = _sha256("".join([index.tokenizer.sha256, *(shard.sha256 for shard in index.shards)]).encode())
     return open_tokens(name), CorpusFacts(name, index.num_tokens, sha256, index.largest_token, asdict(index.tokenizer))
 

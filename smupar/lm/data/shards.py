@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -21,12 +21,14 @@ import numpy as np
 from tqdm import tqdm
 
 from smupar.output.files import sync_folder, write_atomic
+from smupar.output.json_files import DamagedFileError, as_record, read_object, sealed_json
 from smupar.plan.settings import refuse
 
 FORMAT = "smupar-tokens/1"
 INDEX, PROGRESS, VERIFIED = "index.json", "progress.json", "verified.json"
 
 _CHUNK = 1 << 22  # bytes that are read or written at a time
+_AGAIN = "delete the folder and prepare it again"
 BAR_BYTES = 1 << 30  # hashing fewer bytes takes about a second and needs no progress bar
 
 
@@ -80,7 +82,21 @@ class ShardIndex:
             "shards": [asdict(shard) for shard in self.shards],
             "source": self.source,
         }
-        return json.dumps(values, indent=1, ensure_ascii=False) + "\n"
+        return sealed_json(values) + "\n"
+
+
+@dataclass(frozen=True)
+class _StoredIndex:
+    """index.json as it is stored: some fields follow from others."""
+
+    format: str
+    tokenizer: TokenizerInfo
+    dtype: str
+    num_tokens: int
+    num_documents: int
+    largest_token: int
+    shards: tuple[Shard, ...]
+    source: dict[str, Any]
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -101,37 +117,30 @@ def read_index(folder: str | Path) -> ShardIndex:
         not path.is_file(),
         f"{folder} is not a prepared folder (no {INDEX}): make one with smupar data prepare FILE --out FOLDER",
     )
-    again = "delete the folder and prepare it again"
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        refuse(
-            values["format"] != FORMAT,
-            f"{path} has format {values['format']!r} and this version reads {FORMAT!r}: {again}",
-        )
-        index = ShardIndex(
-            tokenizer=TokenizerInfo(**values["tokenizer"]),
-            largest_token=int(values["largest_token"]),
-            shards=tuple(Shard(**shard) for shard in values["shards"]),
-            source=values["source"],
-        )
-        consistent = values["num_tokens"] == index.num_tokens > 0 and values["dtype"] == f"u{index.dtype.itemsize}"
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({error}): {again}") from error
-    refuse(not consistent, f"{path} is damaged (num_tokens or dtype do not fit its shards and vocabulary): {again}")
+    values = read_object(path, remedy=_AGAIN)
+    other = values.get("format", FORMAT)
+    refuse(other != FORMAT, f"{path} has format {other!r} and this version reads {FORMAT!r}: {_AGAIN}")
+    stored = as_record(_StoredIndex, values, source=str(path), remedy=_AGAIN)
+    index = ShardIndex(stored.tokenizer, stored.largest_token, stored.shards, stored.source)
+    consistent = (
+        stored.num_tokens == index.num_tokens > 0
+        and stored.dtype == f"u{index.dtype.itemsize}"
+        and 0 <= index.largest_token < max(index.tokenizer.vocab_size, 1)
+        and all(shard.num_tokens >= 0 and Path(shard.file).name == shard.file for shard in index.shards)
+    )
+    refuse(not consistent, f"{path} is damaged (its numbers do not fit its shards and vocabulary): {_AGAIN}")
     return index
 
 
-def check_sizes(folder: str | Path, index: ShardIndex) -> None:
-    """Checks that every shard exists and has the expected length. This is fast, since no shard is read."""
-    for shard in index.shards:
+def check_sizes(folder: str | Path, index: ShardIndex, shards: Sequence[Shard] | None = None) -> None:
+    """Checks that these shards, by default all, exist and have the expected length. This is fast, since no shard is read."""
+    for shard in index.shards if shards is None else shards:
         path = Path(folder) / shard.file
         expected = shard.num_tokens * index.dtype.itemsize
         size = path.stat().st_size if path.is_file() else None
         if size != expected:
             what = "is missing" if size is None else "is truncated" if size < expected else "is too long"
-            raise ValueError(
-                f"shard {path} {what}: {expected} bytes expected, {size or 0} found; delete the folder and prepare it again"
-            )
+            raise ValueError(f"shard {path} {what}: {expected} bytes expected, {size or 0} found; {_AGAIN}")
 
 
 def verify(folder: str | Path) -> ShardIndex:
@@ -141,25 +150,38 @@ def verify(folder: str | Path) -> ShardIndex:
     check_sizes(folder, index)
     verified = _read_verified(folder)
     now = {shard.file: _state(folder, shard) for shard in index.shards}
-    todo = [shard for shard in index.shards if verified.get(shard.file) != now[shard.file]]
+    now[INDEX] = {"sha256": hashlib.sha256((folder / INDEX).read_bytes()).hexdigest()}
+    same_index = verified.get(INDEX) == now[INDEX]
+    todo = [shard for shard in index.shards if not same_index or verified.get(shard.file) != now[shard.file]]
     if not todo:
         return index
     size = sum(now[shard.file]["size"] for shard in todo)
-    with (
-        tqdm(total=size, desc="verify", unit="B", unit_scale=True, disable=size < BAR_BYTES, leave=False) as bar,
-        ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool,
-    ):
-        for shard, sha256 in zip(todo, pool.map(lambda shard: _file_hash(folder / shard.file, bar), todo), strict=True):
-            if sha256 != shard.sha256:
-                pool.shutdown(cancel_futures=True)
-                raise ValueError(
-                    f"shard {folder / shard.file} has changed since it was prepared (sha256 {sha256[:12]}..., expected "
-                    f"{shard.sha256[:12]}...): delete the folder and prepare it again"
-                )
+    with tqdm(total=size, desc="verify", unit="B", unit_scale=True, disable=size < BAR_BYTES, leave=False) as bar:
+        for wrong in wrong_shards(folder, index, todo, bar.update):
+            raise ValueError(f"{wrong}: {_AGAIN}")
     # In a read-only folder the record cannot be written, so shards are hashed again next time.
     with suppress(OSError):
         write_atomic(folder / VERIFIED, json.dumps(now, indent=1) + "\n")
     return index
+
+
+def wrong_shards(
+    folder: Path, index: ShardIndex, shards: Sequence[Shard], show: Callable[[int], object] = lambda size: None
+) -> Iterator[str]:
+    """Reads these shards, and says of each that is not what the index says how it differs. ``show`` gets numbers of bytes."""
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        facts = pool.map(lambda shard: _hash_and_largest(folder / shard.file, index.dtype, show), shards)
+        try:
+            for shard, (sha256, largest) in zip(shards, facts, strict=True):
+                if sha256 != shard.sha256:
+                    yield (
+                        f"shard {folder / shard.file} has changed since it was prepared (sha256 {sha256[:12]}..., expected "
+                        f"{shard.sha256[:12]}...)"
+                    )
+                elif largest > index.largest_token:
+                    yield f"{folder / INDEX} is damaged (largest_token is {index.largest_token}, {shard.file} has {largest})"
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def _state(folder: Path, shard: Shard) -> dict[str, Any]:
@@ -169,18 +191,20 @@ def _state(folder: Path, shard: Shard) -> dict[str, Any]:
 
 def _read_verified(folder: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads((folder / VERIFIED).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        return read_object(folder / VERIFIED, remedy="")
+    except DamagedFileError:
         return {}
 
 
-def _file_hash(path: Path, bar: tqdm[Any]) -> str:
-    digest = hashlib.sha256()
+def _hash_and_largest(path: Path, dtype: np.dtype[Any], show: Callable[[int], object]) -> tuple[str, int]:
+    digest, largest = hashlib.sha256(), 0
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
-            bar.update(len(chunk))
-    return digest.hexdigest()
+            whole = len(chunk) // dtype.itemsize * dtype.itemsize
+            largest = max(largest, int(np.frombuffer(chunk[:whole], dtype).max(initial=0)))
+            show(len(chunk))
+    return digest.hexdigest(), largest
 
 
 class Tokens:

@@ -12,6 +12,7 @@ import numpy as np
 
 from smupar.lm.data.shards import TokenizerInfo, token_dtype
 from smupar.output.files import write_atomic
+from smupar.output.json_files import read_object
 from smupar.output.optional import first_line, optional
 from smupar.plan.settings import refuse
 
@@ -87,11 +88,27 @@ def load_tokenizer(spec: str) -> Tokenizer:
     raise ValueError(f"unknown tokenizer {spec!r}, and no such file or folder: pass {_KINDS}")
 
 
-def read_tokenizer(folder: Path, name: str) -> Tokenizer:
-    """The tokenizer of a run, an export or a prepared folder. The folder holds tokenizer.json, unless tokens are bytes."""
+def read_tokenizer(folder: Path, name: str, *, sha256: str | None = None) -> Tokenizer:
+    """The tokenizer of a run, an export or a prepared folder. The folder holds tokenizer.json, unless tokens are bytes. Raises
+    if that file does not have the given hash."""
     path = folder / TOKENIZER_FILE
     refuse(not path.is_file() and name != "bytes", f"{path} is missing: copy the JSON of the tokenizer {name} there")
-    return Tokenizer(name, _read(path) if path.is_file() else None)
+    return Tokenizer(name, read_definition(folder, sha256=sha256))
+
+
+def read_definition(folder: Path, *, sha256: str | None) -> str | None:
+    """The content of the folder's tokenizer.json; None if it has none. Raises if it does not have the given hash."""
+    path = folder / TOKENIZER_FILE
+    if not path.is_file():
+        return None
+    definition = _read(path)
+    found = hashlib.sha256(definition.encode()).hexdigest()
+    refuse(
+        sha256 not in (None, found),
+        f"{path} is not the tokenizer that made the tokens (sha256 {found[:12]}..., expected {str(sha256)[:12]}...): "
+        "restore it from a copy, or prepare the text again",
+    )
+    return definition
 
 
 def _from_json(name: str, definition: str) -> Any:
@@ -127,9 +144,10 @@ def _gpt2_from_hub() -> Tokenizer:
 def _from_vocabulary(folder: Path) -> Tokenizer:
     vocabulary = _only(folder, "encoder.json", "vocab.json")
     merges = _only(folder, "vocab.bpe", "merges.txt")
+    values = read_object(vocabulary, remedy="get it again")
     try:
-        ids = {str(token): int(number) for token, number in json.loads(_read(vocabulary)).items()}
-    except (ValueError, AttributeError, TypeError) as error:
+        ids = {token: int(number) for token, number in values.items()}
+    except (ValueError, TypeError, ArithmeticError) as error:
         raise ValueError(f"{vocabulary} is not a vocabulary, an object of token and id ({error}): get it again") from error
     lines = [line.rstrip("\r") for line in _read(merges).split("\n")]
     pairs = [tuple(line.split(" ")) for line in lines if line.strip() and not line.startswith("#version")]

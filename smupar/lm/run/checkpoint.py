@@ -1,8 +1,9 @@
-"""Checkpoints: a folder ``step-00000100`` with weights, masks and optimizer state as safetensors, and ``state.json``.
+"""Checkpoints: a folder ``step-00000100`` with weights, masks and optimizer state as safetensors, ``state.json``, and
+``sums.json``, the checksums of all tensors.
 
-torch.distributed.checkpoint writes and reads them. Each rank handles its own shards, so a run that was saved on two ranks can
-go on with one or four. Nothing in them is a pickle. A checkpoint is written under another name and renamed when it is complete,
-so a checkpoint with the right name is whole even if the process was killed.
+Each rank handles its own shards (tensor_files.py), so a run that was saved on two ranks can go on with one or four. Nothing in
+them is a pickle. A checkpoint is written under another name and renamed when it is complete, so a checkpoint with the right
+name is whole even if the process was killed. What happens to it later, on the disk or in a copy, is found by its checksums.
 """
 
 from __future__ import annotations
@@ -19,18 +20,21 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
-from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from smupar.lm.run.distributed import World
+from smupar.lm.run.tensor_files import read_tensors, stored_tensors, write_tensors
 from smupar.model.csr import COLUMNS, MASK, ROW_STARTS, expand_state, is_compressed
 from smupar.model.relayout import watch_optimizers
 from smupar.model.weights import ModelWeight, weight_of
 from smupar.output.files import sync_folder, write_atomic
+from smupar.output.json_files import DamagedFileError, is_sealed, read_object, sealed_json
+from smupar.output.sums import SUMS, Parts, UncheckedWarning, read_sums, write_sums, wrong_parts
 
-_PREFIX, _UNFINISHED = "step-", ".unfinished-"
+STATE, MODEL, OPTIMIZER = "state.json", "model", "optimizer"
+# What torch and others raise when a file does not hold what they expect.
+_READING = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, AssertionError)
+_PREFIX, _UNFINISHED, _DAMAGED = "step-", ".unfinished-", "damaged-"
 
 
 def save(
@@ -41,17 +45,21 @@ def save(
     final, unfinished = folder / folder_name(step), folder / f"{_UNFINISHED}{step:08d}"
     if final.exists():  # the run stopped before it had looked at these weights
         if world.is_main:
-            write_atomic(final / "state.json", json.dumps({"step": step, **state}))
+            _write_state(final, {"step": step, **state})
         return
     try:
         if world.is_main:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
         world.wait()
-        _write(unfinished / "model", saved_tensors(model), world)
-        _write(unfinished / "optimizer", optimizer_state(model, optimizers), world)
+        sums: dict[str, Parts] = {}
+        for part, tensors in ((MODEL, saved_tensors(model)), (OPTIMIZER, optimizer_state(model, optimizers))):
+            for of_rank in world.gather(write_tensors(unfinished / part, tensors, world)):
+                sums |= {f"{part}/{name}": parts for name, parts in of_rank.items()}
         if world.is_main:
-            write_atomic(unfinished / "state.json", json.dumps({"step": step, **state}))
+            written = [path.relative_to(unfinished).as_posix() for path in unfinished.glob("*/*")]
+            write_sums(unfinished, written, known=sums)
+            _write_state(unfinished, {"step": step, **state})
             unfinished.replace(final)
             sync_folder(folder)
     except (OSError, SafetensorError, CheckpointException) as error:
@@ -65,35 +73,41 @@ def save(
     world.wait()
 
 
+def _write_state(path: Path, state: dict[str, Any]) -> None:
+    """Writes state.json. Its seal says that there are checksums of tensors too, which an older version did not write."""
+    sealed = (path / SUMS).exists()
+    write_atomic(path / STATE, sealed_json(state, indent=None) if sealed else json.dumps(state))
+
+
 def load(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
     """Reads weights, masks and optimizer state into model and optimizers; returns ``state.json``."""
     state = read_state(path)
     load_weights(path, model)
-    with _named(path):
-        _read_optimizer_state(path / "optimizer", model, optimizers)
+    with named(path):
+        _read_optimizer_state(path / OPTIMIZER, model, optimizers)
     return state
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
     """Reads weights and masks, also of weights that the checkpoint keeps in another form than the model: as non-zeros, or as
     matrices."""
-    with _named(path):
-        stored = _metadata(path / "model")
+    with named(path):
+        stored = stored_tensors(path / MODEL)
         every = [weight_of(model, name) for name, _ in model.named_parameters()]
         foreign = [weight for weight in every if weight.is_masked and is_compressed(stored, weight.name) == weight.stores_zeros]
         for weight in every:
             if weight.name in stored and weight not in foreign:
                 weight.make_room(stored[weight.name].size.numel())
         elsewhere = {name for weight in foreign for name in (weight.name, *weight.mask_buffers)}
-        _read(path / "model", {name: tensor for name, tensor in saved_tensors(model).items() if name not in elsewhere})
-        _read_through_matrices(path / "model", foreign, stored)
+        read_tensors(path / MODEL, {name: tensor for name, tensor in saved_tensors(model).items() if name not in elsewhere})
+        _read_through_matrices(path / MODEL, foreign, stored)
 
 
 def _read_through_matrices(folder: Path, foreign: Sequence[ModelWeight], stored: Mapping[str, TensorStorageMetadata]) -> None:
     """Reads weights in the form that the checkpoint has, and converts them to the form that the model has."""
     names = [f"{weight.name}{part}" for weight in foreign for part in ("", MASK, COLUMNS, ROW_STARTS)]
     tensors = {n: torch.empty(stored[n].size, dtype=stored[n].properties.dtype) for n in names if n in stored}
-    _read(folder, tensors)
+    read_tensors(folder, tensors)
     for weight in foreign:
         if is_compressed(tensors, weight.name):
             expand_state(tensors, weight.name, weight.shape)
@@ -101,31 +115,105 @@ def _read_through_matrices(folder: Path, foreign: Sequence[ModelWeight], stored:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    with _named(path):
-        state = json.loads((path / "state.json").read_text())
-        if not isinstance(state, dict) or state.get("step") != step_of(path):
-            raise ValueError("state.json is not of this step")
+    with named(path):
+        state = read_object(path / STATE, remedy="its checkpoint cannot be used")
+        if state.get("step") != step_of(path):
+            raise ValueError(f"{STATE} is not of this step")
     return state
 
 
+# Damage
+
+
 class DamagedCheckpointError(ValueError):
-    """A checkpoint cannot be read. The error names it and the remedy."""
+    """A checkpoint cannot be read. The error names it and the remedy; ``reason`` is what is wrong."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        earlier = max((step for step in steps_in(path.parent) if step < step_of(path)), default=None)
+        remedy = "then the run starts from its first step" if earlier is None else f"then the run goes on from step {earlier}"
+        super().__init__(f"the checkpoint {path} is damaged ({reason}): delete it, {remedy}")
+        self.reason = reason
+
+
+def check(path: Path, world: World, *, only: str = "") -> None:
+    """Compares a checkpoint with its checksums, before any of it is loaded. ``only`` is the part that is needed. The ranks
+    divide the tensors among them, and all raise DamagedCheckpointError if one of them finds damage."""
+    sums = read_checksums(path)
+    if sums is None:
+        if world.is_main:
+            warnings.warn(
+                f"the checkpoint {path} has no checksums, since an older version wrote it: it is loaded without a check",
+                UncheckedWarning,
+                stacklevel=2,
+            )
+        wrong = missing_files(path)
+    else:
+        needed = {name: parts for name, parts in sums.items() if name.startswith(only)}
+        wrong = wrong_parts(path, needed, share=(world.rank, world.size))
+    found = list(dict.fromkeys(complaint for of_rank in world.gather(wrong) for complaint in of_rank))
+    if found:
+        more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+        raise DamagedCheckpointError(path, f"{found[0]}{more}")
+
+
+def read_checksums(path: Path) -> dict[str, Parts] | None:
+    """The checksums of a checkpoint's files; None if an older version wrote it. Raises if its state or its checksums cannot be
+    read."""
+    read_state(path)
+    with named(path):
+        if not (path / SUMS).exists() and not is_sealed(path / STATE):
+            return None
+        return read_sums(path, remedy="restore it")
+
+
+def missing_files(path: Path) -> list[str]:
+    """Files that are missing in a checkpoint without checksums, as far as its indices name them."""
+    wrong = [f"{part} is missing" for part in (MODEL, OPTIMIZER) if not (path / part).is_dir()]
+    for index in sorted(path.glob("*/*.index.json")):
+        with named(path):
+            files = set(read_object(index, remedy="restore it").get("weight_map", {}).values())
+        wrong += [f"{index.parent.name}/{file} is missing" for file in files if not (index.parent / str(file)).is_file()]
+    return wrong
 
 
 @contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Turns whatever goes wrong in reading a checkpoint into one line with the remedy."""
+def named(path: Path) -> Iterator[None]:
+    """Turns whatever goes wrong in reading a checkpoint into one line with the remedy. A file that may not be read is no
+    damage, and neither is a device without room."""
     try:
         yield
-    except (OSError, ValueError, KeyError, RuntimeError, AssertionError, SafetensorError, CheckpointException) as error:
-        raise DamagedCheckpointError(
-            f"the checkpoint {path} is damaged ({_reason(error)}): delete it, and the run goes on from the one before, or from "
-            "its start"
-        ) from error
+    except (PermissionError, torch.OutOfMemoryError, DamagedCheckpointError):
+        raise
+    except DamagedFileError as error:
+        if isinstance(error.__cause__, PermissionError):
+            raise
+        raise DamagedCheckpointError(path, _without_remedy(error, path)) from error
+    except (*_READING, SafetensorError, CheckpointException) as error:
+        raise DamagedCheckpointError(path, _reason(error)) from error
+
+
+def _without_remedy(error: DamagedFileError, path: Path) -> str:
+    """What is wrong with a file of a checkpoint; the remedy is the checkpoint's own."""
+    return str(error).removeprefix(f"{path}/").rpartition(":")[0]
+
+
+def set_aside(path: Path) -> Path:
+    """Renames a damaged checkpoint, so that the run can write this step again, and nothing is lost."""
+    aside = path.with_name(path.name.replace(_PREFIX, _DAMAGED))
+    shutil.rmtree(aside, ignore_errors=True)
+    return path.replace(aside)
+
+
+# Which checkpoints there are
 
 
 def latest(folder: Path) -> Path | None:
     return max(_complete(folder), key=step_of, default=None)
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Steps with a checkpoint, in their order."""
+    return sorted(map(step_of, _complete(folder)))
 
 
 def folder_name(step: int) -> str:
@@ -142,10 +230,21 @@ def prune(folder: Path, *, keep: int, best: int | None) -> None:
         shutil.rmtree(path, ignore_errors=True)
     for path in sorted(_complete(folder), key=step_of)[:-keep]:
         if step_of(path) != best:
-            # Renamed first: a half-removed folder must not look like a checkpoint.
-            doomed = path.with_name(f"{_UNFINISHED}{path.name.removeprefix(_PREFIX)}")
-            path.replace(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+            _remove(path)
+
+
+def drop_after(folder: Path, step: int) -> None:
+    """Removes the checkpoints of later steps."""
+    for path in sorted(_complete(folder), key=step_of, reverse=True):
+        if step_of(path) > step:
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    # Renamed first: a half-removed folder must not look like a checkpoint.
+    doomed = path.with_name(f"{_UNFINISHED}{path.name.removeprefix(_PREFIX)}")
+    path.replace(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def _complete(folder: Path) -> list[Path]:
@@ -178,14 +277,14 @@ def _read_optimizer_state(folder: Path, model: nn.Module, optimizers: list[torch
     """Reads into optimizers that have made no step. If the checkpoint keeps a weight in another form than the model, its state
     is converted at the first step."""
     homes = {id(p): (o, g) for o in optimizers for g in o.param_groups for p in g["params"]}
-    for key, entry in _metadata(folder).items():
+    for key, entry in stored_tensors(folder).items():
         name, _, what = key.partition("/")
         weight = weight_of(model, name)
         optimizer, group = homes[id(weight.parameter)]
         optimizer.state[weight.parameter][what] = _state_room(entry, weight.parameter, group)
         if weight.is_foreign(entry.size):
             watch_optimizers(model, replaced=())
-    _read(folder, optimizer_state(model, optimizers))
+    read_tensors(folder, optimizer_state(model, optimizers))
 
 
 def _state_room(entry: TensorStorageMetadata, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
@@ -197,29 +296,6 @@ def _state_room(entry: TensorStorageMetadata, parameter: nn.Parameter, group: di
     return torch.zeros(entry.size, dtype=dtype, device=parameter.device if beside else torch.device("cpu"))
 
 
-# Files
-
-
-def _write(folder: Path, tensors: dict[str, Tensor], world: World) -> None:
-    if tensors:  # plain SGD has no state
-        writer = HuggingFaceStorageWriter(str(folder), save_distributed=world.size > 1)
-        with _quiet():
-            save_tensors(tensors, storage_writer=writer, no_dist=world.size == 1)
-    elif world.is_main:
-        folder.mkdir()
-
-
-def _metadata(folder: Path) -> dict[str, TensorStorageMetadata]:
-    stored = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    return {key: entry for key, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
-
-
-def _read(folder: Path, tensors: dict[str, Tensor]) -> None:
-    if tensors:
-        with _quiet():
-            load_tensors(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
-
-
 def _reason(error: BaseException) -> str:
     """The cause in one line, without what torch wraps around it."""
     if isinstance(error, CheckpointException):
@@ -228,11 +304,3 @@ def _reason(error: BaseException) -> str:
         return error.strerror
     lines = str(error).strip().splitlines()
     return lines[-1] if lines else type(error).__name__
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences torch's warning that it saves and loads in one process, which is intended."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
-        yield

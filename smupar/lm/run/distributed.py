@@ -7,7 +7,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -54,6 +54,13 @@ class World:
         dist.all_reduce(raised, op=dist.ReduceOp.MAX)
         return [bool(flag) for flag in raised.tolist()]
 
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, on every rank."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value)
+        return values
+
     def wait(self) -> None:
         if self.size > 1:
             dist.barrier()
@@ -66,6 +73,9 @@ class World:
         )
         each = batch_size // self.size
         return self.rank * each, (self.rank + 1) * each
+
+
+ALONE = World(0, 1, torch.device("cpu"), "ddp")
 
 
 @contextlib.contextmanager

@@ -6,7 +6,11 @@ trace.json       what updates did to hidden layers, where that was measured; fol
 tokenizer.json   where the data has one
 metrics.jsonl    one line for every few steps
 checkpoints/     step-00000100, ...
+sums.json        checksums of metrics.jsonl, tokenizer.json and trace.json, when it ended
 summary.json     when it ended, finished or diverged
+
+The JSON files carry a seal (output/json_files.py): only smupar writes them, and nothing is gained by editing them. In
+particular config.json says what the weights mean, and a run's flags are given on the command line.
 """
 
 from __future__ import annotations
@@ -15,13 +19,15 @@ import contextlib
 import json
 import math
 import os
+import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import IO, Literal, TypeVar
+from typing import IO, Any, Literal
 
 import torch
 
@@ -29,16 +35,19 @@ from smupar import __version__
 from smupar.lm.config.run import STANDARD_LIBRARY, RunConfig, differences, flat
 from smupar.lm.data.batches import Corpus, CorpusFacts
 from smupar.lm.data.tokenizer import TOKENIZER_FILE
+from smupar.lm.run import checkpoint
+from smupar.lm.run.distributed import ALONE
 from smupar.output.files import locked, refuse_other_files, write_atomic, writing
+from smupar.output.json_files import parse_json, read_record, read_text, write_sealed
+from smupar.output.sums import SUMS, write_sums
 from smupar.plan.settings import refuse
 from smupar.updates.trace import Trace
 
 Status = Literal["finished", "diverged", "interrupted", "terminated"]
 Row = Mapping[str, float | None]  # metrics of a run at a step
 
-_Record = TypeVar("_Record", "Summary", CorpusFacts)
-
-TRACE_FILE, FOLLOWED_FILE = "trace.json", "followed.json"
+TRACE_FILE, FOLLOWED_FILE, METRICS_FILE, SUMMARY_FILE = "trace.json", "followed.json", "metrics.jsonl", "summary.json"
+_TEMPORARY = re.compile(r"[\w-]+\.jsonl?\.\d+\.tmp")  # what write_atomic leaves if the process is killed
 
 
 @dataclass(frozen=True)
@@ -66,8 +75,9 @@ class Summary:
     def write(self, folder: Path, trace: Trace | None) -> None:
         """Ends a run's folder, with what was measured in the run, where it was: a run whose summary is there is finished."""
         if trace is not None:
-            write_atomic(folder / TRACE_FILE, trace.to_json())
-        write_atomic(folder / "summary.json", json.dumps(asdict(self), indent=1))
+            trace.save(folder / TRACE_FILE)
+        write_sums(folder, [name for name in (METRICS_FILE, TOKENIZER_FILE, TRACE_FILE) if (folder / name).exists()])
+        write_sealed(folder / SUMMARY_FILE, asdict(self))
 
 
 @cache
@@ -104,6 +114,7 @@ class RunFolder:
         with contextlib.ExitStack() as locks:
             locks.enter_context(locked(path))
             self._refuse_another(config, corpus)
+            self._remove_temporaries()
             self._locks = locks.pop_all()
 
     def begin(self, config: RunConfig, corpus: Corpus) -> None:
@@ -111,7 +122,7 @@ class RunFolder:
         if not (self.path / "config.json").exists():
             write_facts(self.path, corpus)
             if config.follow is not None:
-                write_atomic(self.path / FOLLOWED_FILE, Path(config.follow).read_text())
+                Trace.load(config.follow).save(self.path / FOLLOWED_FILE)
             write_atomic(self.path / "config.json", config.to_json())
 
     def _refuse_another(self, config: RunConfig, corpus: Corpus) -> None:
@@ -127,30 +138,53 @@ class RunFolder:
             )
             given = Path(config.follow or "")
             refuse(
-                given.is_file() and given.read_text() != (self.path / FOLLOWED_FILE).read_text(),
+                given.is_file() and Trace.load(given).to_json() != Trace.load(self.path / FOLLOWED_FILE).to_json(),
                 f"the trace {config.follow} is not the one that {self.path} was started with, which is {FOLLOWED_FILE} in "
                 "that folder: bring it back, or choose another --out",
             )
         else:
             refuse_other_files(self.path, "run", _is_ours)
 
+    def _remove_temporaries(self) -> None:
+        for folder in (self.path, *(self.path / "checkpoints").glob("step-*")):
+            for path in folder.glob("*.tmp"):
+                if _TEMPORARY.fullmatch(path.name):
+                    path.unlink()
+
     def close(self) -> None:
         if self._metrics is not None:
             self._metrics.close()
         self._locks.close()
 
+    def go_back(self, step: int) -> None:
+        """Makes the checkpoint of this step the last one, and removes how the run ended. Step 0 is the start."""
+        folder = self.path / "checkpoints"
+        steps = checkpoint.steps_in(folder)
+        refuse(
+            step and step not in steps,
+            f"{self.path} has no checkpoint of step {step}: pass --from-step {' or '.join(map(str, [0, *steps]))}",
+        )
+        if step:
+            checkpoint.check(folder / checkpoint.folder_name(step), ALONE)
+        for name in (SUMMARY_FILE, SUMS, TRACE_FILE):
+            (self.path / name).unlink(missing_ok=True)
+        checkpoint.drop_after(folder, step)
+
     def resume_metrics(self, step: int) -> None:
-        """Drops lines that were written after the checkpoint from which the run goes on, and a line that was cut off."""
-        path = self.path / "metrics.jsonl"
-        lines = []
-        for line in path.read_text().splitlines() if path.exists() else []:
-            try:
-                if json.loads(line)["step"] <= step:
-                    lines.append(line + "\n")
-            except (json.JSONDecodeError, KeyError, TypeError):
-                break
-        write_atomic(path, "".join(lines))
-        self._metrics = path.open("a", buffering=1)
+        """Drops lines that were written after the checkpoint from which the run goes on, and lines that are damaged."""
+        path = self.path / METRICS_FILE
+        lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
+        kept = []
+        for number, line in enumerate(
+            lines[:-1], start=1
+        ):  # after the last newline there is nothing, or a line cut off by a kill
+            row = _row(line)
+            if row is None:
+                warnings.warn(f"{path}: line {number} is damaged and is left out", UserWarning, stacklevel=2)
+            elif row["step"] <= step:
+                kept.append(line.decode() + "\n")
+        write_atomic(path, "".join(kept))
+        self._metrics = path.open("a", buffering=1, encoding="utf-8")
 
     def log(self, row: Row) -> None:
         assert self._metrics is not None, "resume_metrics opens the file"
@@ -164,6 +198,22 @@ def metrics_line(row: Row) -> str:
     return json.dumps({name: value if math.isfinite(value) else None for name, value in values.items()}) + "\n"
 
 
+def _row(line: bytes) -> dict[str, Any] | None:
+    """The row in a line of metrics.jsonl; None if it is damaged."""
+    try:
+        row = parse_json(line.decode("utf-8"), source="", remedy="")
+    except ValueError:
+        return None
+    numbers = isinstance(row, dict) and all(isinstance(value, int | float | None) for value in row.values())
+    return row if numbers and isinstance(row.get("step"), int) else None
+
+
+def damaged_rows(path: Path) -> list[int]:
+    """The numbers of the lines of a metrics.jsonl that are damaged."""
+    lines = path.read_bytes().split(b"\n")
+    return [number for number, line in enumerate(lines, start=1) if line and _row(line) is None]
+
+
 def read_followed(path: Path) -> Trace | None:
     """The trace that a run was started with, if it follows one and has been started."""
     return Trace.load(path / FOLLOWED_FILE) if (path / FOLLOWED_FILE).exists() else None
@@ -172,9 +222,9 @@ def read_followed(path: Path) -> Trace | None:
 def write_facts(path: Path, corpus: Corpus) -> None:
     """Writes the facts about a run's text, and its tokenizer."""
     path.mkdir(parents=True, exist_ok=True)
-    write_atomic(path / "data.json", json.dumps(asdict(corpus.facts), indent=1))
-    if corpus.tokenizer_file is not None:
-        write_atomic(path / TOKENIZER_FILE, corpus.tokenizer_file.read_text())
+    write_sealed(path / "data.json", asdict(corpus.facts))
+    if corpus.tokenizer is not None:
+        write_atomic(path / TOKENIZER_FILE, corpus.tokenizer)
 
 
 def _is_ours(name: str) -> bool:
@@ -184,33 +234,21 @@ def _is_ours(name: str) -> bool:
 
 def read_summary(path: Path) -> Summary | None:
     """The summary of a run; None while it has not ended."""
-    file = path / "summary.json"
-    return _read(Summary, file, "delete it, and the same command writes it again") if file.exists() else None
+    file = path / SUMMARY_FILE
+    again = "delete it, and the same command writes it again"
+    return read_record(Summary, file, remedy=again) if file.exists() else None
 
 
 def read_config(path: Path) -> RunConfig:
     file = path / "config.json"
     if not file.exists():
         raise FileNotFoundError(f"{path} is not the folder of a run: it has no config.json")
-    try:
-        return RunConfig.from_json(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
+    remedy = "restore it from a copy, or choose another --out"
+    return RunConfig.from_json(read_text(file, remedy=remedy), source=str(file), remedy=remedy)
 
 
 def read_facts(path: Path) -> CorpusFacts:
-    return _read(CorpusFacts, path / "data.json", "the folder is damaged, choose another --out")
-
-
-def _read(kind: type[_Record], file: Path, remedy: str) -> _Record:
-    """The dataclass of this kind that a JSON file holds."""
-    try:
-        values = json.loads(file.read_text())
-        if not isinstance(values, dict) or values.keys() != {item.name for item in fields(kind)}:
-            raise ValueError("other fields than expected")
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file} cannot be read ({error}): {remedy}") from error
-    return kind(**values)
+    return read_record(CorpusFacts, path / "data.json", remedy="restore it from a copy, or choose another --out")
 
 
 def _with_texts_of(old: RunConfig, new: RunConfig) -> RunConfig:

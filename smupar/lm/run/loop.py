@@ -147,7 +147,9 @@ class Loop:
         if not self._validate():
             return False
         for index, progress in enumerate(self.progress):
-            if not progress.diverged:
+            if progress.since_row:
+                self._log_row(index, self.done, self._tokens(self.done) / max(progress.seconds, 1e-9))
+            elif not progress.diverged:  # an older version had written the row without the validation
                 self.keeper.log(index, {"step": self.done, "valid_loss": progress.valid_loss})
         self.keeper.save(self.progress)
         return True
@@ -215,26 +217,31 @@ class Loop:
         return any(progress.valid_step == self.done for progress in self.progress)
 
     def _log(self, losses: list[list[float]], seconds: float) -> None:
-        """Turns losses into rows, each with the mean since the row before. The row in which a run diverges is its last."""
+        """Turns losses into rows, each with the mean since the row before. The row in which a run diverges is its last. If the
+        validation of this step was interrupted, its row waits for it, so that the run has the same rows when it goes on."""
         speed = self._tokens(1) / (seconds / len(self.progress))
         for number, of_runs in enumerate(losses, start=self.done + 1 - len(losses)):
+            waits = number == self.done and self.cadence.validates(number) and not self._has_validated()
             for index, progress in enumerate(self.progress):
-                since_row = progress.since_row
-                if number > progress.step + 1 and not since_row:  # it diverged before
+                if number > progress.step + 1 and not progress.since_row:  # it diverged before
                     continue
-                since_row.append(of_runs[index])
-                if self.cadence.logs(number):
-                    config = self.runs.configs[index]
-                    row: Row = {
-                        "step": number,
-                        "loss": _mean(since_row),
-                        "lr": config.lr * lr_share(number - 1, config),
-                        "tokens": self._tokens(number),
-                        "tokens_per_second": speed,
-                        "valid_loss": progress.valid_loss if progress.valid_step == number else None,
-                    }
-                    self.keeper.log(index, row)
-                    since_row.clear()
+                progress.since_row.append(of_runs[index])
+                if self.cadence.logs(number) and (not waits or self._all_diverged()):
+                    self._log_row(index, number, speed)
+
+    def _log_row(self, index: int, number: int, speed: float) -> None:
+        """Writes the row of step ``number``, with the losses since the row before."""
+        config, progress = self.runs.configs[index], self.progress[index]
+        row: Row = {
+            "step": number,
+            "loss": _mean(progress.since_row),
+            "lr": config.lr * lr_share(number - 1, config),
+            "tokens": self._tokens(number),
+            "tokens_per_second": speed,
+            "valid_loss": progress.valid_loss if progress.valid_step == number else None,
+        }
+        self.keeper.log(index, row)
+        progress.since_row.clear()
 
     def summaries(self, status: Status, folders: Sequence[str]) -> list[Summary]:
         """How each run ended, in these folders, given what ``run`` returned."""

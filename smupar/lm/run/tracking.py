@@ -94,4 +94,4 @@ def _id(path: Path) -> str:
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(file, secrets.token_hex(4))
-    return file.read_text()
+    return file.read_text(encoding="utf-8")

@@ -30,6 +30,7 @@ from smupar.lm.run.loop import Cadence, Loop, Progress
 from smupar.lm.run.signals import Stop
 from smupar.lm.run.step import Stepper
 from smupar.lm.run.tracking import tracked
+from smupar.output.json_files import as_record
 from smupar.plan.plan import PlanWarning
 
 _NUM_VALIDATIONS = 5
@@ -46,6 +47,8 @@ def train(config: RunConfig, how: Execution | None = None) -> Summary:
             return read_summary(path) or _train(config, how, world, data.open_text(config, check=False), path, None, stop)
         corpus = data.open_text(config)
         with contextlib.closing(RunFolder(path, config, corpus)) as folder:
+            if how.from_step is not None:
+                folder.go_back(how.from_step)
             world.wait()
             summary = read_summary(path)
             if summary:
@@ -67,12 +70,15 @@ def _train(
     cadence = Cadence(
         config.steps, how.log_every, how.valid_every or max(1, config.steps // _NUM_VALIDATIONS), save_every=how.save_every
     )
-    with tracked(path, config, how, progress.step, writes=world.is_main) as track:
-        keeper = _FolderKeeper(stepper, how, path, folder, track, progress.step)
+    first = progress.step
+    with tracked(path, config, how, first, writes=world.is_main) as track:
+        keeper = _FolderKeeper(stepper, how, path, folder, track, first)
         loop = Loop(stepper, cadence, keeper, stop, [progress])
         with keeper.bar:
             status = loop.run()
     [summary] = loop.summaries(status, [str(path)])
+    if summary.status == "diverged":
+        _doubt_checkpoint(path / "checkpoints", first, world)
     if folder and summary.status in ("finished", "diverged"):
         summary.write(path, *stepper.traces())
     world.wait()
@@ -80,16 +86,52 @@ def _train(
 
 
 def _resumed(stepper: Stepper, path: Path, folder: RunFolder | None) -> Progress:
-    last, progress = checkpoint.latest(path / "checkpoints"), Progress()
+    last, progress = _last_intact(path / "checkpoints", stepper.world), Progress()
     if last is not None:
         state = checkpoint.load(last, stepper.model, stepper.optimizers)
-        stepper.load_state_dict(state.pop("moving", {}))
-        progress = Progress(**state)
+        with checkpoint.named(last):
+            stepper.load_state_dict(state.pop("moving", {}))
+            progress = as_record(Progress, state, source=f"{last / checkpoint.STATE}", remedy="restore it")
     doing = f"going on from step {progress.step} of {stepper.config.steps}, in" if last else "training in"
     _say(stepper.world, f"{doing} {path}")
     if folder:
-        folder.resume_metrics(progress.step)
+        # If losses wait for a row, the checkpoint's own step has no row yet.
+        folder.resume_metrics(progress.step - bool(progress.since_row))
     return progress
+
+
+def _last_intact(folder: Path, world: World) -> Path | None:
+    """The last checkpoint without damage; None if there is no checkpoint. Damaged ones after it are set aside, each with a
+    line that names what is damaged. Raises if all are damaged."""
+    damaged: list[tuple[Path, checkpoint.DamagedCheckpointError]] = []
+    for step in reversed(checkpoint.steps_in(folder)):
+        path = folder / checkpoint.folder_name(step)
+        try:
+            checkpoint.check(path, world)
+        except checkpoint.DamagedCheckpointError as error:
+            damaged.append((path, error))
+            continue
+        world.wait()  # until all ranks have looked
+        for bad, why in damaged:
+            aside = checkpoint.set_aside(bad) if world.is_main else bad
+            _say(world, f"the checkpoint {bad} is damaged ({why.reason}), and is now called {aside.name}: using step {step}")
+        world.wait()
+        return path
+    if damaged:
+        raise damaged[-1][1]
+    return None
+
+
+def _doubt_checkpoint(folder: Path, first: int, world: World) -> None:
+    """Says that a checkpoint may be damaged, if a run went on from it and diverged before it saved again."""
+    steps = checkpoint.steps_in(folder)
+    if first and steps and steps[-1] == first:
+        earlier = " or ".join(f"--from-step {step}" for step in [*reversed(steps[:-1]), 0])
+        _say(
+            world,
+            f"the run diverged before it saved again: the checkpoint of step {first}, from which it went on, may be damaged. "
+            f"The same command with {earlier} goes on from an earlier step",
+        )
 
 
 def _say(world: World, text: str) -> None:

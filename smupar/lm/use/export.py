@@ -3,8 +3,6 @@ logits. A model card says what the model is, and what to be careful with."""
 
 from __future__ import annotations
 
-import json
-import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -21,6 +19,8 @@ from smupar.lm.use.load import EXPORT_FORMAT, LoadedRun, load_run
 from smupar.model.csr import compress_export
 from smupar.model.parameterize import BRANCH, FACTOR, mask_of
 from smupar.output.files import refuse_existing, whole_folder
+from smupar.output.json_files import write_sealed
+from smupar.output.sums import write_sums
 from smupar.plan.plan import PLAN_FILE
 from smupar.plan.settings import refuse
 
@@ -46,10 +46,12 @@ def export(config: ExportConfig) -> str:
     }
     with whole_folder(out) as folder:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-        (folder / "config.json").write_text(json.dumps(described, indent=1), encoding="utf-8")
+        write_sealed(folder / "config.json", described)
         (folder / "README.md").write_text(model_card(run), encoding="utf-8")
         if (run.folder / TOKENIZER_FILE).exists():
-            shutil.copy(run.folder / TOKENIZER_FILE, folder)
+            run.tokenizer.save(folder)
+        # People edit the model card, so it has no checksum.
+        write_sums(folder, [name for name in ("model.safetensors", "config.json", TOKENIZER_FILE) if (folder / name).exists()])
     size = (out / "model.safetensors").stat().st_size
     return f"step {run.step} of {run.folder}, {config.format}, {size / 2**20:.1f} MiB, with a model card: {out}"
 
@@ -97,7 +99,7 @@ def model_card(run: LoadedRun) -> str:
     kept = {name: sizes[name] if mask is None else int(mask.sum()) for name, mask in masks.items()}
     hidden = [row.name for row in plan if row.role == "hidden"]
     density = sum(kept[name] for name in hidden) / sum(sizes[name] for name in hidden)
-    valid_loss, text = state["valid_loss"], read_facts(run.folder)
+    valid_loss, text = state.get("valid_loss"), read_facts(run.folder)
     rows = {
         "model": f"GPT, width {model.width}, depth {model.depth}, {model.num_heads} heads of {model.head_dim}, "
         f"{model.positions} positions, {model.activation}",
@@ -113,7 +115,7 @@ def model_card(run: LoadedRun) -> str:
         "validation loss": "not measured" if valid_loss is None else f"{valid_loss:.4f} nats per token",
     }
     table = "\n".join(f"| {what} | {text} |" for what, text in rows.items())
-    return _CARD.format(table=table, energy=_energy(run, state["seconds"] / 3600))
+    return _CARD.format(table=table, energy=_energy(run, state.get("seconds", 0.0) / 3600))
 
 
 def _energy(run: LoadedRun, hours: float) -> str:

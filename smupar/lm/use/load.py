@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from smupar.lm.config.run import ModelConfig, RunConfig
 from smupar.lm.data.tokenizer import Tokenizer, read_tokenizer
 from smupar.lm.model.gpt import GPT
 from smupar.lm.run import checkpoint
-from smupar.lm.run.distributed import World, build_on_device
+from smupar.lm.run.distributed import ALONE, World, build_on_device
 from smupar.lm.run.folder import read_config, read_facts
 from smupar.model.csr import expand_export
+from smupar.output.json_files import DamagedFileError, is_sealed, read_object, read_record
+from smupar.output.sums import SUMS, UncheckedWarning, check_sums
 from smupar.plan.plan import Plan, PlanWarning
 
 EXPORT_FORMAT = "smupar-gpt/1"
+_EXPORT_AGAIN = "export the run again, or get another copy"
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class LoadedRun:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return read_tokenizer(self.folder, read_facts(self.folder).tokenizer["name"])
+        facts = read_facts(self.folder).tokenizer
+        return read_tokenizer(self.folder, facts["name"], sha256=facts["sha256"])
 
 
 def load_run(folder: str | Path, *, device: torch.device | None = None, best: bool = False) -> LoadedRun:
@@ -47,10 +51,11 @@ def load_run(folder: str | Path, *, device: torch.device | None = None, best: bo
     if chosen is None or not (chosen / "state.json").exists():
         raise FileNotFoundError(f"{path} has no checkpoint yet: train on, or give the folder of another run")
     if best:
-        step = checkpoint.read_state(chosen)["best_step"]
+        step = checkpoint.read_state(chosen).get("best_step")
         chosen = chosen.with_name(checkpoint.folder_name(step)) if step is not None else chosen
     with warnings.catch_warnings(action="ignore", category=PlanWarning):  # training has already shown these warnings
         model, plan = build_on_device(config, World(0, 1, device or torch.device("cpu"), "ddp"))
+    checkpoint.check(chosen, ALONE, only=checkpoint.MODEL)
     checkpoint.load_weights(chosen, model)
     return LoadedRun(run, checkpoint.step_of(chosen), config, model, plan)
 
@@ -59,7 +64,9 @@ def load_model(folder: str | Path, *, device: torch.device | None = None) -> tup
     """Model and tokenizer from a run, a checkpoint or an export."""
     path = Path(folder)
     if is_export(path):
-        return load_export(path).to(device), read_tokenizer(path, read_description(path)["tokenizer"]["name"])
+        _check_export(path)
+        described = read_export(path)
+        return _exported_model(path, described).to(device), read_tokenizer(path, described.tokenizer["name"])
     if not path.exists():
         raise FileNotFoundError(f"no folder {path}: give the folder of a run, which `smupar train` names in its last line")
     run = load_run(path, device=device)
@@ -76,16 +83,54 @@ def is_export(path: Path) -> bool:
 def read_description(path: Path) -> dict[str, Any]:
     """The content of config.json of a run, an export or a model of transformers; empty if there is no such file."""
     try:
-        described = json.loads((path / "config.json").read_text())
-    except (OSError, ValueError):
+        return read_object(path / "config.json", remedy="")
+    except ValueError:
         return {}
-    return described if isinstance(described, dict) else {}
 
 
 def load_export(path: Path) -> GPT:
     """Loads an export as a plain GPT. Its factors are folded into the weights, so no plan is needed."""
-    model = GPT(ModelConfig(**read_description(path)["model"]))
-    stored = load_file(path / "model.safetensors")
-    expand_export(stored, {name: parameter.shape[-1] for name, parameter in model.named_parameters()})
-    model.load_state_dict({name: tensor.float() for name, tensor in stored.items()})
+    _check_export(path)
+    return _exported_model(path, read_export(path))
+
+
+@dataclass(frozen=True)
+class ExportDescription:
+    """The content of an export's config.json."""
+
+    format: str
+    storage: str
+    model: ModelConfig
+    tokenizer: dict[str, Any]
+
+
+def _check_export(path: Path) -> None:
+    if not check_sums(path, remedy=_EXPORT_AGAIN):
+        if is_sealed(path / "config.json"):
+            raise DamagedFileError(f"{path} is damaged ({SUMS} is missing): {_EXPORT_AGAIN}")
+        warnings.warn(
+            f"{path} has no checksums, since an older version exported it: it is loaded without a check",
+            UncheckedWarning,
+            stacklevel=3,
+        )
+
+
+def read_export(path: Path) -> ExportDescription:
+    file = path / "config.json"
+    try:
+        return read_record(ExportDescription, file, remedy=_EXPORT_AGAIN)
+    except DamagedFileError:
+        raise
+    except ValueError as error:  # a model that cannot be built
+        raise DamagedFileError(f"{file} is damaged ({error}): {_EXPORT_AGAIN}") from error
+
+
+def _exported_model(path: Path, described: ExportDescription) -> GPT:
+    model, file = GPT(described.model), path / "model.safetensors"
+    try:
+        stored = load_file(file)
+        expand_export(stored, {name: parameter.shape[-1] for name, parameter in model.named_parameters()})
+        model.load_state_dict({name: tensor.float() for name, tensor in stored.items()})
+    except (OSError, SafetensorError, RuntimeError, KeyError, ValueError) as error:
+        raise DamagedFileError(f"{file} is damaged ({str(error).strip().splitlines()[-1].strip()}): {_EXPORT_AGAIN}") from error
     return model

@@ -33,6 +33,7 @@ from smupar.lm.run.distributed import pick_device
 from smupar.lm.run.folder import versions
 from smupar.lm.use.load import is_export, load_model, load_run, read_description
 from smupar.output.files import write_atomic, writing
+from smupar.output.json_files import DamagedFileError, parse_json, read_text
 from smupar.output.optional import first_line, optional
 from smupar.plan.plan import PLAN_FILE
 from smupar.plan.settings import refuse
@@ -274,10 +275,10 @@ def score_file(folder: str, requests: str | Path, out: str | Path, config: Scori
 def _begin(path: Path, header: dict[str, Any]) -> dict[str, Score]:
     """The scores that exist already. Raises if they belong to another model, or were computed with other settings."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.exists() or not path.read_text().strip():
+    text = read_text(path, remedy="choose another --out") if path.exists() else ""
+    if not text.strip():
         write_atomic(path, json.dumps(header) + "\n")
         return {}
-    text = path.read_text()
     if not text.endswith("\n"):  # the process was killed while writing this line
         write_atomic(path, text[: text.rfind("\n") + 1])
     old, answered = read_scores(path)
@@ -303,9 +304,9 @@ def read_requests(path: str | Path) -> tuple[dict[str, Any], list[ScoreRequest]]
 def read_scores(path: str | Path) -> tuple[dict[str, Any], dict[str, Score]]:
     """The header, and scores by ``ScoreRequest.key``."""
     header, rows = _read(Path(path), SCORES_FORMAT, "make it with smupar eval score")
+    names = ("loglikelihood", "is_greedy")
     return header, {
-        row.get("key", ""): _from_row(Score, {name: row.get(name) for name in ("loglikelihood", "is_greedy")}, path, number)
-        for number, row in rows
+        str(row.get("key", "")): _from_row(Score, {name: row.get(name) for name in names}, path, number) for number, row in rows
     }
 
 
@@ -328,13 +329,14 @@ def _from_row(kind: type[Any], row: dict[str, Any], path: str | Path, number: in
 
 def read_lines(path: Path, remedy: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Objects of a JSONL file and the numbers of their lines."""
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
+            source = f"{path}, line {number},"
             try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number}: not JSON ({error}): {remedy}") from error
-            refuse(not isinstance(row, dict), f"{path}, line {number}: not an object: {remedy}")
-            yield number, row
+                text = line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise DamagedFileError(f"{source} is not UTF-8 text: {remedy}") from error
+            if text.strip():
+                row = parse_json(text, source=source, remedy=remedy)
+                refuse(not isinstance(row, dict), f"{source} is not an object: {remedy}")
+                yield number, row

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import smupar
+from smupar.check.coordinates.verdict import FAIL
 from smupar.lm.config.run import ModelConfig
 from smupar.lm.data import batches as data
 from smupar.lm.data.shards import Tokens
@@ -309,3 +310,15 @@ def test_wrong_layer_of_a_failing_slope_comes_with_its_direction():
     assert not report.ok
     assert "shrinks with width" in report.explain()
     assert "blocks.1.mlp" in report.explain()
+
+
+def test_fault_inside_attention_is_not_blamed_on_a_scale_that_is_set():
+    def weaker_when_wider(model, plan):
+        for block in model.blocks:
+            block.norm_attention.weight.fill_(64 / block.norm_attention.weight.numel())
+
+    report = check(weaker_when_wider, widths=(64, 256), densities=(1,), seeds=(0, 1, 2))
+    failing = [one.place for one in report.slopes if one.verdict == FAIL and one.step == 1]
+    assert failing
+    assert all("attention" in place for place in failing)
+    assert list(causes(report)) == ["elsewhere"], report.explain()

@@ -381,14 +381,16 @@ def popping_loss(model, batch):
     return F.cross_entropy(model(batch.pop("x"))["out"], batch.pop("y"))
 
 
-def test_recurrent_layers_are_measured_as_blocks_and_named(tmp_path):
+def test_recurrent_layers_are_measured_as_blocks_and_their_matrices_as_parts(tmp_path):
     report = smupar.coord_check(
         Recurrent, popping_loss, sequences(2), base_width=16, widths=np.array([16, 64]), steps=2, seeds=1, progress=False
     )
     assert {one.quantity for one in report.readings if one.place == "rnn"} >= {Y, GRAD_X}
-    (note,) = [diagnosis for diagnosis in report.diagnoses if diagnosis.cause == "unmeasured"]
-    assert "rnn.weight_hh_l0" in note.places
-    assert note.is_caution
+    for name in ("rnn.weight_ih_l0", "rnn.weight_hh_l0"):
+        (part,) = [one for one in report.readings if one.place == name and (one.width, one.step) == (64, 1)]
+        assert (part.kind, part.role, part.quantity) == ("part", "hidden", DY)
+        assert part.rms > 0
+    assert "unmeasured" not in {diagnosis.cause for diagnosis in report.diagnoses}
     report.plot(tmp_path / "rnn.png")
     report.to_html(tmp_path / "rnn.html")
     assert json.loads(report.to_json())["format"] == "smupar-coordinates/1"

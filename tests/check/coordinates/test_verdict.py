@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from smupar.check.coordinates.measure import CHANGE, DY, GRAD_W, Y
-from smupar.check.coordinates.verdict import EXCEPTION, FAIL, PASS, UNCLEAR, judge, overall, slopes
+from smupar.check.coordinates.measure import CHANGE, DY, GRAD_W, GRAD_X, WIDENING, Y
+from smupar.check.coordinates.verdict import DRIFT, EXCEPTION, FAIL, PASS, UNCLEAR, judge, overall, slopes
 from tests.check.coordinates.grid import MLP, batches_of, check, one_slope, power_law, reading
 
 
@@ -90,10 +90,11 @@ def test_gradient_flow_and_change_of_activations_are_not_judged(quantity):
 
 
 def test_overall_is_the_worst_verdict():
-    made = {name: one_slope(0.0, verdict=name) for name in (PASS, UNCLEAR, FAIL, EXCEPTION, "")}
+    made = {name: one_slope(0.0, verdict=name) for name in (PASS, UNCLEAR, DRIFT, FAIL, EXCEPTION, "")}
     assert overall([made[PASS], made[EXCEPTION], made[""]]) == PASS
     assert overall([made[PASS], made[UNCLEAR]]) == UNCLEAR
     assert overall([made[UNCLEAR], made[PASS], made[FAIL]]) == FAIL
+    assert overall([made[UNCLEAR], made[DRIFT], made[PASS]]) == DRIFT  # more seeds do not make it pass
 
 
 def test_later_steps_are_judged_by_their_mean():
@@ -198,10 +199,54 @@ def test_zero_initialised_readout_raises_no_alarm(axis, optimizer):
     report.explain()
 
 
-def test_slopes_that_are_certain_but_between_the_thresholds_are_called_a_drift():
+def test_slope_whose_interval_lies_between_the_thresholds_is_a_drift():
+    drift = one_slope(-0.28, 0.05)
+    assert judge(drift) == DRIFT
+    assert judge(replace(drift, ci=0.1)) == UNCLEAR  # down to 0.18, which would pass
+    assert judge(replace(drift, slope=-0.34)) == UNCLEAR  # up to 0.39, which would fail
+    assert judge(replace(drift, ci=math.nan)) == UNCLEAR  # one seed is certain about nothing
+
+
+def test_drift_has_a_verdict_and_a_remedy_that_agree():
     readings = [one for seed in range(5) for one in power_law(-0.28, seed=seed)]
-    (found,) = slopes(readings)
-    assert found.verdict == UNCLEAR
     report = check(seeds=2)
-    report.readings, report.slopes, report.diagnoses = readings, [found], []
-    assert "more seeds will not change" in report.explain()
+    report.readings, report.slopes, report.diagnoses = readings, slopes(readings), []
+    words = report.explain()
+    assert report.verdicts == {"smupar": DRIFT}
+    assert words.startswith("SmuPar: DRIFT over density")
+    assert "more seeds will not change it" in words
+    assert "smaller batches" in words
+    assert "MORE SEEDS" not in words
+    assert not report.ok
+
+
+@pytest.mark.parametrize(
+    ("slope", "step", "verdict"),
+    [
+        (0.15, 1, PASS),
+        (0.5, 1, FAIL),  # the terms of the sum are independent at step 1
+        (0.5, 2, PASS),  # all aligned
+        (0.9, 2, PASS),  # 0.4 above what aligned terms give
+        (1.4, 2, FAIL),
+        (-0.4, 2, PASS),
+        (-0.9, 2, FAIL),
+    ],
+)
+def test_gradient_into_a_fixed_size_may_align_after_step_1(slope, step, verdict):
+    found = one_slope(slope, axis="width", at=1.0, role=WIDENING, quantity=GRAD_X, step=step)
+    assert judge(found) == verdict
+
+
+@pytest.mark.parametrize("changes", [{"role": "hidden"}, {"axis": "density"}, {"quantity": DY}])
+def test_only_gradients_into_a_fixed_size_over_width_may_align(changes):
+    found = one_slope(0.9, axis="width", at=1.0, role=WIDENING, quantity=GRAD_X, step=2)
+    assert judge(found) == PASS
+    assert judge(replace(found, **changes)) == FAIL
+
+
+@pytest.mark.parametrize(("num_entries", "slope", "verdict"), [((8, 8, 8), 0.0, PASS), ((8, 16, 32), 0.5, UNCLEAR)])
+def test_gradient_of_a_block_that_reads_a_fixed_size_may_grow_like_a_random_sum(num_entries, slope, verdict):
+    sizes = power_law(0.5, axis="width", xs=(64, 128, 256), kind="block", role="block", quantity=GRAD_X)
+    (found,) = slopes([replace(one, num_entries=num) for one, num in zip(sizes, num_entries, strict=True)])
+    assert found.slope == pytest.approx(slope, abs=1e-9)
+    assert found.verdict == verdict

@@ -122,10 +122,21 @@ def test_id_changes_with_everything_that_decides_the_result():
     assert len({RUN.id, replace(RUN, seed=1).id, replace(RUN, lr=0.5).id, _with(biases=True).id, _with(depth=2).id}) == 5
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"model": {"size": 3}, "betas": []}'])
-def test_other_json_is_not_a_run(text):
-    with pytest.raises(ValueError, match="not the configuration of a run, or one of another version"):
-        RunConfig.from_json(text)
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "is damaged"),
+        ("[]", "expected fields"),
+        ("{}", "is not the configuration of a run"),
+        ('{"rule": "mup", "model": {"size": 3}}', "unknown field 'model.size'"),
+        ('{"rule": "mup", "lr": "1"}', "lr should be a number"),
+        ('{"rule": "mup", "betas": [0.9]}', "betas.length should be 2, is 1"),
+        ('{"rule": "mup", "steps": -1}', "steps must be"),
+    ],
+)
+def test_other_json_is_not_a_run(text, said):
+    with pytest.raises(ValueError, match=rf"^here .*{said}.*: restore it$"):
+        RunConfig.from_json(text, source="here")
 
 
 def test_presets_have_the_schedules_of_table_4():

@@ -267,7 +267,7 @@ def test_standard_library_is_python_source_without_tests():
     text = open_text(RunConfig())
     assert text.facts.num_tokens > 5_000_000
     assert text.facts.largest_token < 256
-    assert text.tokenizer_file is None
+    assert text.tokenizer is None
     beginning = bytes(text.train.windows(np.array([0]), 100_000)[0].astype(np.uint8))
     assert b"def " in beginning
     assert len(data.standard_library()) == text.facts.num_tokens

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from smupar.lm.data.shards import ShardIndex, ShardWriter, TokenizerInfo, Tokens, open_tokens, read_index, token_dtype, verify
 from smupar.output.files import write_atomic
+from smupar.output.json_files import read_object, sealed_json
 
 INFO = TokenizerInfo("tiny", 1000, 7, "0" * 64)
 
@@ -93,11 +94,22 @@ def test_unusable_folders_raise_with_a_remedy(tmp_path):
 def test_index_that_does_not_add_up_is_damaged(tmp_path):
     _made(tmp_path / "out")
     path = tmp_path / "out" / "index.json"
-    for right, wrong in (('"num_tokens": 24', '"num_tokens": 25'), ('"dtype": "u2"', '"dtype": "u1"')):
-        text = path.read_text()
-        path.write_text(text.replace(right, wrong))
+    sealed = read_object(path, remedy="")
+    for wrong in ({"num_tokens": 25}, {"dtype": "u1"}, {"largest_token": -1}, {"largest_token": 10**9}):
+        path.write_text(json.dumps({**sealed, **wrong}))  # without a seal, as older versions wrote it
         assert "do not fit" in _message(read_index, tmp_path / "out")
-        path.write_text(text)
+    path.write_text(sealed_json(sealed).replace('"num_tokens": 24', '"num_tokens": 25'))
+    assert "does not match its checksum" in _message(read_index, tmp_path / "out")
+
+
+def test_index_whose_largest_token_is_too_small_is_found_by_reading(tmp_path):
+    """The model would be asked for a token beyond its vocabulary."""
+    _made(tmp_path / "out")
+    verify(tmp_path / "out")  # remembers that the shards are intact
+    path = tmp_path / "out" / "index.json"
+    values = read_object(path, remedy="")
+    path.write_text(json.dumps({**values, "largest_token": 3}))
+    assert "index.json is damaged (largest_token is 3, tokens-00000.bin has" in _message(verify, tmp_path / "out")
 
 
 def test_missing_and_truncated_shards_are_named(tmp_path):
@@ -138,7 +150,11 @@ def test_damaged_memory_of_hashes_is_ignored(tmp_path, content):
     _made(tmp_path / "out")
     (tmp_path / "out" / "verified.json").write_text(content)
     assert verify(tmp_path / "out").num_tokens == 24
-    assert set(json.loads((tmp_path / "out" / "verified.json").read_text())) == {"tokens-00000.bin", "tokens-00001.bin"}
+    assert set(json.loads((tmp_path / "out" / "verified.json").read_text())) == {
+        "tokens-00000.bin",
+        "tokens-00001.bin",
+        "index.json",
+    }
 
 
 def test_folder_that_cannot_remember_is_hashed_each_time(tmp_path):

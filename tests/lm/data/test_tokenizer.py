@@ -156,6 +156,8 @@ def test_bad_tokenizers_raise_one_line(tmp_path):
     assert "several: other-vocab.json, vocab.json" in message(tmp_path / "two")
     _folder(tmp_path / "list")
     (tmp_path / "list" / "vocab.json").write_text("[1]")
+    assert "vocab.json is damaged (expected fields, got [1]): get it again" in message(tmp_path / "list")
+    (tmp_path / "list" / "vocab.json").write_text('{"a": []}')
     assert "not a vocabulary" in message(tmp_path / "list")
     _folder(tmp_path / "merge")
     first = (tmp_path / "merge" / "merges.txt").read_text(encoding="utf-8").splitlines()[1]

@@ -130,6 +130,28 @@ def test_stop_saves_at_the_step_where_it_was_asked():
     assert again.progress[0].step == 120
 
 
+@pytest.mark.parametrize("at", [1, 37, 50, 59, 60, 61, 119])
+def test_rows_of_a_stopped_run_are_those_of_the_whole_run(at):
+    """At 60 the signal also keeps the run from validating, whose row then waits."""
+    losses, cadence = [float(step) for step in range(1, 121)], Cadence(120, log_every=50, valid_every=60)
+    whole, expected = loop_of(Given(losses), cadence)
+    whole.run()
+    stop, runs = Stop(), Given(losses)
+    step = runs.step
+
+    def asked(number):
+        stop.requested = number >= at - 1
+        return step(number)
+
+    runs.step = asked
+    loop, keeper = loop_of(runs, cadence, stop)
+    assert loop.run() == "terminated"
+    again, kept = loop_of(Given(losses), cadence, progress=loop.progress)
+    assert again.run() == "finished"
+    ours, theirs = ([{**row, "tokens_per_second": 0} for _, row in rows] for rows in (keeper.rows + kept.rows, expected.rows))
+    assert ours == theirs
+
+
 def test_validation_that_was_stopped_is_done_when_the_run_goes_on():
     stop = Stop()
     runs = Given(2.0)

@@ -1,6 +1,5 @@
 """What a run refuses before it starts, and before it goes on."""
 
-import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -54,23 +53,6 @@ def test_configuration_that_cannot_be_built_does_not_keep_the_folder(config, tmp
     with pytest.raises(ValueError, match="no learning-rate rule is known"):
         train(replace(config, optimizer="typo"), how)
     assert train(replace(config, steps=3), how).status == "finished"
-
-
-@pytest.mark.parametrize("damage", ["truncated", "missing", "no state", "state of another step"])
-def test_damaged_checkpoint_is_named_with_the_remedy(finished, config, tmp_path, damage):
-    folder = resumable(finished[0], tmp_path / "run", 27)
-    last = folder / "checkpoints" / "step-00000027"
-    (weights,) = (last / "model").glob("*.safetensors")
-    if damage == "truncated":
-        weights.write_bytes(weights.read_bytes()[:1000])
-    elif damage == "missing":
-        shutil.rmtree(last / "optimizer")
-    else:
-        (last / "state.json").write_text("{" if damage == "no state" else '{"step": 3}')
-    with pytest.raises(ValueError, match=r"the checkpoint .*step-00000027 is damaged .* delete it"):
-        train(config, replace(HOW, out=str(folder)))
-    shutil.rmtree(last)  # then it goes on from the one before
-    assert train(config, replace(HOW, out=str(folder))).status == "finished"
 
 
 def test_graph_without_a_gpu_is_refused(config, tmp_path):

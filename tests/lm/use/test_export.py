@@ -73,7 +73,12 @@ def test_export_leaves_a_folder_of_the_user_alone(runs, tmp_path):
     (tmp_path / "out.unfinished" / "thesis.tex").write_text("dear")
     _exported(runs, "plain", tmp_path / "out")
     assert (tmp_path / "out.unfinished" / "thesis.tex").read_text() == "dear"
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["README.md", "config.json", "model.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "sums.json",
+    ]
 
 
 def _tokens(vocab_size=256):
@@ -226,7 +231,7 @@ def test_export_says_what_it_wrote(runs, tmp_path):
     assert line.startswith(f"step 5 of {runs('smupar-alibi')}, sparse, ")
     assert sorted(path.name for path in (tmp_path / "deep").iterdir()) == ["out"]
     files = sorted(path.name for path in (tmp_path / "deep" / "out").iterdir())
-    assert files == ["README.md", "config.json", "model.safetensors"]
+    assert files == ["README.md", "config.json", "model.safetensors", "sums.json"]
 
 
 def test_card_says_what_the_model_is_and_what_to_be_careful_with(runs, tmp_path):

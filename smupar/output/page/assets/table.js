@@ -1,7 +1,7 @@
 // The table: sorted both ways by any column, filtered as the charts are, and saved as CSV.
 
 const MOST_ROWS = 200;
-const TONES = { pass: "pass", fail: "fail", "more seeds": "unclear", "known exception": "pass" };
+const TONES = { pass: "pass", fail: "fail", "more seeds": "unclear", drift: "unclear", "known exception": "pass" };
 
 function sortedRows(rows, { column, falls }) {
   if (!column) return rows;

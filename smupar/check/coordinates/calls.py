@@ -1,0 +1,160 @@
+"""Calls of a module, kept so that they can be repeated with other weights.
+
+``kept_call`` keeps some rows of the input if the module runs torch's own forward pass on them, whatever the rest of the batch
+is. Any other module (a subclass with a forward pass of its own, a module with weights that are no layers) is called again as a
+whole, with the arguments that it had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smupar.model.parameterize import FACTOR
+from smupar.plan.layers import IMAGES, kind_of
+from smupar.updates.probe import spread
+
+MAX_ROWS = 256
+MAX_IMAGES = 8  # images measured for a convolution, whose rows are all positions of an image
+
+
+class SampledCall:
+    """Some rows of the input of a layer, and the gradient of the same rows of its output."""
+
+    def __init__(self, module: nn.Module, x: Tensor) -> None:
+        self.module, self.kind = module, kind_of(module)
+        self.x = self._rows(x.detach())
+        self.output_grad: Tensor | None = None
+
+    def keep_gradient(self, grad: Tensor) -> None:
+        self.output_grad = self._rows(grad, output=True)
+
+    def _rows(self, values: Tensor, *, output: bool = False) -> Tensor:
+        """Up to MAX_ROWS rows of a layer's input or output. The same rows are taken from both."""
+        if self.kind.reads == IMAGES:
+            batched = values.ndim == self.module.weight.ndim  # a single image has no batch dimension
+            return values[:MAX_IMAGES].clone() if batched else values.clone()
+        rows = values.flatten() if self.kind.is_lookup and not output else values.reshape(-1, values.shape[-1])
+        return rows[spread(len(rows), MAX_ROWS, rows.device)]
+
+    def input_gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """The gradient of the layer's input through this layer alone."""
+        if self.kind.is_lookup or self.output_grad is None:
+            return None
+        with torch.enable_grad():
+            x = self.x.to(parameter.dtype).requires_grad_()  # autocast may have run the layer in another dtype
+            (grad,) = torch.autograd.grad(self.kind.output(self.module, x), x, self.output_grad.to(parameter.dtype))
+        return grad * _factor(self.module)
+
+    @torch.no_grad()
+    def effect(self, parameter: nn.Parameter, before: Tensor) -> Tensor:
+        """The change of the layer's output by the update of its weight."""
+        x = self.x if self.kind.is_lookup else self.x.to(parameter.dtype)
+        if self.output_grad is not None and self.kind.reads != IMAGES:
+            # An update is made from the rows that the loss depends on. On others (padding, tokens after the last one that is
+            # read) it has the effect of a random matrix, which falls with the width under every rule.
+            used = self.output_grad.ne(0).any(-1)
+            x = x[used] if used.any() else x
+        effect = self.kind.effect(self.module, parameter, parameter.detach() - before, x)
+        return effect * _factor(self.module) if self.kind.is_lookup else effect
+
+
+class WholeCall:
+    """All arguments of a call, and the gradient of its output. Tensors are copies, since later code may write into them."""
+
+    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.module, self.args, self.kwargs = module, _copied(args), _copied(kwargs)
+        self.output_grad: Tensor | None = None
+
+    def keep_gradient(self, grad: Tensor) -> None:
+        self.output_grad = grad.detach()
+
+    def input_gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """The gradient of the first tensor that was passed. None if the module does not compute with it, as with a mask."""
+        x = first_tensor((*self.args, *self.kwargs.values()))
+        if x is None or not x.is_floating_point() or self.output_grad is None:
+            return None
+        with torch.enable_grad():
+            x.requires_grad_()
+            output = self._output()
+            (grad,) = torch.autograd.grad(output, x, self.output_grad.to(output.dtype), allow_unused=True)
+        x.requires_grad_(False)
+        return None if grad is None else grad * _factor(self.module)
+
+    @torch.no_grad()
+    def effect(self, parameter: nn.Parameter, before: Tensor) -> Tensor | None:
+        """The change of the module's output by the update of one parameter. None if the call cannot be repeated: it fails, or
+        gives another output for the same weights, because it writes into a cache for instance."""
+        try:
+            after, again = self._output(), self._output()
+            now, parameter.data = parameter.data, before
+            try:
+                output = self._output()
+            finally:
+                parameter.data = now
+        except (RuntimeError, IndexError, TypeError, ValueError):
+            return None
+        if after.shape != again.shape or not torch.equal(after, again):
+            return None
+        effect = (after - output) * (_factor(self.module) if kind_of(self.module).is_lookup else 1.0)
+        if self.output_grad is not None and effect.shape == self.output_grad.shape and effect.ndim > 1:
+            used = self.output_grad.ne(0).any(-1)
+            effect = effect[used] if used.any() else effect
+        return effect
+
+    def _output(self) -> Tensor:
+        with _undisturbed(self.module):
+            output = first_tensor(self.module.forward(*self.args, **self.kwargs))
+        if output is None:
+            raise ValueError("the call returned no tensor")
+        return output
+
+
+def kept_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SampledCall | WholeCall | None:
+    """The call of a layer. None if no tensor was passed."""
+    x = first_tensor((*args, *kwargs.values()))
+    if x is None:
+        return None
+    kind = kind_of(module)
+    is_known = kind.is_registered or kind.is_plain or type(module).forward.__module__.startswith("torch.")
+    return SampledCall(module, x) if is_known else WholeCall(module, args, kwargs)
+
+
+def first_tensor(value: Any) -> Tensor | None:
+    """The first tensor of a module's arguments or outputs. Numbers, such as the loss, do not count."""
+    if isinstance(value, Tensor):
+        return value if value.ndim else None
+    if hasattr(value, "logits"):
+        return first_tensor(value.logits)
+    if isinstance(value, Mapping):
+        return first_tensor(tuple(value.values()))
+    if isinstance(value, (tuple, list)):
+        return next((tensor for item in value if (tensor := first_tensor(item)) is not None), None)
+    return None
+
+
+def _factor(module: nn.Module) -> float:
+    return float(getattr(module, FACTOR, 1.0))
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if type(value) in (tuple, list):
+        return type(value)(_copied(item) for item in value)
+    return {key: _copied(item) for key, item in value.items()} if type(value) is dict else value
+
+
+@contextmanager
+def _undisturbed(module: nn.Module) -> Iterator[None]:
+    """Draws the same random numbers each time, and restores buffers such as running statistics."""
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+    for buffer, before in buffers:
+        buffer.data.copy_(before)

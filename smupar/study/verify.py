@@ -1,0 +1,58 @@
+"""``smupar verify``: compares a folder of any kind with its checksums. A study is looked at run by run."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from smupar.lm.use.verify import Inspection, inspect, inspect_run, inspecting
+from smupar.output.json_files import read_json, read_object
+from smupar.study.store import Study
+from smupar.updates.trace import Trace
+
+_RESTORE = "restore it from a copy"
+
+
+def verify(path: Path) -> Inspection:
+    """Reads everything in a folder, or the file of a trace, and says what is wrong."""
+    with inspecting(path) as found:
+        if (path / "study.json").exists():
+            _inspect_study(path, found)
+        else:
+            inspect(path, found)
+    return found
+
+
+def _inspect_study(path: Path, found: Inspection) -> None:
+    study = Study(path)
+    found.counts["study"] += 1
+    with found.part():
+        study.describe()
+        found.json_file(path / "study.json")
+    for run in sorted(study.runs.glob("*")):
+        config = inspect_run(run, found)
+        if config is not None and config.id != run.name:
+            found.wrong.append(f"{run}: config.json is of another run ({config.id})")
+    if (path / "data.json").exists():
+        with found.part():
+            _inspect_texts(study, found)
+    for file in sorted(path.glob("proxy-*.trace.json")):
+        with found.part():
+            content = hashlib.sha256(Trace.load(file).to_json().encode()).hexdigest()
+            found.json_file(file)
+            if file.name != f"proxy-{content[:8]}.trace.json":
+                found.wrong.append(f"{file} is not the trace that it was named after")
+    for name in ("table.json", "best.json"):
+        if (path / name).exists():
+            with found.part():
+                read_json(path / name, remedy="run the study's command again, which writes it")
+
+
+def _inspect_texts(study: Study, found: Inspection) -> None:
+    """Traces that lie in the study's folder must be those that its runs followed."""
+    for name, sha256 in read_object(study.folder / "data.json", remedy=_RESTORE).items():
+        what, _, file = name.partition(" ")
+        path = study.folder / file
+        if what == "trace" and path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
+            found.wrong.append(f"{path} is not the trace that the study's runs followed")
+    found.json_file(study.folder / "data.json")

@@ -1,0 +1,41 @@
+"""docs/models.md says what happens when its models are run."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+from tests.architectures import ALL
+
+MODELS = runpy.run_path(str(Path(__file__).parent.parent / "docs" / "models.py"))
+SHOWN = MODELS["shown_rows"]()
+FEW = (
+    "Llama",
+    "Mixtral",
+    "Mamba",
+    "RoBERTa",
+    "T5",
+    "Whisper",
+    "CLIP, projection of fixed size",
+    "LSTM",
+    "Mixer",
+    "weight norm",
+)
+
+
+def test_page_has_every_architecture_once_and_in_order():
+    assert list(SHOWN) == list(ALL)
+    assert len(SHOWN) >= 40
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_quick_columns_are_what_happens(name):
+    found = MODELS["quick"](ALL[name])
+    assert SHOWN[name][1:4] == [found.roles, found.attention, found.export], "stale: run `python docs/models.py`"
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.slow
+def test_row_is_what_happens(name):
+    cells, _ = MODELS["row"](name)
+    assert SHOWN[name] == cells, "stale: run `python docs/models.py`"
