@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export PYTHONUNBUFFERED = 1
 
-.PHONY: demo test check test-slow reproduce bench docs site clean
+.PHONY: demo test check test-slow test-browser reproduce bench docs site clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/smupar transfer --rules sp smupar --sparsities 0 0.9375 --steps 100 --out runs/demo
@@ -21,6 +21,11 @@ check: $(VENV)/.dev
 
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile
+
+# The pages in a real browser. `make test` runs these too, where Chromium is installed.
+test-browser: $(VENV)/.dev
+	command -v chromium || apt-get install --yes chromium || (apt-get update && apt-get install --yes chromium)
+	$(BIN)/python -m pytest tests/watch/test_browser.py
 
 # Every figure of the paper at the smallest scale; exit code 1 if a claim does not hold.
 reproduce: $(VENV)/.runtime

@@ -43,7 +43,10 @@ def test_wheel_holds_the_package_its_types_and_sources_and_no_tests(built):
     inside = {name for name in names if ".dist-info/" not in name}
     assert inside == _of_the_package()
     sources = {f"smupar/execute/sparse/{name}" for name in ("kernel.cpp", "bf16.cuh", "tiles.cu", "semi.cu")}
-    assert {"smupar/py.typed", *sources} <= inside
+    page = {
+        f"smupar/output/page/assets/{name}" for name in ("page.html", "page.css", "plotly-basic.min.js", "plotly-LICENSE.txt")
+    }
+    assert {"smupar/py.typed", *sources, *page} <= inside
     assert f"smupar-{smupar.__version__}.dist-info/licenses/LICENSE" in names
     assert set(re.findall(r"^Provides-Extra: (\S+)$", metadata, re.MULTILINE)) == EXTRAS
 

@@ -111,7 +111,7 @@ def test_text_of_others_is_escaped_in_pages(command, run, tmp_path, monkeypatch)
     done = command("sweep", "lr=0.01,0.02", *size, "--engine", "serial", "--data", data, "--out", tmp_path / "s")
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "s" / "report.html").read_text(encoding="utf-8")
-    assert "&lt;script&gt;alert(1)" in page
-    assert "&lt;img src=x" in page
+    assert "\\u003cscript\\u003ealert(1)" in page  # inside JSON
+    assert "\\u003cimg src=x" in page
     assert evil not in page
     assert "<img src=x" not in page

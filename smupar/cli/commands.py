@@ -86,6 +86,32 @@ def report(folder: tyro.conf.Positional[str], parquet: bool = False) -> None:
     print(f"{written}{', table.parquet' if parquet else ''}")
 
 
+def watch(
+    folders: Annotated[
+        tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="FOLDER [FOLDER ...]", help_behavior_hint="(required)")
+    ],
+    host: Annotated[str, tyro.conf.arg(metavar="HOST")] = "127.0.0.1",
+    port: Annotated[
+        int | None, tyro.conf.arg(metavar="PORT", help_behavior_hint="(default: the first free one from 8765 on)")
+    ] = None,
+) -> None:
+    """Show studies, runs, checks, reproductions and traces on a local web page that fills in while they run.
+
+    Start it beside a running study, in another terminal: smupar watch runs/transfer. It shows the loss over the learning rate,
+    the optima and how far they moved, loss curves, what is running and the time left. A folder of folders (smupar watch runs)
+    shows everything below. It only reads, and it leaves nothing behind. On another machine: ssh -L 8765:localhost:8765 MACHINE.
+
+    Args:
+        folders: Folders of studies, runs, checks or reproductions, or folders that hold some.
+        host: Address to listen on. By default only this machine can see the page; 0.0.0.0 shows it to everyone in the network.
+        port: Port to listen on; 0: any that is free.
+    """
+    from smupar.watch.server import watch as serve
+
+    refuse(not folders, "no folder: name that of a study, for example smupar watch runs/transfer")
+    serve(folders, host=host, port=port, say=lambda line: print(line, flush=True))
+
+
 def verify(folder: tyro.conf.Positional[str]) -> None:
     """Compare a run, study, checkpoint, export, trace or prepared text with its checksums, by reading all of it.
 

@@ -35,6 +35,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "tune": commands.tune,
     "transfer": commands.transfer,
     "reproduce": commands.reproduce,
+    "watch": commands.watch,
     "report": commands.report,
     "verify": commands.verify,
     "bench": commands.bench,

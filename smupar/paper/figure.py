@@ -30,7 +30,8 @@ from smupar.rules import get_rule
 from smupar.study.comparison import as_rule
 from smupar.study.curves import LOSS, Line, Panel, Point, line_of
 from smupar.study.definition import by_seeds, curve_of
-from smupar.study.optima import Curve, farthest_move, move_in_words, times
+from smupar.study.optima import STABLE as STABLE
+from smupar.study.optima import Curve, farthest_move, move_in_words, shift_of, times
 from smupar.study.space import unique, with_fields
 from smupar.study.store import Result, Study
 
@@ -40,7 +41,6 @@ RULES = ("sp", "mup", "smupar")
 NUM_SPREADS = 2
 # The spread of seeds for figures with one seed: the median over the configurations of Figures 6 and 12 that have three seeds.
 USUAL_SPREAD = 0.002
-STABLE = 2.0  # an optimum that moves by no more than this factor is called stable
 MORE = 1.1  # an optimum moves more than another if its move is larger by this factor
 _AXES = {"lr": "learning rate", "init_std": "init std"}
 
@@ -196,7 +196,8 @@ def panel(
         line_of(curve, label(curve) if label else _label(curve, with_width=varies), number / max(1, len(curves) - 1))
         for number, curve in enumerate(curves)
     )
-    return Panel(moving(heading, curves), x_label, LOSS, lines, curves[0].best, "best when dense")
+    marked = curves[0].best, "best when dense"
+    return Panel(moving(heading, curves), x_label, LOSS, lines, *marked, shift=shift_of(curves))
 
 
 def moving(heading: str, curves: Sequence[Curve]) -> str:

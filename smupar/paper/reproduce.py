@@ -24,15 +24,18 @@ from smupar.lm.model.cost import Cost, estimate
 from smupar.lm.run.distributed import device_name, pick_device
 from smupar.lm.run.folder import versions
 from smupar.output.files import write_atomic
+from smupar.output.page import write_page
+from smupar.output.page.document import Answer, Document, Tone
 from smupar.paper.figure import Claim, Figure, Place
 from smupar.paper.settings import Scale, ScaleName
 from smupar.study.config import EngineConfig
-from smupar.study.curves import draw_png
+from smupar.study.curves import chart_of, draw_png
 from smupar.study.definition import Stage, StudyDefinition, with_more_seeds
 from smupar.study.engines import run_study
 from smupar.study.space import unique
 from smupar.study.store import Result, row_of, write_rows
 from smupar.study.sweep import sweep_from_json
+from smupar.study.view import result_rows, table_of
 
 MADE_ON = "made-on.json"  # the device and versions of a measurement without runs
 FIGURES = (
@@ -45,7 +48,12 @@ FINDINGS = {
     3: "SmuPar enables stable activation and stable optimal hyperparameters for any width and sparsity",
     4: "Sparse networks trained with SmuPar improve over SP and muP due to improved tuning",
 }
-_ANSWERS = {True: "HOLDS", False: "DOES NOT HOLD", None: "CANNOT TELL"}
+_ANSWERS: dict[bool | None, str] = {True: "HOLDS", False: "DOES NOT HOLD", None: "CANNOT TELL"}
+_HEADLINES: dict[bool | None, str] = {
+    True: "The paper's claim holds at scale {scale}.",
+    False: "The paper's claim does not hold at scale {scale}.",
+    None: "The runs of scale {scale} cannot tell whether the paper's claim holds.",
+}
 _GIB = 2**30
 _GPT2_VOCAB = 50257
 
@@ -122,7 +130,42 @@ def reproduce(name: str, scale: Scale, how: EngineConfig, *, out: str, data_dir:
     claim = fig.claim(measured)
     facts: dict[str, Any] = {"figure": name, "scale": asdict(scale), "smupar": __version__, "runs": len(rows), **asdict(claim)}
     write_atomic(place.folder / "claim.json", json.dumps(facts, indent=1))
+    write_page(place.folder / "report.html", _document(name, fig, claim, place, rows, measured))
     return Reproduced(name, claim, place.folder, rows, files)
+
+
+def _document(name: str, fig: Figure, claim: Claim, place: Place, rows: Sequence[Result], measured: Any) -> Document:
+    """The page of a figure: what the paper claims, part by part, its charts and its runs."""
+    scale = place.scale
+    data = "" if scale.data == STANDARD_LIBRARY else f" --data {scale.data}"
+    text = place.folder / "table.txt"
+    return {
+        "kind": "reproduction",
+        "title": f"{name}: {fig.title}",
+        "headline": _HEADLINES[claim.holds].format(scale=scale.name),
+        "sentence": f"The paper: {fig.shows}",
+        "answers": [_answer(part) for part in claim.parts or (claim,)],
+        "charts": [chart_of(panel) for panel in fig.draw(measured)] if fig.draw else [],
+        "table": table_of(result_rows(rows)),
+        "progress": None,
+        "curves": {},
+        "command": f"smupar reproduce {name} --scale {scale.name}{data}",
+        "folder": str(place.folder),
+        "details": [("Table", text.read_text(encoding="utf-8"))] if text.exists() else [],
+        "is_live": False,
+        "made": time.time(),
+    }
+
+
+def _answer(claim: Claim) -> Answer:
+    tones: dict[bool | None, Tone] = {True: "good", False: "bad", None: "unclear"}
+    return {
+        "name": "",
+        "value": _ANSWERS[claim.holds].lower(),
+        "text": claim.text[:1].upper() + claim.text[1:],
+        "tone": tones[claim.holds],
+        "rule": "",
+    }
 
 
 def _trained(

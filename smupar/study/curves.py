@@ -1,18 +1,20 @@
-"""Draws the curves of a study twice: as a picture, and as SVG for a page, where points show their numbers when hovered."""
+"""The curves of a study, drawn as a picture, or handed to a page as charts."""
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from smupar.output.page.document import Chart, ChartLine, ChartPoint, Optimum, finite
 from smupar.output.pictures import new_figure, save_figure
+from smupar.rules import RULES
 from smupar.study.optima import Curve
 
 LOSS = "loss (mean of the last 5 % of steps)"
+_LOSS_OF_PAGE = "loss (nats per token)"  # a page explains the mean elsewhere
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,7 @@ class Point:
     x: float
     y: float  # infinite if the run diverged. Values above the plotted range are drawn as triangles at the top
     text: str = ""
+    runs: tuple[str, ...] = ()  # ids of its runs; a page leads to them
     seeds: tuple[float, ...] = ()  # values of single seeds, drawn as small dots, if y is the mean of several
 
 
@@ -31,6 +34,7 @@ class Line:
     dashed: bool = False
     best: float | None = None  # x of the optimum, drawn as a star; the star is hollow at the edge of the grid
     joined: bool = True  # whether the points are joined
+    waiting: tuple[Point, ...] = ()  # points whose runs have not ended, for a page; their y is NaN
     marker: str = "o"  # matplotlib's name of the shape; pages draw circles
 
 
@@ -44,6 +48,8 @@ class Panel:
     marked_label: str = ""
     log_x: bool = True
     whole_y: bool = False  # whether every value is shown, and not only those near the best
+    rule: str = ""  # title of the rule that a page colours it by
+    shift: tuple[float, float] | None = None  # optimum of the first curve, and the optimum that lies farthest from it
     falling_x: bool = False  # whether x falls from left to right. Sparser models are always on the right
 
 
@@ -148,80 +154,75 @@ def _draw_line(line: Line, panel: Panel, axis: Any, high: float) -> None:
 
 # A page
 
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 380, 300, 52, 40, 26
 
-
-def draw_svg(panels: Sequence[Panel]) -> str:
-    ranges = {panel.y_label: y_range([other for other in panels if other.y_label == panel.y_label]) for panel in panels}
-    return "".join(_svg(panel, *ranges[panel.y_label]) for panel in panels)
-
-
-def _svg(panel: Panel, low: float, high: float) -> str:
-    xs = [_x(point.x, panel) for line in panel.lines for point in line.points] or [0.0, 1.0]
-    left, right = min(xs), max(xs) if max(xs) > min(xs) else min(xs) + 1
-
-    def px(x: float) -> float:
-        share = (_x(x, panel) - left) / (right - left)
-        return _LEFT + (1 - share if panel.falling_x else share) * (_WIDTH - _LEFT - 14)
-
-    def py(y: float) -> float:
-        return _HEIGHT - _BOTTOM - (min(y, 3 * high - 2 * low) - low) / (high - low) * (_HEIGHT - _BOTTOM - _TOP)
-
-    parts = [
-        f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' width='{_WIDTH}' height='{_HEIGHT}' role='img'>",
-        f"<clipPath id='plot'><rect x='0' y='{_TOP}' width='{_WIDTH}' height='{_HEIGHT - _TOP}'/></clipPath>",
-        f"<text x='{_WIDTH / 2}' y='16' class='title'>{html.escape(panel.title)}</text>",
-    ]
-    for tick in _ticks(low, high):
-        parts += [
-            f"<line class='grid' x1='{_LEFT}' x2='{_WIDTH - 14}' y1='{py(tick):.1f}' y2='{py(tick):.1f}'/>",
-            f"<text class='tick' x='{_LEFT - 6}' y='{py(tick) + 4:.1f}' text-anchor='end'>{tick:.3g}</text>",
-        ]
-    for x in sorted({point.x for line in panel.lines for point in line.points}):
-        is_power = panel.log_x and math.log2(x).is_integer()
-        label = f"2<tspan dy='-4' font-size='8'>{math.log2(x):g}</tspan>" if is_power else f"{x:.3g}"
-        parts.append(f"<text class='tick' x='{px(x):.1f}' y='{_HEIGHT - _BOTTOM + 16}' text-anchor='middle'>{label}</text>")
-    parts.append(f"<text class='label' x='{_WIDTH / 2}' y='{_HEIGHT - 6}'>{html.escape(panel.x_label)}</text>")
+def chart_of(panel: Panel) -> Chart:
+    """The panel as a chart of a page. Its text may have several lines, a page's title has one."""
+    chart: Chart = {
+        "title": " ".join(panel.title.split()),
+        "rule": panel.rule or _rule_in(panel.title),
+        "x_label": panel.x_label,
+        "y_label": _LOSS_OF_PAGE if panel.y_label == LOSS else panel.y_label,
+        "log_x": panel.log_x,
+        "log_y": False,
+        "lines": [_chart_line(line) for line in panel.lines],
+        "falls": panel.falling_x,
+        "whole_y": panel.whole_y,
+        "group": panel.y_label,
+    }
     if panel.marked_x is not None:
-        parts.append(
-            f"<line class='mark' x1='{px(panel.marked_x):.1f}' x2='{px(panel.marked_x):.1f}' y1='{_TOP}' "
-            f"y2='{_HEIGHT - _BOTTOM}'><title>{html.escape(panel.marked_label)}</title></line>"
-        )
-    return "".join([*parts, *(_svg_line(line, px, py) for line in panel.lines), "</svg>"])
+        chart["marked"] = (panel.marked_x, panel.marked_label)
+    if panel.shift is not None:
+        chart["shift"] = panel.shift
+    return chart
 
 
-def _svg_line(line: Line, px: Any, py: Any) -> str:
-    colour = _colour(line)
-    points = sorted(line.points, key=lambda point: point.x)
-    path = " ".join(f"{px(point.x):.1f},{py(point.y):.1f}" for point in points)
-    dash = " stroke-dasharray='5 4'" if line.dashed else ""
-    parts = [f"<polyline points='{path}' fill='none' stroke='{colour}' stroke-width='1.6'{dash} clip-path='url(#plot)'/>"]
-    parts = parts if line.joined else []
-    dots = [(px(point.x), py(seed)) for point in points for seed in point.seeds if len(point.seeds) > 1]
-    parts += [f"<circle cx='{x:.1f}' cy='{y:.1f}' r='2' fill='{colour}' fill-opacity='0.4'/>" for x, y in dots if y >= _TOP]
-    for point in points:
-        value = "diverged" if math.isinf(point.y) else f"{point.y:.4f}"
-        text = html.escape(f"{line.label}: {value} at {point.x:.4g}. {point.text}")
-        x, y = px(point.x), py(point.y)
-        triangle = f"<path d='M{x - 5:.1f} {_TOP + 8} L{x + 5:.1f} {_TOP + 8} L{x:.1f} {_TOP} Z'"
-        shape = triangle if y < _TOP else f"<circle cx='{x:.1f}' cy='{y:.1f}' r='4'"
-        parts.append(f"{shape} fill='{colour}' data-text='{text}'><title>{text}</title></{'path' if y < _TOP else 'circle'}>")
-    return "".join(parts)
+def _chart_line(line: Line) -> ChartLine:
+    points = sorted((*line.points, *line.waiting), key=lambda point: point.x)
+    drawn: ChartLine = {
+        "label": line.label,
+        "points": [_chart_point(point) for point in points],
+        "shade": line.colour if isinstance(line.colour, float) else 1.0,
+        "is_reference": line.dashed,
+        "is_joined": line.joined,
+        "best": _optimum(line),
+    }
+    if isinstance(line.colour, str):
+        drawn["rule"] = _rule_in(line.label)
+    return drawn
 
 
-def legend(lines: Sequence[Line]) -> str:
-    keys = (f"<span class='key'><i style='background:{_colour(line)}'></i>{html.escape(line.label)}</span>" for line in lines)
-    return f"<p class='legend'>{''.join(keys)}</p>"
+def _chart_point(point: Point) -> ChartPoint:
+    drawn: ChartPoint = {"x": point.x, "y": finite(point.y), "runs": list(point.runs)}
+    if len(point.seeds) > 1 and all(map(math.isfinite, point.seeds)):
+        drawn["spread"] = [float(f"{seed:.6g}") for seed in point.seeds]
+    return drawn
+
+
+def _rule_in(text: str) -> str:
+    """The title of the rule with which a text begins; "" if there is none."""
+    titles = [rule.title for rule in RULES.values() if text.startswith(rule.title)]
+    return max(titles, key=len, default="")
+
+
+def _optimum(line: Line) -> Optimum | None:
+    """The best point, and its neighbours among finished points, between which the optimum lies."""
+    points = sorted((point for point in line.points if math.isfinite(point.y)), key=lambda point: point.x)
+    if line.best is None or not points:
+        return None
+    index = min(range(len(points)), key=lambda number: abs(points[number].x - line.best))  # type: ignore[operator]
+    inside = line.joined and 0 < index < len(points) - 1
+    ends = (points[index - 1].x, points[index + 1].x) if inside else (None, None)
+    return {
+        "x": points[index].x,
+        "y": points[index].y,
+        "low": ends[0],
+        "high": ends[1],
+        "is_final": not line.waiting,
+    }
 
 
 def _x(x: float, panel: Panel) -> float:
     return math.log2(x) if panel.log_x else x
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    step = 10 ** math.floor(math.log10((high - low) / 3))
-    step = next(step * times for times in (1, 2, 5, 10) if (high - low) / (step * times) <= 6)
-    return [step * number for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def _colour(line: Line) -> str:

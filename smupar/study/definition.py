@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from smupar.lm.config.run import RunConfig
+from smupar.output.page.document import Answer
 from smupar.study.curves import Panel
 from smupar.study.optima import Curve
 from smupar.study.space import grouped, with_fields
@@ -28,6 +29,8 @@ class Findings:
     sentence: str
     panels: Sequence[Panel]
     results: Sequence[Result]
+    headline: str = ""  # the answer in a few words
+    answers: Sequence[Answer] = ()
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,8 @@ class StudyDefinition:
     stored: dict[str, Any]
     stages: Sequence[Stage]  # the runs; a stage may depend on the results of those before
     read: Callable[[Study], Findings]
-    needs_all_runs: bool = False  # whether nothing can be said before the last run has ended
+    title: str = "Study"
+    read_so_far: Callable[[Study], Findings] | None = None  # reads a study that is not finished; default: as ``read`` does
 
 
 def with_more_seeds(stages: Sequence[Stage], axis: str, seeds: int) -> list[Stage]:
@@ -82,7 +86,7 @@ def _points_with_seeds(points: Sequence[Sequence[RunConfig]], losses: Mapping[st
 
 def seeds_of(config: RunConfig, seeds: int) -> list[RunConfig]:
     """The run, and the runs that differ from it only in their seed."""
-    return [replace(config, seed=config.seed + number) for number in range(seeds)]
+    return [config, *(replace(config, seed=config.seed + number) for number in range(1, seeds))]
 
 
 def by_seeds(results: Sequence[Result]) -> list[list[Result]]:
@@ -116,6 +120,17 @@ def best_in_words(results: Sequence[Result]) -> str:
         f"Of {len(results)} runs, {diverged} diverged; the best ends at a loss of {mean_loss(best):.4f}{spread}: "
         f"{where + ', ' if where else ''}{runs}."
     )
+
+
+def best_in_short(results: Sequence[Result]) -> str:
+    """The best loss and where it is, in a few words."""
+    best = min(by_seeds(results), key=mean_loss)
+    if math.isinf(mean_loss(best)):
+        return "Every run diverged."
+    row = row_of(best[0])
+    varied = varied_columns([row_of(result) for result in results], (*_RESULT_COLUMNS, "seed"))
+    where = ", ".join(f"{name} {cell(row[name])}" for name in varied)
+    return f"The best loss is {mean_loss(best):.4f}{f', at {where}' if where else ''}."
 
 
 def varied_columns(rows: Sequence[dict[str, Any]], others: Sequence[str]) -> list[str]:

@@ -32,10 +32,12 @@ from smupar.plan.optimizers import family_of
 from smupar.plan.plan import PlanWarning
 from smupar.study.config import EngineConfig, EngineName
 from smupar.study.definition import Stage, StudyDefinition
+from smupar.study.live import beating, write_planned
 from smupar.study.space import grouped, unique
 from smupar.study.stack_training import StudyProgress, train_stack
 from smupar.study.stacks import Division, recorded_divisions, remove_leftovers, without
 from smupar.study.store import Study
+from smupar.study.view import refreshed
 
 _USABLE = 0.8  # share of the free memory
 _MOST = 64  # runs in a stack
@@ -49,7 +51,8 @@ def run_study(
 ) -> Iterator[tuple[Study, list[RunConfig]]]:
     """Runs what is missing of a study. Yields the study and its runs. Within the block no other process works in its folder."""
     with Study.open(folder, definition.stored, command, keeps_weights=keeps_weights) as study:
-        configs = [config for propose in definition.stages for config in settle(study, propose, how)]
+        with refreshed(study, definition):
+            configs = [config for propose in definition.stages for config in settle(study, propose, how)]
         remove_leftovers(study)
         yield study, configs
 
@@ -64,6 +67,7 @@ def settle(study: Study, propose: Stage, how: EngineConfig) -> Sequence[RunConfi
         _refuse_impossible(missing)
         if configs:
             print(f"{len(configs)} runs, {len(configs) - len(missing)} of them done, in {study.folder}", flush=True)
+        write_planned(study, missing)
         if not missing:
             return configs
         try:
@@ -112,9 +116,10 @@ def execute(
 
         execute_on_ray(study, configs, address=address)
         return
-    with contextlib.closing(StudyProgress(missing)) as progress:
+    where = pick_device(device)
+    with contextlib.closing(StudyProgress(missing)) as progress, beating(study, progress, device_name(where)):
         for group in groups(configs):
-            run_group(study, group, engine, pick_device(device), progress)
+            run_group(study, group, engine, where, progress)
             if torch.cuda.is_initialized():  # frees what the group's captured steps held
                 gc.collect()
                 torch.cuda.empty_cache()
@@ -166,6 +171,7 @@ def _goes_on(study: Study, division: Division, config: RunConfig, engine: Engine
 def _train_one_by_one(study: Study, configs: Sequence[RunConfig], device: torch.device, progress: StudyProgress) -> None:
     """Trains runs by the trainer, which takes a batch in parts if memory is small."""
     for config in study.missing(configs):
+        progress.running = {config.id: ()}  # the trainer writes its rows itself
         summary = train(config, Execution(out=str(study.runs / config.id), device=str(device)))
         end_if_stopped(summary.status)
         progress.done(summary)

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+STABLE = 2.0  # an optimum that moves by no more than this factor is called stable
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -62,6 +64,12 @@ class Curve:
 def moved(proxy: Curve, curve: Curve) -> float:
     """The factor between the optima of two curves."""
     return math.inf if curve.diverged else 2 ** abs(math.log2(curve.best / proxy.best))
+
+
+def shift_of(curves: Sequence[Curve]) -> tuple[float, float] | None:
+    """The optimum of the first curve, and the optimum that lies farthest from it; None if either does not exist."""
+    far = max(curves[1:], key=lambda curve: moved(curves[0], curve), default=None)
+    return None if far is None or far.diverged or curves[0].diverged else (curves[0].best, far.best)
 
 
 def farthest_move(curves: Sequence[Curve]) -> float:

@@ -23,11 +23,13 @@ import torch
 
 from smupar.lm.config.run import RunConfig
 from smupar.lm.model.cost import estimate
+from smupar.lm.run.distributed import device_name
 from smupar.lm.run.folder import Summary
 from smupar.lm.run.signals import handled
 from smupar.output.optional import first_line, optional
 from smupar.plan.settings import refuse
 from smupar.study.engines import groups, run_group
+from smupar.study.live import beating
 from smupar.study.space import unique
 from smupar.study.stack_training import StudyProgress
 from smupar.study.stacks import recorded_divisions, without
@@ -57,7 +59,7 @@ def execute_on_ray(study: Study, configs: Sequence[RunConfig], *, address: str =
     todo = study.missing(configs)
     if not todo:
         return
-    with _connected(address) as ray, contextlib.closing(StudyProgress(todo)) as progress:
+    with _connected(address) as ray, contextlib.closing(StudyProgress(todo)) as progress, beating(study, progress, "Ray"):
         _run_all(ray, study, todo, unique(configs), progress)
     _wait_until_seen(study, todo)
 
@@ -243,6 +245,10 @@ class _WorkerProgress(StudyProgress):
     def done(self, summary: Summary) -> None:
         self._add(done=1, diverged=int(summary.status == "diverged"))
 
+    @property
+    def share_done(self) -> float:
+        return 0.0  # of this part alone, which says nothing about the time left; the driver knows that of all parts
+
     def _add(self, **more: int) -> None:
         self._state = _PartState(*map(operator.add, self._state, _PartState(**more)))
         if time.monotonic() - self._last >= _TELL_EVERY:
@@ -273,7 +279,8 @@ def _train_part(
         todo = study.missing(configs)
         progress = _WorkerProgress(lambda state: reports.tell.remote(number, tuple(state)), len(configs) - len(todo))
         if todo:
-            run_group(study, [*configs, *others], "auto", torch.device(device), progress)
+            with beating(study, progress, device_name(torch.device(device))):
+                run_group(study, [*configs, *others], "auto", torch.device(device), progress)
     return [(result.config.id, result.summary.status == "diverged") for result in study.results(configs)]
 
 

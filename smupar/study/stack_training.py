@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from tqdm import tqdm
 
@@ -34,6 +35,7 @@ def train_stack(
     saved = state.load(stack)
     start, started = (saved.step, saved.progress) if saved else (0, [Progress() for _ in part])
     keeper = _StackKeeper(stack, state, saved.rows if saved else [[] for _ in part], len(wanted), progress)
+    progress.running = {part[n].id: keeper.rows[n] for n in wanted}
     cadence = Cadence(steps, max(1, steps // _NUM_ROWS), valid_every=steps, look_every=_LOOK_EVERY, save_seconds=_SAVE_SECONDS)
     if start:
         keeper.show(start)
@@ -90,6 +92,8 @@ class _StackKeeper:
 class StudyProgress:
     """A progress bar: how many runs are done, running or diverged, and the time left."""
 
+    running: Mapping[str, Sequence[Row]] = MappingProxyType({})  # the rows of runs that are trained now, by id
+
     def __init__(self, configs: Sequence[RunConfig]) -> None:
         self.num_runs, self.num_done, self.num_diverged = len(configs), 0, 0
         self.bar = tqdm(
@@ -110,6 +114,11 @@ class StudyProgress:
     def done(self, summary: Summary) -> None:
         self.num_done += 1
         self.num_diverged += summary.status == "diverged"
+
+    @property
+    def share_done(self) -> float:
+        """Share of the steps, or of the runs, where the trainer counts their steps."""
+        return max(self.bar.n / (self.bar.total or 1), self.num_done / max(1, self.num_runs))
 
     def close(self) -> None:
         self.bar.close()

@@ -3,6 +3,7 @@
 study.json       what the study is, and the command that made it
 data.json        checksums of the texts and traces that its runs read
 runs/<id>/       config.json, metrics.jsonl, and, last, summary.json
+planned.json, live/  what the command that is running is going to do, and its signs of life (study/live.py)
 stacks/          which runs are trained together, and the state of a stack that is running
 damaged/<id>/    folders of runs that were found damaged, and run again
 table.csv        one row for each run; also as table.json, and as table.parquet on request
@@ -22,18 +23,20 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from smupar import __version__
 from smupar.lm.config.run import LATER_FIELDS, RunConfig, default_of, differences, flat
-from smupar.lm.run.folder import TRACE_FILE, Row, Summary, metrics_line, read_config, read_summary
 from smupar.output.files import locked, refuse_other_files, write_atomic
 from smupar.output.json_files import DamagedFileError, read_object, read_record, write_sealed
 from smupar.output.optional import optional
 from smupar.plan.settings import refuse
 from smupar.study.config import TransferConfig
 from smupar.study.space import unique
-from smupar.updates.trace import Trace
+
+if TYPE_CHECKING:  # a page of a study is drawn without torch, which takes seconds to load; runs are written with it
+    from smupar.lm.run.folder import Row, Summary
+    from smupar.updates.trace import Trace
 
 FORMAT = "smupar-study/1"
 _REMEDY = "restore it from a copy, or choose another --out"
@@ -155,6 +158,8 @@ class Study:
 
     def _result(self, run: str) -> Result | None:
         """The result of a run; None while it has not ended. A damaged one counts as none, and is named once."""
+        from smupar.lm.run.folder import read_config, read_summary
+
         folder = self.runs / run
         if not (folder / "summary.json").exists():
             return None
@@ -181,6 +186,8 @@ class Study:
 
     def add(self, config: RunConfig, summary: Summary, metrics: Sequence[Row] = (), trace: Trace | None = None) -> None:
         """Writes a finished run; its summary comes last."""
+        from smupar.lm.run.folder import metrics_line
+
         folder = self.runs / config.id
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / "config.json", config.to_json())
@@ -198,6 +205,9 @@ class Study:
     def trace_to_follow(self, config: RunConfig) -> Path:
         """The file in which other runs find the trace of a finished run. It is in the study's folder, under a name made from
         its content. Only an open study writes it; a reader only gets the name."""
+        from smupar.lm.run.folder import TRACE_FILE
+        from smupar.updates.trace import Trace
+
         trace = Trace.load(self.runs / config.id / TRACE_FILE)
         path = self.folder.resolve() / f"proxy-{hashlib.sha256(trace.to_json().encode()).hexdigest()[:8]}.trace.json"
         if self.may_write and not path.exists():
@@ -225,13 +235,16 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     write_atomic(path.with_suffix(".csv"), text.getvalue())
 
 
+def fields_of(config: RunConfig) -> dict[str, Any]:
+    """The configuration of a run as the first part of its row."""
+    return {"id": config.id, **flat(asdict(config.portable)), "betas": " ".join(map(str, config.betas))}
+
+
 def row_of(result: Result) -> dict[str, Any]:
     """A run as a flat row: its configuration, then how it ended. The speed is left out, so that tables can be compared."""
     config, summary = result.config, result.summary
     return {
-        "id": config.id,
-        **flat(asdict(config.portable)),
-        "betas": " ".join(map(str, config.betas)),
+        **fields_of(config),
         "status": summary.status,
         "train_loss": summary.train_loss,
         "valid_loss": summary.valid_loss,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -10,9 +11,9 @@ from typing import Any
 from smupar.lm.config.run import RunConfig
 from smupar.output.json_files import as_record
 from smupar.study.curves import LOSS, Line, Panel, Point
-from smupar.study.definition import Findings, StudyDefinition, best_in_words, by_seeds, mean_loss
+from smupar.study.definition import Findings, StudyDefinition, best_in_short, best_in_words, by_seeds, mean_loss
 from smupar.study.space import grid, refuse_unknown_field, unique
-from smupar.study.store import Result, row_of
+from smupar.study.store import Result, fields_of, row_of
 
 
 def define_sweep(run: RunConfig, axes: Mapping[str, Sequence[Any]]) -> StudyDefinition:
@@ -21,7 +22,8 @@ def define_sweep(run: RunConfig, axes: Mapping[str, Sequence[Any]]) -> StudyDefi
     return StudyDefinition(
         stored={"kind": "sweep", "axes": axes, "run": asdict(run)},
         stages=[lambda study: configs],
-        read=lambda study: _read(study.results(once) or study.results(), axes),
+        read=lambda study: _read(study.results(once) or study.results(), axes, once),
+        title="Sweep over " + ", ".join(axes) if axes else "Runs",
     )
 
 
@@ -32,16 +34,20 @@ def sweep_from_json(stored: dict[str, Any]) -> StudyDefinition:
         refuse_unknown_field(name)
     if {"run", "axes"} <= stored.keys():
         return define_sweep(RunConfig.from_json(json.dumps(stored["run"])), axes)
-    return StudyDefinition(stored, (), lambda study: _read(study.results(), axes))
+    title = "Runs of a reproduction" if stored.get("kind") == "reproduce" else "Study"
+    return StudyDefinition(stored, (), lambda study: _read(study.results(), axes), title=title)
 
 
-def _read(results: Sequence[Result], axes: Mapping[str, Sequence[Any]]) -> Findings:
-    return Findings(best_in_words(results), sweep_panels(results, axes), results)
+def _read(results: Sequence[Result], axes: Mapping[str, Sequence[Any]], proposed: Sequence[RunConfig] = ()) -> Findings:
+    headline = best_in_short(results)
+    return Findings(best_in_words(results), sweep_panels(results, axes, proposed), results, headline)
 
 
-def sweep_panels(results: Sequence[Result], axes: Mapping[str, Sequence[Any]]) -> list[Panel]:
+def sweep_panels(
+    results: Sequence[Result], axes: Mapping[str, Sequence[Any]], proposed: Sequence[RunConfig] = ()
+) -> list[Panel]:
     """Mean loss over seeds, over the numeric axis with the most values. There is one curve for each combination of the other
-    axes."""
+    axes. ``proposed`` are all runs of the sweep; those that have not ended are waiting."""
     axes = {name: values for name, values in axes.items() if name != "seed"}
     numeric = {name: values for name, values in axes.items() if all(type(value) in (int, float) for value in values)}
     if not numeric:
@@ -49,10 +55,35 @@ def sweep_panels(results: Sequence[Result], axes: Mapping[str, Sequence[Any]]) -
     axis = max(numeric, key=lambda name: len(numeric[name]))
     curves: dict[str, list[Point]] = {}
     for same in by_seeds(results):
-        row, ids = row_of(same[0]), ", ".join(result.config.id for result in same)
-        others = ", ".join(f"{name} {row[name]}" for name in axes if name != axis)
-        curves.setdefault(others or "loss", []).append(Point(row[axis], mean_loss(same), ids))
-    last = max(1, len(curves) - 1)
-    lines = tuple(Line(label, tuple(points), n / last) for n, (label, points) in enumerate(curves.items()))
-    is_positive = all(point.x > 0 for line in lines for point in line.points)
+        row, ids = row_of(same[0]), tuple(result.config.id for result in same)
+        curves.setdefault(_others(row, axes, axis), []).append(Point(row[axis], mean_loss(same), runs=ids))
+    ended = {id_ for points in curves.values() for point in points for id_ in point.runs}
+    waiting: dict[str, list[Point]] = {}
+    for config in proposed:
+        if config.id not in ended:
+            row = fields_of(config)
+            waiting.setdefault(_others(row, axes, axis), []).append(Point(row[axis], math.nan, runs=(config.id,)))
+    labels = list(dict.fromkeys([*curves, *waiting]))
+    last = max(1, len(labels) - 1)
+    lines = tuple(
+        Line(
+            label,
+            tuple(curves.get(label, ())),
+            n / last,
+            best=_best(curves.get(label, ())),
+            waiting=tuple(waiting.get(label, ())),
+        )
+        for n, label in enumerate(labels)
+    )
+    is_positive = all(point.x > 0 for line in lines for point in (*line.points, *line.waiting))
     return [Panel("loss at the end", axis, LOSS, lines, log_x=is_positive)]
+
+
+def _others(row: Mapping[str, Any], axes: Mapping[str, Sequence[Any]], axis: str) -> str:
+    """The values of all axes but one, as the label of a curve."""
+    return ", ".join(f"{name} {row[name]}" for name in axes if name != axis) or "loss"
+
+
+def _best(points: Sequence[Point]) -> float | None:
+    ended = [point for point in points if math.isfinite(point.y)]
+    return min(ended, key=lambda point: point.y).x if ended else None

@@ -3,21 +3,23 @@ each rule's optimum moved and what the proxy's optimum costs on the targets."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from smupar.lm.config.run import RunConfig
+from smupar.output.page.document import Answer
 from smupar.plan.settings import refuse
 from smupar.rules import get_rule
 from smupar.study.comparison import as_rule, sp_init_std
 from smupar.study.config import TransferConfig
-from smupar.study.curves import LOSS, Panel, line_of
+from smupar.study.curves import LOSS, Line, Panel, Point, line_of
 from smupar.study.definition import Findings, Stage, StudyDefinition, curve_of, seeds_of, with_more_seeds
-from smupar.study.optima import Curve, move_in_words
+from smupar.study.optima import STABLE, Curve, farthest_move, move_in_words, moved, shift_of, times
 from smupar.study.space import unique, with_fields
 from smupar.study.store import Result, Study
 
@@ -49,8 +51,11 @@ def define_transfer(config: TransferConfig) -> StudyDefinition:
 
     def read(study: Study) -> Findings:
         results = study.results()
-        verdicts = analyse(config, results, followed_trace(config, study))
-        return Findings(sentence(config, verdicts), panels(config, verdicts), results)
+        trace = followed_trace(config, study)
+        verdicts = analyse(config, results, trace)
+        drawn = panels(config, verdicts, _Ids(config, results, trace))
+        answers = [_answer(config, verdict) for verdict in verdicts]
+        return Findings(sentence(config, verdicts), drawn, results, headline(verdicts), answers)
 
     runs = proposals(config)
     stages: list[Stage] = [lambda study: runs, partial(measured_proposals, config)]
@@ -58,7 +63,8 @@ def define_transfer(config: TransferConfig) -> StudyDefinition:
         stored={"kind": "transfer", **asdict(config)},
         stages=with_more_seeds(stages, config.axis, config.seeds),
         read=read,
-        needs_all_runs=True,
+        title=f"Does the {_NAMES[config.axis]} transfer?",
+        read_so_far=partial(_read_so_far, config),
     )
 
 
@@ -125,6 +131,103 @@ def sentence(config: TransferConfig, verdicts: Sequence[Verdict]) -> str:
     return " ".join([f"{first}; {second}.", *doubts])
 
 
+def headline(verdicts: Sequence[Verdict], *, so_far: bool = False) -> str:
+    """How far each rule's optimum moved, in a few words. A study that is not finished is read ``so_far``."""
+    moves = []
+    for verdict in verdicts:
+        curves = (verdict.proxy, *verdict.targets)
+        factor, words = farthest_move(curves), move_in_words(curves)
+        if math.isinf(factor):
+            moves.append(f"{_title(verdict.rule)} has no optimum on some targets")
+        elif words.startswith("?"):
+            moves.append(f"{_title(verdict.rule)} is best on the edge of the grid")
+        elif factor > STABLE:
+            moves.append(f"{_title(verdict.rule)} {'has ' if so_far else ''}moved {words}{' so far' if so_far else ''}")
+        else:
+            moves.append(f"{_title(verdict.rule)} {'stays' if so_far else 'stayed'} within {times(max(factor, 1.05))}")
+    return "; ".join(moves) + "." if moves else ""
+
+
+def _answer(config: TransferConfig, verdict: Verdict) -> Answer:
+    """The card of a rule: the farthest move, in octaves too, and what the proxy's optimum costs."""
+    curves = (verdict.proxy, *verdict.targets)
+    factor = farthest_move(curves)
+    far = _farthest_moved(verdict)
+    octaves = 0.0 if math.isinf(factor) else math.log2(far.best / verdict.proxy.best)
+    cost = verdict.farthest.excess(verdict.proxy.best_value)
+    where = f"sparsity {far.sparsity:.4g}, width {far.width}"
+    moved_to = (
+        "every run diverged there" if far.diverged else f"{verdict.proxy.best:.3g} on the dense proxy, {far.best:.3g} there"
+    )
+    return {
+        "name": _title(verdict.rule),
+        "value": move_in_words(curves),
+        "text": f"{octaves:+.1f} octaves at {where}: best {_NAMES[config.axis]} {moved_to}. "
+        f"The proxy's best costs {_percent(cost)} on the sparsest target.",
+        "tone": "good" if factor <= STABLE else "bad",
+        "rule": _title(verdict.rule),
+    }
+
+
+def _farthest_moved(verdict: Verdict) -> Curve:
+    return max(verdict.targets, key=lambda curve: moved(verdict.proxy, curve))
+
+
+def _read_so_far(config: TransferConfig, study: Study) -> Findings:
+    """What can be said before all runs have ended: curves with the points that are there, and the rules whose proxy and
+    targets have an optimum with a worse value on both sides."""
+    results = study.results()
+    trace = None
+    with contextlib.suppress(ValueError, OSError):  # the proxy has no best value yet
+        trace = followed_trace(config, study)
+    ids, verdicts, drawn = _Ids(config, results, trace), [], []
+    for rule in config.rules:
+        known = [curve for setup in _setups(config) if setup.rule == rule and (curve := ids.curve(setup)) is not None]
+        settled = [curve for curve in known if not curve.on_edge and not curve.diverged]
+        panel = _panel(config, rule, known, ids)
+        if len(settled) > 1 and settled[0].is_proxy:
+            verdicts.append(Verdict(rule, settled[0], tuple(settled[1:])))
+            panel = _with_move(panel, verdicts[-1])
+        drawn.append(panel)
+    unknown = [_title(rule) for rule in config.rules if rule not in [verdict.rule for verdict in verdicts]]
+    doubt = f"Too few runs have ended to say how far the optimum moves under {', '.join(unknown)}." if unknown else ""
+    first = headline(verdicts, so_far=True) or f"No optimum is known yet: {len(results)} runs have ended."
+    return Findings(doubt, drawn, results, first, [_answer(config, verdict) for verdict in verdicts])
+
+
+class _Ids:
+    """Finds the runs of a curve's points, by setup."""
+
+    def __init__(self, config: TransferConfig, results: Iterable[Result], trace: str | None) -> None:
+        self.config, self.trace = config, trace
+        self.by_id = {result.config.id: result for result in results}
+
+    def curve(self, setup: _Setup) -> Curve | None:
+        """The curve of the runs that have ended; None if there is none."""
+        if not self.is_known(setup) or not any(run.id in self.by_id for runs in self.runs(setup).values() for run in runs):
+            return None
+        return _curve(self.config, self.by_id, setup, self.trace)
+
+    def is_known(self, setup: _Setup) -> bool:
+        """Whether the runs can be named. Those that follow a trace are known once it is."""
+        return setup.rule != MEASURED or setup.is_proxy or self.trace is not None
+
+    def runs(self, setup: _Setup) -> dict[float, list[RunConfig]]:
+        """The runs at each value; at least the first seed."""
+        config = self.config
+        return {value: seeds_of(_run(config, setup, value, self.trace), config.seeds) for value in config.values}
+
+    def on(self, line: Line, setup: _Setup) -> Line:
+        """The line with the ids of its runs, and with the points that are waiting."""
+        runs = self.runs(setup)
+        points = tuple(
+            replace(point, runs=tuple(run.id for run in runs[point.x] if run.id in self.by_id)) for point in line.points
+        )
+        ended = {point.x for point in points}
+        waiting = tuple(Point(x, math.nan, runs=(seeds[0].id,)) for x, seeds in runs.items() if x not in ended)
+        return replace(line, points=points, waiting=waiting)
+
+
 def _named(curves: Iterable[Curve]) -> str:
     return ", ".join(
         f"{_title(curve.rule)} {'on the proxy' if curve.is_proxy else f'at sparsity {curve.sparsity:g}, width {curve.width}'}"
@@ -132,26 +235,40 @@ def _named(curves: Iterable[Curve]) -> str:
     )
 
 
-def panels(config: TransferConfig, verdicts: Sequence[Verdict]) -> list[Panel]:
-    drawn = []
-    for verdict in verdicts:
-        curves = sorted(verdict.targets, key=lambda curve: (curve.width, curve.sparsity))
-        lines = [line_of(verdict.proxy, f"dense proxy, width {verdict.proxy.width}", 0.0)]
-        for number, curve in enumerate(curves):
-            label = f"width {curve.width}, sparsity {curve.sparsity:.4g}"
-            lines.append(line_of(curve, label, number / max(1, len(curves) - 1)))
-        best = verdict.proxy.best
-        drawn.append(
-            Panel(
-                title=f"{_title(verdict.rule)}: best moves {verdict.moved_words}",
-                x_label=_NAMES[config.axis],
-                y_label=LOSS,
-                lines=tuple(lines),
-                marked_x=best,
-                marked_label="best on the proxy",
-            )
-        )
-    return drawn
+def panels(config: TransferConfig, verdicts: Sequence[Verdict], ids: _Ids | None = None) -> list[Panel]:
+    drawn = [(_panel(config, verdict.rule, [verdict.proxy, *verdict.targets], ids), verdict) for verdict in verdicts]
+    return [_with_move(panel, verdict) for panel, verdict in drawn]
+
+
+def _with_move(panel: Panel, verdict: Verdict) -> Panel:
+    """The panel of a rule, with how far its optimum moved."""
+    title = f"{_title(verdict.rule)}: best moves {verdict.moved_words}"
+    return replace(panel, title=title, shift=shift_of((verdict.proxy, *verdict.targets)))
+
+
+def _panel(config: TransferConfig, rule: str, curves: Sequence[Curve], ids: _Ids | None) -> Panel:
+    """The curves of one rule that are there, and, given ``ids``, the points that are waiting."""
+    setups = [setup for setup in _setups(config) if setup.rule == rule]
+    by_setup = {None if curve.is_proxy else (curve.width, curve.sparsity): curve for curve in curves}
+    targets = sorted((setup for setup in setups if not setup.is_proxy), key=lambda setup: (setup.width, setup.sparsity))
+    lines = []
+    for number, setup in enumerate([setups[0], *targets]):
+        label = f"dense proxy, width {setup.width}" if setup.is_proxy else f"width {setup.width}, sparsity {setup.sparsity:.4g}"
+        shade = max(0, number - 1) / max(1, len(targets) - 1)
+        curve = by_setup.get(None if setup.is_proxy else (setup.width, setup.sparsity))
+        line = Line(label, (), shade, dashed=setup.is_proxy) if curve is None else line_of(curve, label, shade)
+        lines.append(ids.on(line, setup) if ids is not None and ids.is_known(setup) else line)
+    proxy = by_setup.get(None)
+    best = None if proxy is None or proxy.diverged else proxy.best
+    return Panel(
+        title=_title(rule),
+        x_label=_NAMES[config.axis],
+        y_label=LOSS,
+        lines=tuple(lines),
+        marked_x=best,
+        marked_label="" if best is None else "best on the proxy",
+        rule=_title(rule),
+    )
 
 
 class _Setup(NamedTuple):
@@ -177,6 +294,7 @@ def _setups(config: TransferConfig) -> list[_Setup]:
     return setups
 
 
+@lru_cache(maxsize=2**16)  # a page of a study that is running asks for the same runs again and again
 def _run(config: TransferConfig, setup: _Setup, value: float, trace: str | None = None) -> RunConfig:
     """The run of a setup at one value of the axis."""
     run, rule = config.run, setup.rule

@@ -19,6 +19,7 @@ from smupar.lm.config.run import RunConfig, flat
 from smupar.output.files import write_atomic
 from smupar.output.json_files import read_object
 from smupar.output.optional import optional
+from smupar.output.page.document import Answer
 from smupar.plan.settings import refuse
 from smupar.study.config import TUNED, TuneConfig
 from smupar.study.curves import LOSS, Line, Panel, Point
@@ -115,11 +116,35 @@ def define_search(config: TuneConfig) -> StudyDefinition:
 
 def search_from_json(stored: dict[str, Any]) -> StudyDefinition:
     """A search as study.json describes it, which does not say how many samples were asked for."""
-    return StudyDefinition(stored, (), lambda study: _read(study.results()))
+    return StudyDefinition(stored, (), lambda study: _read(study.results()), title="Search on the dense proxy")
 
 
 def _read(results: Sequence[Result]) -> Findings:
-    return Findings(best_in_words(results), tune_panels(results), results)
+    ended = [result for result in results if math.isfinite(result.loss)]
+    headline = (
+        f"The best of {len(results)} samples has a loss of {min(map(_loss, ended)):.4f}." if ended else "Every run diverged."
+    )
+    return Findings(
+        best_in_words(results), tune_panels(results), results, headline, [_answer(name, ended) for name in TUNED if ended]
+    )
+
+
+def _loss(result: Result) -> float:
+    return result.loss
+
+
+def _answer(name: str, ended: Sequence[Result]) -> Answer:
+    """The card of a hyperparameter: its best value, and where other samples are as good."""
+    best = min(ended, key=_loss)
+    close = [getattr(result.config, name) for result in ended if result.loss <= best.loss * (1 + _CLOSE)]
+    near = f"{len(close)} samples lie within 1 % of the best loss, from {min(close):.3g} to {max(close):.3g}."
+    return {
+        "name": name.replace("_", " ").replace("lr", "learning rate"),
+        "value": f"{getattr(best.config, name):.4g}",
+        "text": near if len(close) > 1 else "No other sample lies within 1 % of the best loss.",
+        "tone": "plain",
+        "rule": "",
+    }
 
 
 def tune_panels(results: Sequence[Result]) -> list[Panel]:
@@ -127,7 +152,7 @@ def tune_panels(results: Sequence[Result]) -> list[Panel]:
     best = min(results, key=lambda result: result.loss).config
     panels = []
     for name in TUNED:
-        points = tuple(Point(getattr(result.config, name), result.loss, result.config.id) for result in results)
+        points = tuple(Point(getattr(result.config, name), result.loss, runs=(result.config.id,)) for result in results)
         panels.append(Panel(name, name, LOSS, (Line("samples", points, 0.3, best=getattr(best, name), joined=False),)))
     return panels
 

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from smupar.output.files import write_atomic
 from smupar.output.json_files import DamagedFileError, as_record, parse_object, read_text, sealed_json
+from smupar.output.page import write_page
 from smupar.output.pictures import new_figure, save_figure
 from smupar.plan.settings import layer_glob, refuse
+from smupar.updates.page import trace_document
 
 FORMAT = "smupar-trace/1"
 CLAMP = 1e4
@@ -98,6 +100,11 @@ class Trace:
     def plot(self, path: str | PathLike[str], proxy: Trace | None = None) -> None:
         """Effects over the run, one panel for each kind of layer; the proxy's beside them."""
         _plot(self, proxy, path)
+
+    def to_html(self, path: str | PathLike[str], proxy: Trace | None = None) -> None:
+        """The same as a page that needs no other file."""
+        target, other = json.loads(self.to_json()), None if proxy is None else json.loads(proxy.to_json())
+        write_page(Path(path), trace_document(target, other, folder=str(path)))
 
 
 @dataclass

@@ -34,6 +34,7 @@ COMMANDS = [
     "tune --base-width 96",
     "transfer",
     "reproduce",
+    "watch",
     "report",
     "verify",
     "bench",

@@ -524,7 +524,9 @@ def test_figure_is_drawn_from_the_runs_that_are_there(tmp_path):
     reproduce("tab01", CPU, EngineConfig(), out=str(tmp_path))
     done = reproduce("fig11", CPU, EngineConfig(), out=str(tmp_path))
     assert done.claim.holds
-    assert {path.name for path in done.folder.iterdir()} == {"picture.png", "rows.csv", "rows.json", "claim.json"}
+    assert {path.name for path in done.folder.iterdir()} == {
+        *("picture.png", "report.html", "rows.csv", "rows.json", "claim.json")
+    }
     assert str(done).startswith("fig11: HOLDS. SP's best learning rate moves 1x")
     with Study.open(tmp_path / "cpu" / "study", {"kind": "reproduce", "scale": "cpu", "data": "stdlib"}, "") as study:
         study.remember("trace", "proxy.json", "abc")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import html
-import io
 import json
 import math
 from collections import defaultdict
@@ -29,6 +26,7 @@ from smupar.check.coordinates.verdict import (
     thresholds,
 )
 from smupar.output.files import write_atomic
+from smupar.output.page import write_page
 from smupar.output.pictures import new_figure, save_figure
 from smupar.plan.plan import Plan
 from smupar.rules import get_rule
@@ -73,9 +71,9 @@ class Report:
 
     def explain(self) -> str:
         """The verdict of each rule, the reason, and what to do."""
-        return "\n".join(line for rule in self.rules for line in self._explain(rule))
+        return "\n".join(line for rule in self.rules for line in self.explain_rule(rule))
 
-    def _explain(self, rule: str) -> list[str]:
+    def explain_rule(self, rule: str) -> list[str]:
         judged = [slope for slope in self.slopes if slope.rule == rule and slope.quantity in JUDGED]
         verdict, title = self.verdicts[rule], get_rule(rule).title
         steps, seeds = max(slope.step for slope in judged), max(slope.num_seeds for slope in judged)
@@ -121,10 +119,10 @@ class Report:
         return figure
 
     def to_html(self, path: str | Path) -> None:
-        """Writes one page that needs no other file, with verdicts, picture and table of slopes."""
-        picture = io.BytesIO()
-        self.plot().savefig(picture, dpi=130, format="png")
-        write_atomic(Path(path), _page(self, base64.b64encode(picture.getvalue()).decode()))
+        """Writes one page that needs no other file, with verdicts, charts and table of slopes."""
+        from smupar.check.coordinates.page import check_document
+
+        write_page(Path(path), check_document(self, folder=str(Path(path).parent)))
 
 
 def _finite(fields: dict[str, Any]) -> dict[str, Any]:
@@ -192,7 +190,7 @@ def _draw(report: Report, quantities: tuple[str, ...]) -> Any:
             panel = grid[row][column]
             every = sorted({getattr(reading, axis) for reading in report.readings})
             for step in steps:
-                points = _curve(report, axis, rule, quantity, step)
+                points = mean_sizes(report, axis, rule, quantity, step)
                 xs = sorted(points)
                 panel.plot(xs, [points[x] for x in xs], color=colours.to_rgba(step), marker="o", markersize=3, linewidth=1.2)
             panel.set_xscale("log", base=2)
@@ -220,7 +218,7 @@ def _tick(value: float, axis: str) -> str:
     return f"1/{round(1 / value)}" if axis == "density" and whole and value < 1 else f"{value:.3g}"
 
 
-def _curve(report: Report, axis: str, rule: str, quantity: str, step: int) -> dict[float, float]:
+def mean_sizes(report: Report, axis: str, rule: str, quantity: str, step: int) -> dict[float, float]:
     """Geometric mean over hidden layers and seeds, at the largest value of the other axis."""
     other = "density" if axis == "width" else "width"
     at = max(getattr(reading, other) for reading in report.readings)
@@ -232,43 +230,3 @@ def _curve(report: Report, axis: str, rule: str, quantity: str, step: int) -> di
         if mine and getattr(reading, other) == at and reading.rms > 0:
             sizes[getattr(reading, axis)].append(math.log2(reading.rms))
     return {x: 2 ** (sum(logs) / len(logs)) for x, logs in sizes.items()}
-
-
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; color: #1c1c1c; }
-h1 { font-size: 1.5rem; } pre { background: #f5f5f5; padding: 1rem; overflow-x: auto; white-space: pre-wrap; }
-img { max-width: 100%; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-td, th { padding: .2rem .6rem; border-bottom: 1px solid #ddd; text-align: left; }
-th { position: sticky; top: 0; background: #fff; }
-.pass { color: #00695c; } .fail { color: #b03000; font-weight: 600; } .more, .drift { color: #8a6d00; }
-"""
-
-
-def _page(report: Report, picture: str) -> str:
-    last = max(slope.step for slope in report.slopes)
-    shown = list(dict.fromkeys(slope.when for slope in report.slopes if slope.is_mean or slope.step in (1, 2, last)))
-    rows: dict[tuple[str, ...], dict[str, Slope]] = {}
-    for slope in report.slopes:
-        if slope.quantity in JUDGED:
-            key = (get_rule(slope.rule).title, slope.axis, f"{slope.at:g}", slope.place or "logits", slope.quantity)
-            rows.setdefault(key, {})[slope.when] = slope
-    body = []
-    for parts, by_step in rows.items():
-        labels = "".join(f"<td>{html.escape(part)}</td>" for part in parts)
-        body.append(f"<tr>{labels}{''.join(_cell(by_step.get(when)) for when in shown)}</tr>")
-    head = "".join(f"<th>{name}</th>" for name in ("rule", "axis", "at", "place", "quantity", *shown))
-    verdict = "passes" if report.ok else "does not pass"
-    return (
-        "<!doctype html><html lang='en'><meta charset='utf-8'><title>Coordinate check</title>"
-        f"<style>{_STYLE}</style><h1>Coordinate check: {verdict}</h1><pre>{html.escape(report.explain())}</pre>"
-        f"<p><img alt='sizes over width or density' src='data:image/png;base64,{picture}'></p>"
-        "<p>Slopes of log2(size) against log2(width or density), mean over seeds with a 95 % interval; flat is right.</p>"
-        f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></html>\n"
-    )
-
-
-def _cell(slope: Slope | None) -> str:
-    if slope is None:
-        return "<td></td>"
-    spread = f" &plusmn; {slope.ci:.2f}" if slope.ci == slope.ci else ""
-    return f'<td class="{slope.verdict.partition(" ")[0]}">{slope.slope:+.2f}{spread} {slope.verdict}</td>'

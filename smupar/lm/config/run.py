@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 from pathlib import PurePath
 from typing import Any, Literal, TypeVar
 
@@ -208,12 +209,12 @@ class RunConfig:
     @property
     def normalised(self) -> RunConfig:
         """The same run in the one spelling that is hashed and stored."""
-        return replace(
-            self,
-            data=self.data and name_of_text(self.data),
-            valid_data=self.valid_data and name_of_text(self.valid_data),
-            sparsity=self.exact_sparsity,
-        )
+        data = self.data and name_of_text(self.data)
+        valid_data = self.valid_data and name_of_text(self.valid_data)
+        sparsity = self.exact_sparsity
+        if (data, valid_data, sparsity) == (self.data, self.valid_data, self.sparsity):
+            return self
+        return replace(self, data=data, valid_data=valid_data, sparsity=sparsity)
 
     @property
     def portable(self) -> RunConfig:
@@ -262,7 +263,7 @@ class RunConfig:
     def num_tokens(self) -> int:
         return self.steps * self.batch_size * self.seq_len
 
-    @property
+    @cached_property
     def id(self) -> str:
         """Equal for equal runs: the hash of everything above."""
         return hashlib.sha256(json.dumps(_hashed(self.portable), indent=1).encode()).hexdigest()[:10]

@@ -57,11 +57,11 @@ def check_gpt(config: CheckConfig, *, lr: Mapping[str, float] | None = None) -> 
         alpha_output=config.alpha_output,
     )
     report.to_json(folder / "check.json")
+    report.to_html(folder / "check.html")
     try:
         report.plot(folder / "check.png")
-        report.to_html(folder / "check.html")
-    except ModuleNotFoundError as error:  # the verdict does not need matplotlib
-        print(f"smupar: only {folder / 'check.json'} was written, {error}", file=sys.stderr)
+    except ModuleNotFoundError as error:  # neither verdict nor page need matplotlib
+        print(f"{folder}/check.html, check.json; {error}", file=sys.stderr)
     else:
         print(f"{folder}/check.html, check.png, check.json", file=sys.stderr)
     return report

@@ -1,0 +1,77 @@
+"""The page: one template for studies, runs, checks, reproductions and traces.
+
+What there is to show is a *document*, plain JSON that `document` describes: a sentence, answers, charts, a table of runs, how
+far they are, and the command that goes on. Whoever knows a thing makes its document: `study/view`, `check/coordinates/page`,
+`updates/page`, `paper/reproduce`, `watch/runs`. The template draws any of them, so there is one look, one set of controls and
+one place for keyboard, colours and downloads.
+
+A page holds everything: documents, style, script and the plotting library (plotly.js, MIT, in assets). So it opens from a
+file system, needs no network, and its content-security policy forbids requests. ``write_page`` writes such a file;
+`smupar watch` serves the same page without documents, which then asks that server for them, and for nothing else.
+
+Texts of a document (names of runs, errors, paths) are data. They are escaped where they enter the page, and the script
+puts them into text nodes only.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from smupar.output.files import write_atomic
+from smupar.output.page.document import Document
+
+FORMAT = "smupar-page/1"
+_ASSETS = Path(__file__).parent / "assets"
+_SCRIPTS = ("words", "charts", "explore", "curves", "table", "source", "run", "page")  # in this order, as one script
+_BEFORE, _AFTER = '<script id="data" type="application/json">', "</script>"
+
+
+def page(documents: Sequence[Document], *, live: bool = False) -> str:
+    """The page as HTML. A ``live`` page asks the server that it came from for newer documents."""
+    data = {"format": FORMAT, "live": live, "documents": documents}
+    parts = {
+        "STYLE": _asset("page.css"),
+        "DATA": f"{_BEFORE}{embedded(data)}{_AFTER}",
+        "PLOTLY": _plotly(),
+        "SCRIPT": "".join(_asset(f"{name}.js") for name in _SCRIPTS),
+    }
+    # In one pass, so that no text of a document is taken for a placeholder.
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _asset("page.html"))
+
+
+def write_page(path: Path, document: Document) -> None:
+    """Writes the page of one document. Who opens it meanwhile sees the old page or the new one."""
+    write_atomic(path, page([document]))
+
+
+def read_page(path: Path) -> Document | None:
+    """The document of a page; None if the file is no page of this format."""
+    try:
+        text = path.read_text(encoding="utf-8").partition(_BEFORE)[2].partition(_AFTER)[0]
+        values = json.loads(text)
+        return values["documents"][0] if values["format"] == FORMAT else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def embedded(values: object) -> str:
+    """JSON that can stand inside a script element: no text in it can end the element or begin another."""
+    text = json.dumps(values, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+@cache
+def _asset(name: str) -> str:
+    return (_ASSETS / name).read_text(encoding="utf-8")
+
+
+@cache
+def _plotly() -> str:
+    """The plotting library, compressed, so that a page is half as large. Browsers unpack it."""
+    return base64.b64encode(gzip.compress(_asset("plotly-basic.min.js").encode(), mtime=0)).decode()

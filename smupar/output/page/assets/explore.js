@@ -1,0 +1,44 @@
+// What readers choose: filters by any field, colours by any field, another x axis. Charts are then made from the rows of the table.
+
+/** Fields by which runs can be told apart, with their values. */
+function fieldsOf(table) {
+  return table.varied.map((name) => ({ name, values: [...new Set(table.records.map((row) => row[name]))].sort((a, b) => (typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b)))) }));
+}
+
+/** Charts of all runs over a field: one for each value of ``panel``, one line for each value of ``colour``, through its best runs. */
+function exploredCharts(rows, { x, y, colour, panel }) {
+  const groups = new Map();
+  for (const row of rows) {
+    const title = panel ? `${panel === "rule" ? "" : named(panel) + " "}${shown(row[panel])}` : named(y);
+    if (!groups.has(title)) groups.set(title, { rule: panel === "rule" ? row.rule : "", rows: [] });
+    groups.get(title).rows.push(row);
+  }
+  return [...groups].map(([title, group]) => {
+    const lines = new Map();
+    for (const row of group.rows) {
+      const label = colour ? `${colour === "rule" ? "" : named(colour) + " "}${shown(row[colour])}` : "all runs";
+      if (!lines.has(label)) lines.set(label, { value: colour ? row[colour] : 0, rows: [] });
+      lines.get(label).rows.push(row);
+    }
+    const sorted = [...lines].sort(([, a], [, b]) => (typeof a.value === "number" ? a.value - b.value : String(a.value).localeCompare(String(b.value))));
+    return {
+      title, rule: group.rule, x_label: named(x), y_label: axisName(y), group: axisName(y), log_x: group.rows.every((row) => row[x] > 0), log_y: false,
+      lines: sorted.map(([label, line], index) => exploredLine(label, line.rows, { x, y, rule: colour === "rule" ? line.value : undefined, shade: index / Math.max(1, sorted.length - 1) })),
+    };
+  });
+}
+
+function exploredLine(label, rows, { x, y, rule, shade }) {
+  const points = new Map();
+  for (const row of rows) {
+    const ended = row.state === "finished" || row.state === "diverged", value = ended ? row[y] : null;
+    const before = points.get(row[x]);
+    if (!before || (value !== null && (before.y === null || value < before.y))) points.set(row[x], { x: row[x], y: value, runs: [row.id] });
+  }
+  const all = [...points.values()].filter((point) => typeof point.x === "number").sort((a, b) => a.x - b.x);
+  const ended = all.filter((point) => point.y !== null);
+  const at = ended.reduce((least, point, i) => (point.y < ended[least].y ? i : least), 0);
+  const inside = at > 0 && at < ended.length - 1;
+  const best = ended.length ? { x: ended[at].x, y: ended[at].y, low: inside ? ended[at - 1].x : null, high: inside ? ended[at + 1].x : null, is_final: ended.length === all.length } : null;
+  return { label, points: all, shade, is_reference: false, is_joined: all.length < 40, best, rule };
+}

@@ -1,0 +1,93 @@
+"use strict";
+// Words, numbers, elements and colours. Texts of a document only enter the page through el() and plain().
+
+const NAMES = {
+  lr: "learning rate", init_std: "init std", valid_loss: "validation loss", steps_done: "steps done", tokens_per_second: "tokens/s",
+  seconds: "seconds", loss: "loss", state: "state", id: "run", batch_size: "batch size", weight_decay: "weight decay", base_width: "base width",
+};
+const UNITS = { loss: "loss (nats per token)", valid_loss: "validation loss (nats per token)" };
+const named = (field) => NAMES[field] || field.replaceAll("_", " ");
+const axisName = (field) => UNITS[field] || named(field);
+
+/** An element with attributes and children; strings become text nodes. */
+function el(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+    else if (value === true) made.setAttribute(name, "");
+    else if (value !== false && value !== null && value !== undefined) made.setAttribute(name, value);
+  }
+  made.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  return made;
+}
+
+/** Text for plotly, which reads a few tags and entities. */
+const plain = (text) => String(text).replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
+
+const SUPER = { "-": "⁻", 0: "⁰", 1: "¹", 2: "²", 3: "³", 4: "⁴", 5: "⁵", 6: "⁶", 7: "⁷", 8: "⁸", 9: "⁹" };
+const power = (exponent) => "2" + [...String(exponent)].map((digit) => SUPER[digit]).join("");
+const isPower = (value) => value > 0 && Number.isInteger(Math.log2(value));
+
+function number(value, digits = 4) {
+  if (value === null || value === undefined) return "";
+  if (typeof value !== "number") return String(value);
+  if (Number.isInteger(value) && Math.abs(value) < 1e6) return value.toLocaleString("en");
+  if (Math.abs(value) >= 1e6 || (value !== 0 && Math.abs(value) < 1e-4)) return value.toExponential(digits - 2);
+  return String(Number(value.toPrecision(digits + 1)));
+}
+const short = (value) => (value >= 1e6 ? (value / 1e6).toFixed(2) + "M" : value >= 1e3 ? (value / 1e3).toFixed(1) + "k" : value.toFixed(0));
+const shown = (value) => (value === null || value === undefined ? "–" : typeof value === "boolean" ? (value ? "yes" : "no") : number(value));
+
+function span(seconds) {
+  if (seconds < 90) return `${Math.max(1, Math.round(seconds))} s`;
+  if (seconds < 5400) return `${Math.round(seconds / 60)} min`;
+  return seconds < 172800 ? `${(seconds / 3600).toFixed(1)} h` : `${(seconds / 86400).toFixed(1)} days`;
+}
+
+// Colours. Every mark has a contrast of at least 3:1 with the background, in both themes; the tests measure it.
+const RULES = {
+  light: { SP: "#d1495b", muP: "#2e6fb0", SmuPar: "#23853f", "measured updates": "#8a5cc2" },
+  dark: { SP: "#f2808d", muP: "#74b0ee", SmuPar: "#5ecb80", "measured updates": "#b998ee" },
+};
+const SERIES = {
+  light: ["#2e6fb0", "#d1495b", "#23853f", "#8a5cc2", "#a86400", "#0f7f83", "#a3447a", "#59626e"],
+  dark: ["#74b0ee", "#f2808d", "#5ecb80", "#b998ee", "#e0a44e", "#4fc4c8", "#e38abb", "#aeb8c4"],
+};
+const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "pentagon", "triangle-down", "hexagon", "cross"];
+const theme = () => document.documentElement.dataset.theme;
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const ruleColour = (rule) => {
+  const colours = RULES[theme()];
+  return colours[rule] || colours[Object.keys(colours).find((name) => String(rule).startsWith(name))] || null;
+};
+const channels = (colour) => [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
+const mix = (one, other, share) => {
+  const [a, b] = [channels(one), channels(other)];
+  return "#" + a.map((value, i) => Math.round(value * (1 - share) + b[i] * share).toString(16).padStart(2, "0")).join("");
+};
+
+/** The colour of a line: the reference in grey; the family's colour, darker or lighter for lines that are less the subject. */
+function lineColour(line, chart, index) {
+  if (line.is_reference) return css("--muted");
+  const family = ruleColour(line.rule || chart.rule);
+  if (!family) return SERIES[theme()][index % SERIES.light.length];
+  return mix(family, css("--text"), 0.62 * (1 - line.shade));
+}
+
+function copied(text, button) {
+  const say = (words) => { const before = button.textContent; button.textContent = words; setTimeout(() => (button.textContent = before), 1500); };
+  const byHand = () => {
+    const area = el("textarea", { class: "unseen" });
+    area.value = text; document.body.append(area); area.select();
+    say(document.execCommand("copy") ? "copied" : "press Ctrl-C"); area.remove();
+  };
+  if (navigator.clipboard && window.isSecureContext) navigator.clipboard.writeText(text).then(() => say("copied"), byHand);
+  else byHand();
+}
+
+function download(name, text, type) {
+  const address = URL.createObjectURL(new Blob([text], { type }));
+  const link = el("a", { href: address, download: name });
+  document.body.append(link); link.click(); link.remove();
+  setTimeout(() => URL.revokeObjectURL(address), 1000);
+}

@@ -1,0 +1,199 @@
+"""What a study that is running tells those who watch it, in its folder:
+
+planned.json        the runs of the stage at work that had not ended when it began
+live/HOST-PID.json  a sign of life of each process that trains: what it runs, how fast, how far, the losses so far
+
+Both are written by threads of their own, as seldom as it takes to cost less than ``_SHARE`` of the time. Nothing in a study
+depends on them. A process that is killed leaves its file; its age, and the process id on the same machine, tell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from smupar.lm.config.run import RunConfig
+from smupar.output.files import write_atomic
+from smupar.output.page.document import Worker, finite
+from smupar.study.store import Study, fields_of
+
+if TYPE_CHECKING:
+    from smupar.lm.run.folder import Row
+
+LIVE, PLANNED = "live", "planned.json"
+_BEAT_SECONDS = 2.0
+_SHARE = 0.005  # of the time
+_GONE_SECONDS = 30.0  # without a sign of life
+_STALLED_SECONDS = 300.0  # without a step; the first step may have to be compiled
+
+
+class ShownProgress(Protocol):
+    """What a progress display knows."""
+
+    running: Mapping[str, Sequence[Row]]  # rows of the runs that are trained now, by id
+
+    @property
+    def share_done(self) -> float: ...
+
+
+@contextlib.contextmanager
+def repeated(function: Callable[[], None], *, every: float) -> Iterator[None]:
+    """Calls a function again and again during a block, in a thread, after every ``every`` seconds or less often if it is slow.
+    Its errors are dropped: what it does is a courtesy to readers."""
+    ended = threading.Event()
+
+    def repeat() -> None:
+        wait = every
+        while not ended.wait(wait):
+            start = time.thread_time(), time.perf_counter()
+            with contextlib.suppress(Exception):
+                function()
+            # Waiting for a disk does not hold up training; computing does.
+            wait = max(every, (time.thread_time() - start[0]) / _SHARE, 5 * (time.perf_counter() - start[1]))
+
+    thread = threading.Thread(target=repeat, name="smupar-live", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+@contextlib.contextmanager
+def beating(study: Study, progress: ShownProgress, device: str) -> Iterator[None]:
+    """Writes signs of life of this process during the block."""
+    path = study.folder / LIVE / f"{socket.gethostname()}-{os.getpid()}.json"
+    start, last = time.time(), {"share": 0.0, "at": time.time()}
+
+    def beat() -> None:
+        share = progress.share_done + 1e-9 * sum(len(rows) for rows in progress.running.values())
+        if share != last["share"]:
+            last.update(share=share, at=time.time())
+        advanced = max([last["at"], *(_written_at(study.runs / run / "metrics.jsonl") for run in progress.running)])
+        path.parent.mkdir(exist_ok=True)
+        text = json.dumps(_sign(progress, device) | {"started": start, "advanced": advanced, "time": time.time()})
+        temporary = path.with_suffix(".tmp")  # not forced to the disk: in two seconds it is old
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+
+    try:
+        with repeated(beat, every=_BEAT_SECONDS):
+            yield
+    finally:
+        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.parent.rmdir()  # if no other process is at work
+
+
+def _written_at(path: Path) -> float:
+    """When the trainer wrote a file last; 0 if there is none."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _sign(progress: ShownProgress, device: str) -> dict[str, Any]:
+    running = {run: list(rows) for run, rows in progress.running.items()}
+    speeds = [rows[-1]["tokens_per_second"] for rows in running.values() if rows and "tokens_per_second" in rows[-1]]
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "device": device,
+        "share_done": progress.share_done,
+        "tokens_per_second": finite(max(filter(None, speeds), default=None)),
+        "runs": {run: [[row["step"], finite(row.get("loss"))] for row in rows] for run, rows in running.items()},
+    }
+
+
+def write_planned(study: Study, missing: Sequence[RunConfig]) -> None:
+    """Says which runs are going to be done. Removes the file if there is none, and signs of life of earlier processes."""
+    shutil.rmtree(study.folder / LIVE, ignore_errors=True)
+    path = study.folder / PLANNED
+    if not missing:
+        path.unlink(missing_ok=True)
+        return
+    rows = [fields_of(config) for config in missing]
+    common = {name: value for name, value in rows[0].items() if all(row[name] == value for row in rows)}
+    runs = {row["id"]: {name: value for name, value in row.items() if name not in common} for row in rows}
+    write_atomic(path, json.dumps({"common": common, "runs": runs}))
+
+
+def read_planned(folder: Path) -> dict[str, dict[str, Any]] | None:
+    """The rows of planned runs by id; None if no plan is there."""
+    try:
+        values = json.loads((folder / PLANNED).read_text(encoding="utf-8"))
+        return {run: values["common"] | own for run, own in values["runs"].items()}
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+@dataclass(frozen=True)
+class Signs:
+    """What the processes of a study say at the moment."""
+
+    workers: tuple[Worker, ...]
+    losses: dict[str, list[list[float | None]]]  # run -> step and loss, of runs that are trained now
+    states: dict[str, str]  # run -> running, stalled or stopped
+    seconds_left: float | None
+
+    @property
+    def is_running(self) -> bool:
+        return any(worker["state"] != "stopped" for worker in self.workers)
+
+
+def read_signs(folder: Path, *, now: float | None = None) -> Signs:
+    now = time.time() if now is None else now
+    workers: list[Worker] = []
+    losses: dict[str, list[list[float | None]]] = {}
+    states: dict[str, str] = {}
+    left: list[float] = []
+    for path in sorted((folder / LIVE).glob("*.json")):
+        try:
+            sign = json.loads(path.read_text(encoding="utf-8"))
+            state = _state(sign, now)
+            workers.append(
+                {
+                    "name": f"{sign['host']}, process {sign['pid']}",
+                    "device": sign["device"],
+                    "state": state,  # type: ignore[typeddict-item]
+                    "seen": sign["time"],
+                    "runs": len(sign["runs"]),
+                    "tokens_per_second": sign["tokens_per_second"],
+                }
+            )
+            losses |= sign["runs"]
+            states |= dict.fromkeys(sign["runs"], state)
+            if state == "running" and sign["share_done"] > 0:
+                left.append((sign["time"] - sign["started"]) * (1 / sign["share_done"] - 1))
+        except (OSError, ValueError, LookupError, TypeError):  # it has just ended, or is not ours
+            continue
+    return Signs(tuple(workers), losses, states, max(left, default=None))
+
+
+def _state(sign: Mapping[str, Any], now: float) -> str:
+    if sign["host"] == socket.gethostname() and not _is_alive(sign["pid"]):
+        return "stopped"
+    if now - sign["time"] > _GONE_SECONDS + 10 * _BEAT_SECONDS:
+        return "stopped"
+    return "stalled" if now - sign["advanced"] > _STALLED_SECONDS else "running"
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

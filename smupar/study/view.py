@@ -1,0 +1,334 @@
+"""A study as its page shows it, finished or not: the document of its folder.
+
+A study that is running writes a run's summary last, so what has a summary is whole, and everything else is waiting, running or
+left by a process that has ended. Each finished run is read once; a view of a large study is then as fast as the runs that
+have ended since. Half-written and damaged files count as not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+from smupar.lm.config.run import LATER_FIELDS, RunConfig, flat
+from smupar.output.json_files import DamagedFileError, read_object
+from smupar.output.page import write_page
+from smupar.output.page.document import Chart, Document, PageProgress, PageTable, finite, thinned
+from smupar.plan.settings import refuse
+from smupar.rules import get_rule
+from smupar.study.curves import chart_of
+from smupar.study.definition import Findings, StudyDefinition, varied_columns
+from smupar.study.live import Signs, read_planned, read_signs, repeated
+from smupar.study.space import unique
+from smupar.study.store import Result, Study, fields_of, printable
+from smupar.study.sweep import sweep_from_json
+from smupar.study.transfer import transfer_from_json
+from smupar.study.tune import search_from_json
+
+if TYPE_CHECKING:
+    from smupar.lm.run.folder import Summary
+
+# Makes a study again from study.json, by the kind that it names. Any other kind is read as a sweep without axes.
+FROM_JSON: dict[str, Callable[[dict[str, Any]], StudyDefinition]] = {
+    "sweep": sweep_from_json,
+    "transfer": transfer_from_json,
+    "tune": search_from_json,
+}
+_REFRESH_SECONDS = 10.0
+_MOST_CURVES, _MOST_POINTS = 300, 40  # loss curves inside a page
+# Columns of a table that say how a run went, after those that say what it is.
+_ENDS = ("loss", "valid_loss", "steps_done", "tokens_per_second", "seconds", "device")
+_FIRST = ("rule", "sparsity", "width", "depth", "lr")  # the most important of the columns that vary
+
+
+def definition_of(study: Study) -> StudyDefinition:
+    """The study that its study.json describes."""
+    stored = study.describe()["definition"]
+    kind = stored.get("kind")
+    try:
+        return FROM_JSON.get(kind if isinstance(kind, str) else "", sweep_from_json)(stored)
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
+        raise DamagedFileError(
+            f"{study.folder / 'study.json'} is damaged, or of another version ({printable(str(error))}): restore it from a "
+            "copy, or start the study's command again with another --out"
+        ) from error
+
+
+def left_out(study: Study) -> str:
+    """A sentence that names runs whose files are damaged."""
+    if not study.damaged:
+        return ""
+    return (
+        f"Left out, because their files are damaged: {', '.join(sorted(study.damaged))}; the study's command runs them again."
+    )
+
+
+def mixed_decay(results: Sequence[Result]) -> str:
+    """A sentence if runs have weight decay of different kinds. Their losses do not compare like with like."""
+    kinds = Counter(result.config.decay for result in results if result.config.weight_decay)
+    if len(kinds) < 2:
+        return ""
+    counts = ", ".join(f"{kind} in {count}" for kind, count in sorted(kinds.items()))
+    return (
+        f"This study mixes decay conventions (runs: {counts}). Coupled decay shrinks weights by more where a rule raises their "
+        "learning rate, so compare runs of one kind."
+    )
+
+
+@contextlib.contextmanager
+def refreshed(study: Study, definition: StudyDefinition) -> Iterator[None]:
+    """Writes the page of a study again and again during a block."""
+    view = StudyView(study.folder, definition)
+    with repeated(lambda: write_page(study.folder / "report.html", view.document()), every=_REFRESH_SECONDS):
+        yield
+
+
+class StudyView:
+    """Reads a study's folder; ``document()`` is what its page shows now."""
+
+    def __init__(self, folder: Path, definition: StudyDefinition | None = None) -> None:
+        """``definition``: that of the command that runs the study. By default it is made again from study.json."""
+        self.study = _RememberedStudy(folder)
+        self._given, self._definition = definition, definition
+        self._described: dict[str, Any] = {}
+        self._found: tuple[object, Findings, list[Chart]] | None = None
+        self._metrics: dict[str, list[list[float | None]]] = {}
+
+    def document(self, *, with_curves: bool = True) -> Document:
+        """With ``with_curves``, the loss curves of runs are part of it."""
+        self._refresh()
+        signs, waiting = read_signs(self.study.folder), self._waiting()
+        results = self.study.results()
+        findings, charts = self._read(waiting)
+        rows = self._rows(results, waiting, signs)
+        progress = _progress(rows, signs)
+        said = (_unfinished(progress), left_out(self.study), findings.sentence, mixed_decay(findings.results))
+        return {
+            "kind": "study",
+            "title": self.definition.title,
+            "headline": findings.headline,
+            "sentence": " ".join(filter(None, said)),
+            "answers": list(findings.answers),
+            "charts": charts,
+            "table": table_of(rows),
+            "progress": progress,
+            "curves": self._curves(rows, signs) if with_curves else {},
+            "command": self._described["command"],
+            "folder": str(self.study.folder),
+            "details": [("Configuration", json.dumps(self._described["definition"], indent=1))],
+            "is_live": bool(waiting) and signs.is_running,
+            "made": time.time(),
+        }
+
+    @property
+    def definition(self) -> StudyDefinition:
+        assert self._definition is not None, "_refresh makes it"
+        return self._definition
+
+    @property
+    def version(self) -> tuple[object, ...]:
+        """Changes when a run ends or the study grows; live losses are not in it."""
+        self._refresh()
+        return len(self.study.ended), json.dumps(self._described)
+
+    def curve(self, run: str) -> list[list[float | None]]:
+        """Step, loss and validation loss of a run, from its metrics or from what its process says at the moment."""
+        if run in self.study.ended and run not in self._metrics:
+            self._metrics[run] = read_metrics(self.study.runs / run)
+        return (
+            self._metrics.get(run) or read_metrics(self.study.runs / run) or read_signs(self.study.folder).losses.get(run, [])
+        )
+
+    def _refresh(self) -> None:
+        self.study.refresh()
+        described = self.study.describe()
+        if described != self._described:
+            self._described = described
+            self._definition = self._given or definition_of(self.study)
+
+    def _read(self, waiting: Iterable[str]) -> tuple[Findings, list[Chart]]:
+        """What the study found, and its charts; those of the last time if no run has ended since."""
+        state = len(self.study.ended), sorted(waiting), self._described
+        if self._found is None or self._found[0] != state:
+            definition, findings = self.definition, Findings("", (), (), "No run has ended yet.")
+            if self.study.ended:
+                findings = (definition.read_so_far or definition.read)(self.study) if state[1] else definition.read(self.study)
+            self._found = state, findings, [chart_of(panel) for panel in findings.panels]
+        return self._found[1:]
+
+    def _waiting(self) -> dict[str, dict[str, Any]]:
+        """The rows of runs that have not ended, by id: what the running command plans, or what the definition asks for."""
+        planned = read_planned(self.study.folder)
+        if planned is None:
+            planned = {}
+            for propose in self.definition.stages:
+                with contextlib.suppress(ValueError, OSError):
+                    planned = {config.id: fields_of(config) for config in self.study.missing(propose(self.study))}
+                if planned:  # later stages are not known yet
+                    break
+        return {run: row for run, row in planned.items() if run not in self.study.ended}
+
+    def _rows(self, results: Sequence[Result], waiting: Mapping[str, Mapping[str, Any]], signs: Signs) -> list[dict[str, Any]]:
+        rows = [self.study.rows[result.config.id] for result in results]
+        for run, fields in waiting.items():
+            losses = signs.losses.get(run) or ([[0, None]] if run in signs.states else [])
+            state = signs.states.get(run, "waiting")
+            last = {"loss": losses[-1][1], "steps_done": losses[-1][0]} if losses else {}
+            rows.append(dict(fields) | dict.fromkeys(_ENDS) | last | {"state": state})
+        shared = _rules_of_dense_runs(self._described["definition"], rows)
+        return [row | {"rule": _shown_rule(row, shared)} for row in rows]
+
+    def _curves(self, rows: Sequence[Mapping[str, Any]], signs: Signs) -> dict[str, list[list[float | None]]]:
+        """The loss curves of running runs and of the best ones, thinned, for a page that has no server."""
+        ranked = sorted(
+            rows, key=lambda row: (row["state"] not in ("running", "stalled"), row["loss"] is None, row["loss"] or 0)
+        )
+        curves = {row["id"]: self.curve(row["id"]) for row in ranked[:_MOST_CURVES] if row["state"] != "waiting"}
+        return {run: thinned(curve, _MOST_POINTS) for run, curve in curves.items() if curve}
+
+
+class _RememberedStudy(Study):
+    """A study that reads each finished run once; what it says is as of the last ``refresh``."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.ended: dict[str, Result] = {}
+        self.rows: dict[str, dict[str, Any]] = {}  # as the page shows them, but for their rule
+
+    def refresh(self) -> None:
+        for path in self.runs.glob("*"):
+            if path.name not in self.ended and (path / "summary.json").exists():
+                try:
+                    self.ended[path.name], self.rows[path.name] = _read_run(path)
+                except (ValueError, OSError, TypeError, LookupError) as error:
+                    self.damaged[path.name] = str(error)
+                else:
+                    self.damaged.pop(path.name, None)
+
+    def results(self, configs: Sequence[RunConfig] | None = None) -> list[Result]:
+        if configs is None:
+            return [self.ended[run] for run in sorted(self.ended)]
+        return [self.ended[config.id] for config in configs if config.id in self.ended]
+
+    def missing(self, configs: Sequence[RunConfig]) -> list[RunConfig]:
+        return [config for config in unique(configs) if config.id not in self.ended]
+
+
+def result_rows(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """The rows of results, as a page shows them."""
+    rows = [_row(fields_of(result.config), asdict(result.summary)) for result in results]
+    shared = _rules_of_dense_runs({}, rows)
+    return [row | {"rule": _shown_rule(row, shared)} for row in rows]
+
+
+def _row(fields: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run is, then how it went."""
+    return {
+        **fields,
+        "loss": finite(summary["train_loss"]),
+        "valid_loss": finite(summary["valid_loss"]),
+        "steps_done": summary["steps"],
+        "tokens_per_second": finite(summary["tokens_per_second"]),
+        "seconds": finite(summary["seconds"]),
+        "device": summary["device"],
+        "state": summary["status"],
+    }
+
+
+def _read_run(folder: Path) -> tuple[Result, dict[str, Any]]:
+    """A finished run, and its row. Its summary is read as plain values: the module of ``Summary`` needs torch, which takes
+    seconds to load, and a page has to open at once."""
+    remedy = "start the study's command again"
+    values, summary = (read_object(folder / name, remedy=remedy) for name in ("config.json", "summary.json"))
+    config = RunConfig.from_json(json.dumps(values))
+    for name, run in (("config.json", config.id), ("summary.json", summary["id"])):
+        refuse(run != folder.name, f"{folder / name} is damaged (it is that of a run {run})")
+    fields = LATER_FIELDS | flat(values) | {"id": folder.name, "betas": " ".join(map(str, config.betas))}
+    row = _row(fields | {"follow": config.portable.follow}, summary)
+    return Result(config, cast("Summary", SimpleNamespace(**summary))), row
+
+
+def read_metrics(folder: Path) -> list[list[float | None]]:
+    """Step, loss and validation loss by the lines of metrics.jsonl; a line that is being written is left out."""
+    rows: list[list[float | None]] = []
+    try:
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return []
+    for line in lines:
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            row = json.loads(line)
+            rows.append([row["step"], finite(row.get("loss")), finite(row.get("valid_loss"))])
+    return rows
+
+
+def table_of(rows: Sequence[Mapping[str, Any]]) -> PageTable | None:
+    """The columns in which runs differ, and how they went; None without rows."""
+    if not rows:
+        return None
+    names = list(dict.fromkeys(name for row in rows for name in row))  # runs of another version may lack some
+    found = varied_columns([{name: row.get(name) for name in names} for row in rows], ("id", "state", *_ENDS))
+    varied = sorted(found, key=lambda name: (_FIRST.index(name) if name in _FIRST else 99, name == "seed"))
+    columns = ["id", "state", *varied, *(name for name in _ENDS if name != "device" or _num(rows, "device") > 1)]
+    rows = sorted(rows, key=lambda row: [_sortable(row.get(name)) for name in varied])
+    return {
+        "title": "Runs",
+        "columns": columns,
+        "rows": [[row.get(name) for name in columns] for row in rows],
+        "varied": varied,
+        "numeric": [name for name in varied if all(_is_number(row.get(name)) for row in rows)],
+    }
+
+
+def _num(rows: Sequence[Mapping[str, Any]], name: str) -> int:
+    return len({row.get(name) for row in rows} - {None})
+
+
+def _sortable(value: Any) -> tuple[bool, Any]:
+    return (False, value) if _is_number(value) else (True, str(value))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _rules_of_dense_runs(definition: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rules that share the dense runs, which are trained under muP, as titles."""
+    asked = definition.get("rules") or sorted({row["rule"] for row in rows if row.get("sparsity")}, reverse=True)
+    titles = [get_rule(rule).title for rule in asked if rule not in ("sp", "measured", "moment")]
+    return ", ".join(dict.fromkeys(titles)) or get_rule("smupar" if "measured" in asked else "mup").title
+
+
+def _shown_rule(row: Mapping[str, Any], of_dense_runs: str) -> str:
+    if row["rule"] == "mup" and row.get("sparsity") == 0:
+        return of_dense_runs
+    return "measured updates" if row.get("follow") else get_rule(row["rule"]).title
+
+
+def _progress(rows: Sequence[Mapping[str, Any]], signs: Signs) -> PageProgress:
+    states = [row["state"] for row in rows]
+    speeds = [worker["tokens_per_second"] for worker in signs.workers if worker["state"] == "running"]
+    return {
+        "done": states.count("finished") + states.count("diverged"),
+        "running": states.count("running"),
+        "waiting": states.count("waiting") + states.count("stopped"),
+        "diverged": states.count("diverged"),
+        "stalled": states.count("stalled"),
+        "total": len(rows),
+        "seconds_left": signs.seconds_left if signs.seconds_left is None else math.ceil(signs.seconds_left),
+        "tokens_per_second": sum(speed or 0.0 for speed in speeds) or None,
+        "workers": list(signs.workers),
+    }
+
+
+def _unfinished(progress: PageProgress) -> str:
+    left = (progress["total"] or 0) - progress["done"]
+    return f"Not finished: {progress['done']} of {progress['total']} runs are done." if left else ""

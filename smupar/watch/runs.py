@@ -1,0 +1,142 @@
+"""The document of runs that were trained by `smupar train`: their loss curves, how far they are, their traces."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from smupar.lm.config.run import LATER_FIELDS, flat
+from smupar.output.json_files import read_object
+from smupar.output.page.document import Chart, Document, PageProgress, finite
+from smupar.rules import get_rule
+from smupar.study.view import read_metrics, table_of
+from smupar.updates.page import trace_charts
+
+_QUIET_SECONDS = 180.0  # a run that has written nothing for so long is not running
+
+
+class Runs:
+    """Single runs in one folder, or one run."""
+
+    def __init__(self, folder: Path, runs: Sequence[Path]) -> None:
+        self.folder, self.runs = folder, {path.name: path for path in runs}
+
+    @property
+    def version(self) -> str:
+        files = (path / name for path in self.runs.values() for name in ("metrics.jsonl", "summary.json"))
+        return " ".join(str(_changed(file)) for file in files)
+
+    def document(self) -> Document:
+        rows = [row for path in self.runs.values() if (row := _row(path))]
+        running = [row for row in rows if row["state"] == "running"]
+        return {
+            "kind": "runs",
+            "title": "Run" if len(rows) == 1 else "Runs",
+            "headline": _headline(rows),
+            "sentence": "",
+            "answers": [],
+            "charts": self._trace_charts() if len(self.runs) == 1 else [],
+            "table": table_of(rows),
+            "progress": _progress(rows),
+            "curves": {},
+            "command": "",
+            "folder": str(self.folder),
+            "details": [],
+            "is_live": bool(running),
+            "made": time.time(),
+        }
+
+    def curve(self, run: str) -> list[list[float | None]]:
+        return read_metrics(self.runs[run]) if run in self.runs else []
+
+    def folder_of(self, run: str) -> Path | None:
+        return self.runs.get(run)
+
+    def _trace_charts(self) -> list[Chart]:
+        (path,) = self.runs.values()
+        with contextlib.suppress(ValueError, OSError, LookupError, TypeError):
+            return trace_charts(json.loads((path / "trace.json").read_text(encoding="utf-8")))
+        return []
+
+
+def _row(path: Path) -> dict[str, Any] | None:
+    remedy = "start the run's command again"
+    try:
+        config = LATER_FIELDS | flat(read_object(path / "config.json", remedy=remedy))
+        config = {name: " ".join(map(str, value)) if isinstance(value, list) else value for name, value in config.items()}
+        summary = read_object(path / "summary.json", remedy=remedy) if (path / "summary.json").exists() else {}
+    except ValueError:  # it is being written
+        return None
+    last = _last_row(path)
+    changed = max(_changed(path / "metrics.jsonl"), _changed(path / "config.json"))
+    state = summary.get("status") or ("running" if time.time() - changed < _QUIET_SECONDS else "stopped")
+    return config | {
+        "id": path.name,
+        "rule": get_rule(config["rule"]).title,
+        "state": state,
+        "loss": finite(summary["train_loss"]) if summary else finite(last.get("loss")),
+        "valid_loss": finite(summary["valid_loss"]) if summary else None,
+        "steps_done": summary.get("steps", last.get("step", 0)),
+        "tokens_per_second": finite(summary.get("tokens_per_second", last.get("tokens_per_second"))),
+        "seconds": finite(summary.get("seconds")),
+        "device": summary.get("device"),
+    }
+
+
+def _last_row(path: Path) -> Mapping[str, Any]:
+    """The last whole line of metrics.jsonl."""
+    try:
+        lines = (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return {}
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError):
+            row = json.loads(line)
+            if isinstance(row, dict):
+                return row
+    return {}
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _headline(rows: Sequence[Mapping[str, Any]]) -> str:
+    if len(rows) == 1:
+        [row] = rows
+        loss = "no loss yet" if row["loss"] is None else f"loss {row['loss']:.4f}"
+        done = f"after {row['steps_done']} of {row['steps']} steps"
+        return f"{row['state'].capitalize()}: {loss} {done}." if row["state"] != "diverged" else f"Diverged {done}."
+    best = min((row["loss"] for row in rows if row["loss"] is not None), default=None)
+    return f"{len(rows)} runs" + (f", the lowest loss is {best:.4f}." if best is not None else ".")
+
+
+def _progress(rows: Sequence[Mapping[str, Any]]) -> PageProgress:
+    states = [row["state"] for row in rows]
+    left = [_seconds_left(row) for row in rows if row["state"] == "running"]
+    speeds = [row["tokens_per_second"] or 0.0 for row in rows if row["state"] == "running"]
+    known = [seconds for seconds in left if seconds is not None]
+    return {
+        "done": states.count("finished") + states.count("diverged"),
+        "running": states.count("running"),
+        "waiting": states.count("stopped"),
+        "diverged": states.count("diverged"),
+        "stalled": 0,
+        "total": len(rows),
+        "seconds_left": max(known, default=None),
+        "tokens_per_second": sum(speeds) or None,
+        "workers": [],
+    }
+
+
+def _seconds_left(row: Mapping[str, Any]) -> float | None:
+    speed = row["tokens_per_second"]
+    return math.ceil((row["steps"] - row["steps_done"]) * row["batch_size"] * row["seq_len"] / speed) if speed else None

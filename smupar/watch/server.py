@@ -1,0 +1,238 @@
+"""The server of `smupar watch`: the page, and JSON about what the folders hold. It only reads, and only below those folders.
+
+A page that another site shows could ask a server on this machine under a name of its own (DNS rebinding). So requests must
+name this machine in their Host header: as localhost, by an address, or by the name that was given with --host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import ipaddress
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, quote, unquote, urlsplit
+
+from smupar.output.json_files import read_object
+from smupar.output.page import page
+from smupar.output.page.document import thinned
+from smupar.plan.settings import refuse
+from smupar.watch.things import Thing, Watched
+
+_TYPES = {
+    ".csv": "text/csv; charset=utf-8",
+    ".json": "application/json",
+    ".jsonl": "text/plain; charset=utf-8",
+    ".png": "image/png",
+    ".txt": "text/plain; charset=utf-8",
+}
+_NUM_PORTS = 20  # that are tried if the usual one is taken
+_MOST_CURVES, _MOST_POINTS = 100, 400
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+Query = Mapping[str, str]
+
+
+class NotFoundError(Exception):
+    """There is nothing under this address."""
+
+
+@contextlib.contextmanager
+def serving(folders: Sequence[str | Path], *, host: str = "127.0.0.1", port: int | None = None) -> Iterator[WatchServer]:
+    """A server for these folders, bound to host and port. Without a port, the first free one from ``USUAL_PORT`` on is taken.
+    Call its ``serve_forever``."""
+    watched = Watched(folders)
+    with _bound(watched, host, port) as server:
+        yield server
+
+
+USUAL_PORT = 8765
+
+
+def _bound(watched: Watched, host: str, port: int | None) -> WatchServer:
+    ports = range(USUAL_PORT, USUAL_PORT + _NUM_PORTS) if port is None else [port]
+    for number in ports:
+        try:
+            return WatchServer((host, number), watched)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                reason = error.strerror or error
+                raise ValueError(
+                    f"cannot listen on {host}, port {number} ({reason}): choose another --host or --port"
+                ) from error
+    taken = f"port {port} is" if port is not None else f"the ports {ports[0]} to {ports[-1]} are"
+    raise ValueError(f"{taken} in use on {host}: choose another --port, or 0 for any that is free")
+
+
+class WatchServer(ThreadingHTTPServer):
+    daemon_threads = True
+    allow_reuse_address = os.name == "posix"  # a port in use is still refused there
+
+    def __init__(self, address: tuple[str, int], watched: Watched) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self.watched, self.host = watched, address[0]
+        super().__init__(address, _Handler)
+
+    @property
+    def url(self) -> str:
+        host = self.host if self.host not in ("0.0.0.0", "::", "") else socket.gethostname()
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.server_address[1]}/"
+
+    def knows(self, header: str) -> bool:
+        """Whether a Host header names this server."""
+        name = urlsplit(f"//{header}").hostname or ""
+        if self.host in ("0.0.0.0", "::", ""):  # others were asked for: any address of this machine, but no foreign name
+            return _is_address(name) or name in ("localhost", socket.gethostname().lower(), socket.getfqdn().lower())
+        return name in ("localhost", "127.0.0.1", "::1", self.host.lower())
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: WatchServer
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "smupar", ""
+
+    def do_GET(self) -> None:
+        if not self.server.knows(self.headers.get("Host", "")):
+            self._send(
+                HTTPStatus.FORBIDDEN, b"This server answers to localhost; name another host with --host.\n", "text/plain"
+            )
+            return
+        try:
+            body, kind = self._answer()
+        except NotFoundError:
+            self._send(HTTPStatus.NOT_FOUND, b"There is nothing here.\n", "text/plain")
+        except (ValueError, OSError, LookupError, TypeError) as error:  # files that are damaged, or being written
+            self._send(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n".encode(), "text/plain; charset=utf-8")
+        else:
+            self._send(HTTPStatus.OK, body, kind)
+
+    do_HEAD = do_GET  # noqa: N815
+
+    def _refuse_method(self) -> None:
+        self.close_connection = True
+        self._send(HTTPStatus.METHOD_NOT_ALLOWED, b"This server only shows: GET and HEAD.\n", "text/plain")
+
+    do_POST = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = _refuse_method  # noqa: N815
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 (as http.server calls it)
+        """Says nothing: a page asks every two seconds."""
+
+    def _send(self, status: HTTPStatus, body: bytes, kind: str) -> None:
+        self.send_response(status)
+        for name, value in {**_HEADERS, "Content-Type": kind, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            with contextlib.suppress(ConnectionError):  # the reader has left
+                self.wfile.write(body)
+
+    def _answer(self) -> tuple[bytes, str]:
+        address = urlsplit(self.path)
+        if address.path == "/":
+            return page([], live=True).encode(), "text/html; charset=utf-8"
+        things = self.server.watched.things()
+        if address.path.startswith("/files/"):
+            return _file(things, address.path)
+        answers = _ANSWERS.get(address.path)
+        if answers is None:
+            raise NotFoundError
+        query = {name: values[0] for name, values in parse_qs(address.query).items()}
+        return json.dumps(answers(things, query), allow_nan=False).encode(), "application/json"
+
+
+def _state(things: Mapping[str, Thing], query: Query) -> dict[str, Any]:
+    return {"documents": [thing.brief() for thing in things.values()]}
+
+
+def _document(things: Mapping[str, Thing], query: Query) -> dict[str, Any]:
+    return _thing(things, query).document()
+
+
+def _curves(things: Mapping[str, Thing], query: Query) -> dict[str, Any]:
+    thing, runs = _thing(things, query), query.get("runs", "").split(",")[:_MOST_CURVES]
+    return {run: thinned(curve, _MOST_POINTS) for run in runs if (curve := thing.source.curve(run))}
+
+
+def _run(things: Mapping[str, Thing], query: Query) -> dict[str, Any]:
+    thing, run = _thing(things, query), query.get("run", "")
+    folder = thing.source.folder_of(run)
+    files, config = [], None
+    if folder is not None and folder.is_dir():
+        names = [path.name for path in sorted(folder.iterdir()) if path.suffix in _TYPES and path.is_file()]
+        below = folder.relative_to(thing.folder).as_posix()
+        files = [{"name": name, "address": f"files/{thing.key}/{quote(f'{below}/{name}')}"} for name in names]
+        with contextlib.suppress(ValueError, OSError):
+            config = read_object(folder / "config.json", remedy="")
+    return {"config": config, "curve": thinned(thing.source.curve(run), 5 * _MOST_POINTS), "files": files}
+
+
+_ANSWERS: dict[str, Callable[[Mapping[str, Thing], Query], dict[str, Any]]] = {
+    "/state.json": _state,
+    "/document.json": _document,
+    "/curves.json": _curves,
+    "/run.json": _run,
+}
+
+
+def _thing(things: Mapping[str, Thing], query: Query) -> Thing:
+    try:
+        return things[query["key"]]
+    except KeyError as error:
+        raise NotFoundError from error
+
+
+def _file(things: Mapping[str, Thing], address: str) -> tuple[bytes, str]:
+    """A file below the folder of a thing. Links that lead out of it are not followed."""
+    _, _, key, *parts = unquote(address).split("/")
+    thing = things.get(key)
+    if thing is None or any(part.startswith(".") or "\\" in part or "\0" in part for part in parts):
+        raise NotFoundError
+    root = thing.folder.resolve()
+    path = root.joinpath(*filter(None, parts)).resolve()
+    if not path.is_relative_to(root) or path.suffix not in _TYPES or not path.is_file():
+        raise NotFoundError
+    return path.read_bytes(), _TYPES[path.suffix]
+
+
+def watch(folders: Sequence[str | Path], *, host: str, port: int | None, say: Callable[[str], None] = print) -> None:
+    """Serves the page until it is interrupted."""
+    refuse(port is not None and not 0 <= port < 2**16, f"--port must lie in 0 to 65535, got {port}")
+    with serving(folders, host=host, port=port) as server:
+        say(f"watching {', '.join(map(str, folders))} on {server.url}  (Ctrl-C ends it)")
+        threading.Thread(target=_read_ahead, args=(server.watched,), daemon=True).start()
+        with contextlib.suppress(OSError, AttributeError):
+            os.nice(5)  # from now on training on this machine comes first; threads that exist keep their priority
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
+
+
+def _read_ahead(watched: Watched) -> None:
+    """Makes every document once, so that they are there when somebody asks. Thousands of runs are read in two thirds of the
+    time if the garbage collector does not look for cycles among them."""
+    gc.disable()
+    for thing in watched.things().values():
+        with contextlib.suppress(ValueError, OSError, LookupError, TypeError):  # the page will say so
+            thing.document()
+    gc.freeze()  # what was read stays
+    gc.enable()

@@ -1,0 +1,217 @@
+"""What folders hold: studies, runs, pages of checks and reproductions, traces."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from smupar.output.page import read_page
+from smupar.output.page.document import Document
+from smupar.plan.settings import refuse
+from smupar.study.live import LIVE, PLANNED
+from smupar.study.view import StudyView
+from smupar.updates.page import read_trace, trace_document
+from smupar.watch.runs import Runs
+
+_DEPTH = 4  # of folders below those that are named
+_LOOK_SECONDS = 5.0  # between looks for new studies
+_COST = 30.0  # a document is made again after this many times what it took, at the earliest
+_PAGES = ("report.html", "check.html")
+
+
+class Source(Protocol):
+    """Something that has a document."""
+
+    @property
+    def version(self) -> object: ...
+
+    def document(self) -> Document: ...
+
+    def curve(self, run: str) -> list[list[float | None]]: ...
+
+    def folder_of(self, run: str) -> Path | None: ...
+
+
+class StudySource:
+    """A study, running or not."""
+
+    def __init__(self, folder: Path) -> None:
+        self.view = StudyView(folder)
+
+    @property
+    def version(self) -> object:
+        folder = self.view.study.folder
+        live = [path.stat().st_mtime for path in (folder, folder / PLANNED, folder / "runs", folder / LIVE) if path.exists()]
+        return live, [path.stat().st_mtime for path in (folder / LIVE).glob("*.json")], self.view.version
+
+    def document(self) -> Document:
+        return self.view.document(with_curves=False)
+
+    def curve(self, run: str) -> list[list[float | None]]:
+        return self.view.curve(run) if self.folder_of(run) else []
+
+    def folder_of(self, run: str) -> Path | None:
+        folder = self.view.study.runs / run
+        return folder if folder.parent == self.view.study.runs and run.isalnum() else None
+
+
+class PageSource:
+    """A page that a check or a reproduction has written: its document is inside."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def version(self) -> object:
+        return self.path.stat().st_mtime
+
+    def document(self) -> Document:
+        document = read_page(self.path)
+        refuse(document is None, f"{self.path} holds no document any more")
+        assert document is not None
+        return document
+
+    def curve(self, run: str) -> list[list[float | None]]:
+        return self.document()["curves"].get(run, [])
+
+    def folder_of(self, run: str) -> Path | None:
+        return None
+
+
+class TraceSource:
+    """A trace that was saved on its own."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def version(self) -> object:
+        return self.path.stat().st_mtime
+
+    def document(self) -> Document:
+        values = read_trace(self.path)
+        refuse(values is None, f"{self.path} holds no trace any more")
+        assert values is not None
+        return trace_document(values, folder=str(self.path))
+
+    def curve(self, run: str) -> list[list[float | None]]:
+        return []
+
+    def folder_of(self, run: str) -> Path | None:
+        return None
+
+
+class Thing:
+    """A source that is served: its key, its folder, and its document, which is made again when it has changed."""
+
+    def __init__(self, source: Source, folder: Path, name: str) -> None:
+        self.source, self.folder = source, folder
+        self.key = hashlib.sha256(name.encode()).hexdigest()[:8]
+        self.lock = threading.Lock()
+        self._made: tuple[object, Document, str] | None = None
+        self._next = 0.0
+
+    def document(self) -> dict[str, Any]:
+        """The document with its version. The last one, if it could not be made: files may be half written."""
+        with self.lock:
+            try:
+                if self._made is None or time.monotonic() >= self._next:
+                    self._make()
+            except (ValueError, OSError, LookupError, TypeError):
+                if self._made is None:
+                    raise
+            assert self._made is not None
+            return {**self._made[1], "version": self._made[2]}
+
+    def brief(self) -> dict[str, Any]:
+        """What a list says about it. Before the document has been made, that is its folder."""
+        if self._made is None:
+            return {"key": self.key, "title": "", "headline": "", "folder": str(self.folder), "is_live": False, "version": ""}
+        document = self.document()
+        return {"key": self.key} | {name: document[name] for name in ("title", "headline", "folder", "is_live", "version")}
+
+    def _make(self) -> None:
+        state = self.source.version
+        if self._made is not None and self._made[0] == state:
+            return
+        start = time.process_time()
+        document = self.source.document()
+        self._next = time.monotonic() + _COST * (time.process_time() - start)
+        seen = {name: value for name, value in document.items() if name != "made"}
+        self._made = state, document, hashlib.sha256(json.dumps(seen).encode()).hexdigest()[:12]
+
+
+class Watched:
+    """All things below some folders. New ones are found as they appear."""
+
+    def __init__(self, folders: Sequence[str | Path]) -> None:
+        self.folders = [Path(folder) for folder in folders]
+        for folder in self.folders:
+            refuse(
+                not folder.is_dir(), f"{folder} is not a folder: name the folder of a study, a run, a check or a reproduction"
+            )
+        self._things: dict[str, Thing] = {}
+        self._looked = -_LOOK_SECONDS
+        self._lock = threading.Lock()
+        for folder in self.folders:
+            refuse(
+                not any(_found(folder)),
+                f"{folder} holds no study, run, check, reproduction or trace: name the folder of one, or a folder above it",
+            )
+
+    def things(self) -> dict[str, Thing]:
+        """All things by key."""
+        with self._lock:
+            if time.monotonic() - self._looked >= _LOOK_SECONDS:
+                self._look()
+                self._looked = time.monotonic()
+            return dict(self._things)
+
+    def _look(self) -> None:
+        found: dict[str, Thing] = {}
+        for folder in self.folders:
+            for source, place, name in _found(folder):
+                thing = Thing(source, place, name)
+                old = self._things.get(thing.key)
+                found[thing.key] = old if old is not None and not _has_more_runs(old.source, source) else thing
+        self._things = found
+
+
+def _has_more_runs(old: Source, new: Source) -> bool:
+    return isinstance(old, Runs) and isinstance(new, Runs) and old.runs.keys() != new.runs.keys()
+
+
+def _found(folder: Path, depth: int = _DEPTH) -> Iterator[tuple[Source, Path, str]]:
+    """Sources in a folder and below, with their folders and names. A study's own folders are not looked into."""
+    if (folder / "study.json").exists():
+        yield StudySource(folder), folder, f"study {folder}"
+        return
+    if (folder / "config.json").exists() and (folder / "metrics.jsonl").exists():
+        yield Runs(folder, [folder]), folder, f"run {folder}"
+        return
+    for name in _PAGES:
+        if read_page(folder / name) is not None:
+            yield PageSource(folder / name), folder, f"page {folder / name}"
+    for path in sorted(folder.glob("*.json")):
+        if "trace" in path.name and read_trace(path) is not None:
+            yield TraceSource(path), folder, f"trace {path}"
+    if depth:
+        yield from _below(folder, depth)
+
+
+def _below(folder: Path, depth: int) -> Iterator[tuple[Source, Path, str]]:
+    runs = []
+    for path in sorted(folder.iterdir()):
+        if path.is_symlink() or path.name.startswith(".") or not path.is_dir():
+            continue
+        if (path / "config.json").exists() and (path / "metrics.jsonl").exists() and not (path / "study.json").exists():
+            runs.append(path)
+        else:
+            yield from _found(path, depth - 1)
+    if runs:
+        yield Runs(folder, runs), folder, f"runs {folder}"

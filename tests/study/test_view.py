@@ -1,0 +1,223 @@
+"""What the page of a study shows, finished or not."""
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from smupar.output.page import read_page
+from smupar.study.config import EngineConfig
+from smupar.study.engines import run_study
+from smupar.study.live import read_planned, read_signs, repeated, write_planned
+from smupar.study.report import write_report
+from smupar.study.store import Study
+from smupar.study.sweep import define_sweep
+from smupar.study.view import StudyView
+from tests.watch.studies import CONFIG, RUN, end_run, make_study
+
+
+def rows_of(document):
+    table = document["table"]
+    return [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+
+
+def test_finished_transfer_study_says_how_far_optima_moved(tmp_path):
+    make_study(tmp_path)
+    document = StudyView(tmp_path).document()
+    assert document["headline"] == "SP moved 4x; SmuPar stayed within 1.4x."  # 2^-6 to 2^-8, and to 2^-5.5
+    sp, smupar = document["answers"]
+    assert (sp["value"], sp["tone"]) == ("4x", "bad")
+    assert sp["text"].startswith("-2.0 octaves at sparsity 0.75, width 64: best learning rate 0.0156 on the dense proxy, ")
+    assert (smupar["value"], smupar["tone"]) == ("1.4x", "good")
+    assert [chart["rule"] for chart in document["charts"]] == ["SP", "SmuPar"]
+    assert document["charts"][0]["shift"] == pytest.approx((2**-6, 2**-8))
+    assert document["progress"]["done"] == document["progress"]["total"] == 24
+    assert not document["is_live"]
+
+
+def test_unfinished_study_draws_what_ended_and_what_waits(tmp_path):
+    left = make_study(tmp_path, num_left_out=6)  # all of SmuPar on the target
+    document = StudyView(tmp_path).document()
+    assert document["headline"] == "SP has moved 4x so far."
+    assert document["sentence"].startswith("Not finished: 18 of 24 runs are done. Too few runs have ended to say how far")
+    target = document["charts"][1]["lines"][1]
+    assert [point["y"] for point in target["points"]] == [None] * 6
+    assert [point["runs"] for point in target["points"]] == [[run.id] for run in left]
+    assert target["best"] is None
+    assert document["progress"] | {"workers": 0} == {
+        "done": 18, "running": 0, "waiting": 6, "diverged": 0, "stalled": 0, "total": 24, "seconds_left": None,
+        "tokens_per_second": None, "workers": 0,
+    }  # fmt: skip
+
+
+def test_optimum_is_provisional_while_its_neighbours_wait(tmp_path):
+    left = make_study(tmp_path, num_left_out=6)
+    for run in left[:5]:
+        end_run(tmp_path / "runs" / run.id, run)
+    best = StudyView(tmp_path).document()["charts"][1]["lines"][1]["best"]
+    assert (best["x"], best["low"], best["high"]) == (2**-6, 2**-7, 2**-5)
+    assert not best["is_final"]
+    end_run(tmp_path / "runs" / left[5].id, left[5])
+    assert StudyView(tmp_path).document()["charts"][1]["lines"][1]["best"]["is_final"]
+
+
+def test_dense_runs_go_by_the_rules_that_were_asked_for(tmp_path):
+    make_study(tmp_path)
+    rows = rows_of(StudyView(tmp_path).document())
+    assert {row["rule"] for row in rows} == {"SP", "SmuPar"}  # dense ones are trained under muP
+    assert [row["rule"] for row in rows] == ["SP"] * 12 + ["SmuPar"] * 12
+    first = rows[0]
+    assert (first["rule"], first["sparsity"], first["width"], first["lr"]) == ("SP", 0.0, 32, 2**-9)
+    assert StudyView(tmp_path).document()["table"]["varied"][:4] == ["rule", "sparsity", "width", "lr"]
+
+
+def test_view_sees_a_run_that_has_ended_since_and_reads_others_once(tmp_path):
+    (run, *_) = make_study(tmp_path, num_left_out=2)
+    view = StudyView(tmp_path)
+    assert view.document()["progress"]["done"] == 22
+    version = view.version
+    (tmp_path / "runs" / next(iter(view.study.ended)) / "summary.json").write_text("{")  # not read again
+    end_run(tmp_path / "runs" / run.id, run)
+    assert view.version != version
+    assert view.document()["progress"]["done"] == 23
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"id": 1}', "[]", '{"status": "finished"'])
+def test_half_written_run_counts_as_waiting(tmp_path, content):
+    (run,) = make_study(tmp_path, num_left_out=1)
+    end_run(tmp_path / "runs" / run.id, run)
+    (tmp_path / "runs" / run.id / "summary.json").write_text(content)
+    assert StudyView(tmp_path).document()["progress"]["waiting"] == 1
+    end_run(tmp_path / "runs" / run.id, run)
+    (tmp_path / "runs" / run.id / "metrics.jsonl").write_text('{"step": 4, "loss": 3.5}\n{"step": 8, "lo')
+    document = StudyView(tmp_path).document()
+    assert document["progress"]["done"] == 24
+    assert document["curves"][run.id] == [[4, 3.5, None]]
+
+
+def test_diverged_run_has_no_loss_and_is_counted(tmp_path):
+    (run,) = make_study(tmp_path, num_left_out=1)
+    end_run(tmp_path / "runs" / run.id, run, status="diverged")
+    document = StudyView(tmp_path).document()
+    assert document["progress"]["diverged"] == 1
+    assert document["charts"][1]["lines"][1]["points"][-1] == {"x": 2**-4, "y": None, "runs": [run.id]}
+    assert "Infinity" not in json.dumps(document)
+
+
+# What a running study tells
+
+
+def sign(folder, run, **changes):
+    now = time.time()
+    values = {"host": socket.gethostname(), "pid": os.getpid(), "device": "cpu", "share_done": 0.25, "tokens_per_second": 800.0}
+    values |= {"runs": {run: [[4, 3.5], [8, 3.25]]}, "started": now - 60, "advanced": now, "time": now}
+    (folder / "live").mkdir(exist_ok=True)
+    (folder / "live" / "x.json").write_text(json.dumps(values | changes))
+
+
+def test_running_stack_shows_its_losses_speed_and_time_left(tmp_path):
+    run, other = make_study(tmp_path, num_left_out=2)
+    sign(tmp_path, run.id)
+    document = StudyView(tmp_path).document()
+    progress = document["progress"]
+    assert (progress["running"], progress["waiting"], progress["tokens_per_second"]) == (1, 1, 800.0)
+    assert progress["seconds_left"] == pytest.approx(180, abs=2)  # a quarter took a minute
+    assert document["is_live"]
+    assert document["curves"][run.id] == [[4, 3.5], [8, 3.25]]
+    (row,) = [row for row in rows_of(document) if row["id"] == run.id]
+    assert (row["state"], row["loss"], row["steps_done"]) == ("running", 3.25, 8)
+    assert other.id not in document["curves"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "state"),
+    [
+        ({"advanced": 0.0}, "stalled"),
+        ({"host": "elsewhere", "time": 1.0}, "stopped"),
+        ({"pid": 2**22 + 1}, "stopped"),  # above the largest process id
+        ({"host": "elsewhere"}, "running"),
+    ],
+)
+def test_process_that_does_not_move_or_is_gone_is_told_apart(tmp_path, changes, state):
+    (run,) = make_study(tmp_path, num_left_out=1)
+    sign(tmp_path, run.id, **changes)
+    signs = read_signs(tmp_path)
+    assert [worker["state"] for worker in signs.workers] == [state]
+    assert signs.states == {run.id: state}
+    assert StudyView(tmp_path).document()["is_live"] == (state != "stopped")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", '{"host": "a"}', "null"])
+def test_sign_that_is_half_written_says_nothing(tmp_path, content):
+    make_study(tmp_path, num_left_out=1)
+    (tmp_path / "live").mkdir()
+    (tmp_path / "live" / "x.json").write_text(content)
+    assert read_signs(tmp_path).workers == ()
+
+
+def test_planned_runs_are_known_without_the_definition(tmp_path):
+    left = make_study(tmp_path, num_left_out=3, definition={"kind": "reproduce", "scale": "cpu"})
+    write_planned(Study(tmp_path), left)
+    assert list(read_planned(tmp_path)) == [run.id for run in left]
+    document = StudyView(tmp_path).document()
+    assert document["progress"]["waiting"] == 3
+    waiting = [row for row in rows_of(document) if row["state"] == "waiting"]
+    assert sorted(row["lr"] for row in waiting) == [run.lr for run in left]
+    write_planned(Study(tmp_path), [])
+    assert read_planned(tmp_path) is None
+
+
+def test_errors_and_cost_of_repeated_work_never_reach_the_study():
+    calls = []
+
+    def fails():
+        calls.append(0)
+        raise ValueError
+
+    with repeated(fails, every=0.001):
+        deadline = time.monotonic() + 10
+        while len(calls) < 3 and time.monotonic() < deadline:
+            pass
+    assert len(calls) >= 3
+
+
+def test_study_leaves_a_page_and_no_traces_of_its_life(tmp_path):
+    run = replace(RUN, steps=3, model=replace(RUN.model, width=32), valid_batches=1)
+    sweep = define_sweep(run, {"lr": [0.01, 0.02, 0.04]})
+    with run_study(tmp_path / "study", sweep, "smupar sweep", EngineConfig(engine="stacked", device="cpu")) as (study, _):
+        write_report(study, sweep)
+    assert not {"live", "planned.json"} & {path.name for path in study.folder.iterdir()}
+    page = (study.folder / "report.html").read_text(encoding="utf-8")
+    assert len(page) < 1_500_000
+    document = read_page(study.folder / "report.html")
+    assert [chart["x_label"] for chart in document["charts"]] == ["lr"]
+    assert sorted(document["curves"]) == sorted(result.config.id for result in study.results())
+    losses = {result.config.id: result.loss for result in study.results()}
+    points = document["charts"][0]["lines"][0]["points"]
+    assert [point["y"] for point in points] == pytest.approx([losses[point["runs"][0]] for point in points], rel=1e-5)
+
+
+def test_page_of_a_study_needs_no_torch(tmp_path):
+    make_study(tmp_path)
+    code = (
+        "import sys; from pathlib import Path; import smupar.watch.server; from smupar.study.view import StudyView\n"
+        f"assert StudyView(Path({str(tmp_path)!r})).document()['headline']; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_best_of_all_diverged_runs_is_not_a_number(tmp_path):
+    runs = make_study(tmp_path, num_left_out=24)
+    for run in runs[:3]:
+        end_run(tmp_path / "runs" / run.id, run, status="diverged")
+    document = StudyView(tmp_path).document()
+    assert document["headline"] == "No optimum is known yet: 3 runs have ended."
+    assert all(line["best"] is None for chart in document["charts"] for line in chart["lines"])
+    assert math.isfinite(document["made"])
+    assert CONFIG.values[0] == 2**-9
