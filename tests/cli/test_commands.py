@@ -138,7 +138,7 @@ def test_of_a_flag_given_twice_the_last_counts(command):
     assert command("plan", "paper-610m", "--rule", "sp", "--rule", "smupar").stdout == wanted
 
 
-@pytest.mark.parametrize(("num_bytes", "name"), [(50, "study.json"), (9000, "picture.png")])
+@pytest.mark.parametrize(("num_bytes", "name"), [(50, "study.json"), (9000, "report.html")])
 def test_study_on_a_full_disk_names_the_file_and_what_to_do(command, tmp_path, small_files, num_bytes, name):
     sizes = ["--width", "64", "--depth", "1", "--steps", "1", "--batch-size", "1", "--seq-len", "8", "--valid-batches", "1"]
     with small_files(num_bytes):

@@ -383,7 +383,7 @@ def test_missing_copy_raises_with_its_path_and_form(tmp_path):
 )
 def test_malformed_line_raises_with_its_number(tmp_path, line):
     _write(tmp_path / "piqa.jsonl", [_choices("Question: a", 0, 2), "", line])
-    with pytest.raises(ValueError, match=r"piqa\.jsonl, line 3: .*every line should be like"):
+    with pytest.raises(ValueError, match=r"piqa\.jsonl, line 3.*every line should be like"):
         read_documents("piqa", str(tmp_path))
 
 

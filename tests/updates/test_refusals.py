@@ -72,7 +72,7 @@ TRACES = {
         lambda proxy: replace(proxy, effects={f"encoder.{name}": values for name, values in proxy.effects.items()}),
         r"it has no layer like 'blocks\.0\.weight' \(it has encoder",
     ),
-    "no file": (lambda proxy: Path("missing.json"), r"the trace .*missing\.json cannot be read: No such file"),
+    "no file": (lambda proxy: Path("missing.json"), r"missing\.json cannot be read \(No such file.*record_updates"),
 }
 
 

@@ -159,7 +159,7 @@ class Forgetful(Raw):
 
 
 def test_matrix_that_cannot_be_measured_is_named_whatever_its_role():
-    report = check(Forgetful, roles=RIGHT, densities=(1,), widths=(8, 16))
+    report = check(Forgetful, roles={**RIGHT, "scores": "vector"}, densities=(1,), widths=(8, 16))
     (note,) = [found for found in report.diagnoses if found.cause == "unmeasured"]
     assert report.plans["smupar", 16, 1.0]["scores"].role == "vector"
     assert note.places == ("scores",)

@@ -22,6 +22,7 @@ from smupar.lm.data.prepare import prepare
 from smupar.lm.data.shards import open_tokens, read_index, verify
 from smupar.lm.data.sources import cut_at
 from smupar.lm.data.tokenizer import load_tokenizer, read_tokenizer
+from smupar.output.json_files import SEAL
 from tests.texts import bpe
 
 
@@ -449,7 +450,7 @@ def test_preparation_whose_source_changed_meanwhile_starts_over_with_the_same_co
 def test_progress_of_an_older_version_without_checksums_goes_on():
     config = _interrupted()
     progress = json.loads(Path("out/progress.json").read_text())
-    for name in ("finished", "partial", "sha256"):
+    for name in ("finished", "partial", SEAL):
         del progress[name]
     Path("out/progress.json").write_text(json.dumps(progress))
     prepare(config)

@@ -300,7 +300,8 @@ def test_built_weights_have_the_spread_of_the_rule():
 )
 def test_plan_on_meta_equals_the_plan_of_the_built_model(config):
     planned, built = plan_on_meta(config), build(config)[1]
-    assert planned.diff(built) == []
+    # On the meta device there are no values, so the factor on kept biases is not known.
+    assert [line for line in planned.diff(built) if "kept_factor" not in line] == []
     assert planned.pending == built.pending == {}
 
 
@@ -337,6 +338,6 @@ def test_erk_keeps_the_share_of_the_whole_and_small_layers_denser():
 
 
 def test_model_that_does_not_fit_into_memory_is_named():
-    huge = RunConfig(model=ModelConfig(width=2**24, depth=1, vocab_size=64), base_width=64, sparsity=0.5)
+    huge = RunConfig(model=ModelConfig(width=2**20, depth=32, vocab_size=64), base_width=64, sparsity=0.5)
     with pytest.raises(MemoryError, match=r"the model does not fit into memory .*: choose a smaller one"):
         build_on_device(huge, World(0, 1, torch.device("cpu"), "ddp"))
