@@ -153,6 +153,7 @@ def check(architecture: Architecture, which: str, **changes: Any) -> Any:
             [architecture.batch(seed) for seed in range(settings["steps"])],
             prepare=lambda model, plan: prepare(architecture, model, plan),
             roles=answers(architecture) or None,
+            multipliers="base",  # as the integration of Hugging Face has it
             **settings,
         )
 
