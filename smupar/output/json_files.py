@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -121,6 +122,11 @@ def _wrong(value: Any, expected: Any, where: str) -> str:
     return "" if fits else f"{where or 'it'} should be {_named(expected)}, is {_shown(value)}"
 
 
+@cache  # a study has thousands of configurations of one kind
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
 def _wrong_fields(value: Any, kind: type, where: str) -> str:
     if not isinstance(value, dict):
         return f"{where or 'it'} should have fields, is {_shown(value)}"
@@ -130,7 +136,7 @@ def _wrong_fields(value: Any, kind: type, where: str) -> str:
     needed = {name for name, item in known.items() if item.default is MISSING and item.default_factory is MISSING}
     if missing := needed - value.keys():
         return f"the field {_path(where, min(missing))!r} is missing"
-    hints = get_type_hints(kind)
+    hints = _hints(kind)
     return _first_wrong([(name, item, hints[name]) for name, item in value.items()], where)
 
 
@@ -161,7 +167,7 @@ def _fits(value: Any, expected: Any) -> bool:
 def _made(value: Any, kind: Any) -> Any:
     """A value that has passed ``_wrong``, with dataclasses and tuples in place of what JSON has for them."""
     if isinstance(kind, type) and is_dataclass(kind):
-        hints = get_type_hints(kind)
+        hints = _hints(kind)
         return kind(**{name: _made(item, hints[name]) for name, item in value.items()})
     if get_origin(kind) in (Union, UnionType):
         return _made(value, next(choice for choice in get_args(kind) if not _wrong(value, choice, "")))

@@ -144,7 +144,8 @@ def headline(verdicts: Sequence[Verdict], *, so_far: bool = False) -> str:
         elif factor > STABLE:
             moves.append(f"{_title(verdict.rule)} {'has ' if so_far else ''}moved {words}{' so far' if so_far else ''}")
         else:
-            moves.append(f"{_title(verdict.rule)} {'stays' if so_far else 'stayed'} within {times(max(factor, 1.05))}")
+            stays = "stays" if so_far else "stayed"
+            moves.append(f"{_title(verdict.rule)} {stays} within {times(max(factor, 1.05))}{' so far' if so_far else ''}")
     return "; ".join(moves) + "." if moves else ""
 
 
@@ -163,7 +164,7 @@ def _answer(config: TransferConfig, verdict: Verdict) -> Answer:
         "name": _title(verdict.rule),
         "value": move_in_words(curves),
         "text": f"{octaves:+.1f} octaves at {where}: best {_NAMES[config.axis]} {moved_to}. "
-        f"The proxy's best costs {_percent(cost)} on the sparsest target.",
+        f"The proxy's best costs {_percent(cost)} at sparsity {verdict.farthest.sparsity:.4g}, width {verdict.farthest.width}.",
         "tone": "good" if factor <= STABLE else "bad",
         "rule": _title(verdict.rule),
     }
@@ -174,23 +175,23 @@ def _farthest_moved(verdict: Verdict) -> Curve:
 
 
 def _read_so_far(config: TransferConfig, study: Study) -> Findings:
-    """What can be said before all runs have ended: curves with the points that are there, and the rules whose proxy and
-    targets have an optimum with a worse value on both sides."""
+    """What can be said before all runs have ended: curves with the points that are there, and moves between the optima that are
+    settled."""
     results = study.results()
     trace = None
     with contextlib.suppress(ValueError, OSError):  # the proxy has no best value yet
         trace = followed_trace(config, study)
-    ids, verdicts, drawn = _Ids(config, results, trace), [], []
+    ids, verdicts, drawn, open_setups = _Ids(config, results, trace), [], [], list[_Setup]()
     for rule in config.rules:
-        known = [curve for setup in _setups(config) if setup.rule == rule and (curve := ids.curve(setup)) is not None]
-        settled = [curve for curve in known if not curve.on_edge and not curve.diverged]
-        panel = _panel(config, rule, known, ids)
-        if len(settled) > 1 and settled[0].is_proxy:
+        curves = {setup: ids.curve(setup) for setup in _setups(config) if setup.rule == rule}
+        settled = [curve for setup, curve in curves.items() if curve is not None and ids.is_settled(setup, curve)]
+        open_setups += [setup for setup, curve in curves.items() if curve not in settled]
+        panel = _panel(config, rule, [curve for curve in curves.values() if curve is not None], ids)
+        if len(settled) > 1 and settled[0].is_proxy and not settled[0].diverged:
             verdicts.append(Verdict(rule, settled[0], tuple(settled[1:])))
             panel = _with_move(panel, verdicts[-1])
         drawn.append(panel)
-    unknown = [_title(rule) for rule in config.rules if rule not in [verdict.rule for verdict in verdicts]]
-    doubt = f"Too few runs have ended to say how far the optimum moves under {', '.join(unknown)}." if unknown else ""
+    doubt = f"The optimum is not settled yet: {_named(open_setups)}." if open_setups else ""
     first = headline(verdicts, so_far=True) or f"No optimum is known yet: {len(results)} runs have ended."
     return Findings(doubt, drawn, results, first, [_answer(config, verdict) for verdict in verdicts])
 
@@ -207,6 +208,11 @@ class _Ids:
         if not self.is_known(setup) or not any(run.id in self.by_id for runs in self.runs(setup).values() for run in runs):
             return None
         return _curve(self.config, self.by_id, setup, self.trace)
+
+    def is_settled(self, setup: _Setup, curve: Curve) -> bool:
+        """Whether the optimum has worse values on both sides, or all values have ended."""
+        is_complete = all(any(run.id in self.by_id for run in runs) for runs in self.runs(setup).values())
+        return is_complete or not (curve.on_edge or curve.diverged)
 
     def is_known(self, setup: _Setup) -> bool:
         """Whether the runs can be named. Those that follow a trace are known once it is."""
@@ -228,7 +234,7 @@ class _Ids:
         return replace(line, points=points, waiting=waiting)
 
 
-def _named(curves: Iterable[Curve]) -> str:
+def _named(curves: Iterable[Curve | _Setup]) -> str:
     return ", ".join(
         f"{_title(curve.rule)} {'on the proxy' if curve.is_proxy else f'at sparsity {curve.sparsity:g}, width {curve.width}'}"
         for curve in curves

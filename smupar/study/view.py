@@ -18,7 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from smupar.lm.config.run import LATER_FIELDS, RunConfig, flat
+from smupar.lm.config.run import LATER_FIELDS, ModelConfig, RunConfig, flat
 from smupar.output.json_files import DamagedFileError, read_object
 from smupar.output.page import write_page
 from smupar.output.page.document import Chart, Document, PageProgress, PageTable, finite, thinned
@@ -248,7 +248,9 @@ def _read_run(folder: Path) -> tuple[Result, dict[str, Any]]:
     seconds to load, and a page has to open at once."""
     remedy = "start the study's command again"
     values, summary = (read_object(folder / name, remedy=remedy) for name in ("config.json", "summary.json"))
-    config = RunConfig.from_json(json.dumps(values))
+    # Types are not checked field by field, as from_json does: the id, which is compared next, covers every field.
+    model, betas = ModelConfig(**values["model"]), tuple(values["betas"])
+    config = RunConfig(**{**values, "model": model, "betas": betas}).normalised
     for name, run in (("config.json", config.id), ("summary.json", summary["id"])):
         refuse(run != folder.name, f"{folder / name} is damaged (it is that of a run {run})")
     fields = LATER_FIELDS | flat(values) | {"id": folder.name, "betas": " ".join(map(str, config.betas))}

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 
+from smupar.lm.config.run import RunConfig
 from smupar.output.page import read_page
 from smupar.study.config import EngineConfig
 from smupar.study.engines import run_study
@@ -45,7 +46,9 @@ def test_unfinished_study_draws_what_ended_and_what_waits(tmp_path):
     left = make_study(tmp_path, num_left_out=6)  # all of SmuPar on the target
     document = StudyView(tmp_path).document()
     assert document["headline"] == "SP has moved 4x so far."
-    assert document["sentence"].startswith("Not finished: 18 of 24 runs are done. Too few runs have ended to say how far")
+    assert document["sentence"].startswith(
+        "Not finished: 18 of 24 runs are done. The optimum is not settled yet: SmuPar at sparsity 0.75"
+    )
     target = document["charts"][1]["lines"][1]
     assert [point["y"] for point in target["points"]] == [None] * 6
     assert [point["runs"] for point in target["points"]] == [[run.id] for run in left]
@@ -65,6 +68,20 @@ def test_optimum_is_provisional_while_its_neighbours_wait(tmp_path):
     assert not best["is_final"]
     end_run(tmp_path / "runs" / left[5].id, left[5])
     assert StudyView(tmp_path).document()["charts"][1]["lines"][1]["best"]["is_final"]
+
+
+def test_optimum_on_the_edge_counts_once_its_curve_is_whole(tmp_path):
+    left = make_study(tmp_path, num_left_out=6)
+    by_lr = {run.lr: run for run in left}
+    for lr in list(by_lr)[:3]:  # falling so far: the optimum lies beyond
+        end_run(tmp_path / "runs" / by_lr[lr].id, by_lr[lr], loss=3 - lr)
+    document = StudyView(tmp_path).document()
+    assert document["headline"] == "SP has moved 4x so far."
+    assert "not settled yet: SmuPar at sparsity 0.75, width 64." in document["sentence"]
+    sp = [row["id"] for row in rows_of(document) if row["rule"] == "SP" and row["sparsity"] == 0.75]
+    for run in map(RunConfig.from_json, [(tmp_path / "runs" / id_ / "config.json").read_text() for id_ in sp]):
+        end_run(tmp_path / "runs" / run.id, run, loss=3 - run.lr)  # all of SP's runs have ended, the last is the best
+    assert StudyView(tmp_path).document()["headline"] == "SP has moved 4x or further so far."
 
 
 def test_dense_runs_go_by_the_rules_that_were_asked_for(tmp_path):

@@ -92,7 +92,7 @@ function toolsOf(doc, table, redraw) {
     if (table.numeric.length) tools.push(selectOf("over", "Over", [...own, ...table.numeric.map((name) => [name, named(name)])], chosen.x, set("x")));
     if (chosen.colour || chosen.x || !doc.charts.length) tools.push(selectOf("panels", "A chart for each", [["", "one for all"], ...names], chosen.panel, set("panel")), selectOf("value", "Show", [["loss", "training loss"], ["valid_loss", "validation loss"]], chosen.y, set("y")));
   }
-  if (doc.charts.length || fields.length) tools.push(checkOf("log-x", "log x", chosen.logX ?? true, set("logX")), checkOf("log-y", "log y", chosen.logY ?? doc.charts.some((chart) => chart.log_y), set("logY")));
+  if (doc.charts.length || fields.length) tools.push(checkOf("log-x", "log x", chosen.logX ?? (!doc.charts.length || doc.charts.some((chart) => chart.log_x)), set("logX")), checkOf("log-y", "log y", chosen.logY ?? doc.charts.some((chart) => chart.log_y), set("logY")));
   const others = page.source.list().filter((each) => each.key !== page.key);
   if (doc.kind !== "check") {
     const file = el("input", { type: "file", accept: ".html", class: "unseen", id: "other-file", tabindex: "-1", onchange: async (event) => { try { page.other = await documentOfFile(event.target.files[0]); chosen.compare = "file"; redraw(); } catch (error) { alert(error.message); } } });
@@ -182,7 +182,7 @@ function drawDocumentCharts(doc, table, rows) {
   parts.chartSection.hidden = !charts.length && doc.kind !== "study";
   if (!charts.length) { refill(parts.grid, parts.chartSection.hidden ? null : el("p", { class: "empty" }, "There is nothing to draw yet. Points appear here as runs end; if nothing is running, start the command above.")); return; }
   if (parts.grid.querySelector(".empty")) parts.grid.replaceChildren();
-  const context = { runs: table && isOfRuns(table) ? table.byId : new Map(), otherRuns: (tableOf(other) || { byId: new Map() }).byId, isVisible: (point) => !point.runs.length || point.runs.some((id) => visible.has(id)), logX: chosen.logX === false ? false : null, logY: chosen.logY, opens: open };
+  const context = { runs: table && isOfRuns(table) ? table.byId : new Map(), otherRuns: (tableOf(other) || { byId: new Map() }).byId, isVisible: (point) => !point.runs.length || point.runs.some((id) => visible.has(id)), logX: chosen.logX, logY: chosen.logY, opens: open };
   drawCharts(parts.grid, charts, other ? other.charts : [], context, page.frames);
 }
 
