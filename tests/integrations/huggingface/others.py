@@ -92,7 +92,7 @@ OTHERS = {
     "mamba": (
         "MambaForCausalLM",
         lambda width: {"hidden_size": width, "num_hidden_layers": 2, "state_size": 8, "vocab_size": 64, **SPECIAL},
-        {},
+        {"*.A_log": "vector"},  # a rate of decay for each channel
     ),
     "whisper": (
         "WhisperForConditionalGeneration",
