@@ -140,10 +140,9 @@ def _remove_unfinished(path: Path) -> None:
         if ours and not left.is_symlink():
             handle = os.open(left, os.O_RDONLY)
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(left, ignore_errors=True)
-            except BlockingIOError:
-                pass
+                with contextlib.suppress(BlockingIOError):  # another process holds the lock
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(left, ignore_errors=True)
             finally:
                 os.close(handle)
 

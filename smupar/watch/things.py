@@ -60,8 +60,8 @@ class StudySource:
         return folder if folder.parent == self.view.study.runs and run.isalnum() else None
 
 
-class PageSource:
-    """A page that a check or a reproduction has written: its document is inside."""
+class _FileSource:
+    """A source that is one file, and has no folders of runs."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -69,6 +69,13 @@ class PageSource:
     @property
     def version(self) -> object:
         return self.path.stat().st_mtime
+
+    def folder_of(self, run: str) -> Path | None:
+        return None
+
+
+class PageSource(_FileSource):
+    """A page that a check or a reproduction has written: its document is inside."""
 
     def document(self) -> Document:
         document = read_page(self.path)
@@ -79,19 +86,9 @@ class PageSource:
     def curve(self, run: str) -> list[list[float | None]]:
         return self.document()["curves"].get(run, [])
 
-    def folder_of(self, run: str) -> Path | None:
-        return None
 
-
-class TraceSource:
+class TraceSource(_FileSource):
     """A trace that was saved on its own."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    @property
-    def version(self) -> object:
-        return self.path.stat().st_mtime
 
     def document(self) -> Document:
         values = read_trace(self.path)
@@ -101,9 +98,6 @@ class TraceSource:
 
     def curve(self, run: str) -> list[list[float | None]]:
         return []
-
-    def folder_of(self, run: str) -> Path | None:
-        return None
 
 
 class Thing:
