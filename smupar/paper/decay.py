@@ -6,7 +6,7 @@ All runs use settings that the paper's code has but the paper does not print (Ad
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
 from typing import NamedTuple
@@ -30,13 +30,14 @@ class _Size:
     steps: int
     densities: tuple[float, ...]
     other_steps: tuple[int, ...] = ()
+    wider: dict[int, tuple[float, ...]] = field(default_factory=dict)  # wider models, and the amounts of decay that they get
     num_seeds: int = 1
 
 
 _SIZES = {
     "cpu": _Size(128, 60, (1.0, 1 / 8)),
-    "small": _Size(512, 2000, (1.0, 1 / 8, 1 / 32, 1 / 128), (500, 8000), 3),
-    "paper": _Size(2048, 11752, (1.0, 1 / 8, 1 / 32, 1 / 128), (2938,), 3),
+    "small": _Size(512, 2000, (1.0, 1 / 8, 1 / 32, 1 / 128), (500, 8000), {1024: DECAYS, 2048: DECAYS[1:4]}, 3),
+    "paper": _Size(2048, 11752, (1.0, 1 / 8, 1 / 32, 1 / 128), (2938,), num_seeds=3),
 }
 
 
@@ -52,6 +53,7 @@ def runs(scale: Scale) -> list[RunConfig]:
     size, run = _SIZES[scale.name], partial(decay_run, scale)
     base_width = scale.run("sweep").base_width
     few = [density for density in size.densities if density >= 1 / 32]
+    ends = (few[0], few[-1])
     seeds = range(size.num_seeds)
 
     asked = [
@@ -61,7 +63,8 @@ def runs(scale: Scale) -> list[RunConfig]:
         *(run(density, decay="coupled") for density in size.densities),
         *(run(density, decay="coupled", lr=lr) for lr in (_LR / 2, 2 * _LR) for density in few),
         *(run(density, base_width, weight_decay=decay) for decay in DECAYS for density in few),
-        *(run(d, steps=steps, weight_decay=decay) for steps in size.other_steps for decay in DECAYS for d in (few[0], few[-1])),
+        *(run(density, steps=steps, weight_decay=decay) for steps in size.other_steps for decay in DECAYS for density in ends),
+        *(run(density, width, weight_decay=decay) for width, own in size.wider.items() for decay in own for density in ends),
     ]
     return list({config.id: config for config in asked}.values())
 
@@ -172,7 +175,7 @@ def claim(rows: Rows) -> Claim:
     tuned = _best(next(iter(inside.values())))
     without = {setting.density: own[0.0] / own[WEIGHT_DECAY] - 1 for setting, own in inside.items()}
     costs = {setting.density: _cost(own, tuned) for setting, own in inside.items()}
-    elsewhere = max((_cost(own, tuned) for own in outside.values()), default=0.0)
+    elsewhere = max((_cost(own, tuned) for own in outside.values() if tuned in own), default=0.0)
     return all_of(
         Claim(min(without.values()) > 0, f"without decay the loss is higher than with {WEIGHT_DECAY:g}: {_shares(without)}"),
         Claim(
