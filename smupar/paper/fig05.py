@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,10 +55,7 @@ def measure(place: Place, rows: Rows) -> SlopesOverDensity:
 
 def from_facts(facts: dict[str, Any]) -> SlopesOverDensity:
     """The published slopes, which do not say everything about a place."""
-    slopes = [
-        Slope(axis="density", at=math.nan, kind="block" if row["role"] == "block" else "layer", **row)
-        for row in facts["slopes"]
-    ]
+    slopes = [Slope(axis="density", kind="block" if row["role"] == "block" else "layer", **row) for row in facts["slopes"]]
     return SlopesOverDensity(slopes, facts["verdicts"])
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smupar.model.parameterize import FACTOR
+from smupar.model.parameterize import BRANCH, FACTOR
 from smupar.plan.layers import IMAGES, kind_of
 from smupar.updates.probe import spread
 
@@ -48,7 +48,7 @@ class SampledCall:
         with torch.enable_grad():
             x = self.x.to(parameter.dtype).requires_grad_()  # autocast may have run the layer in another dtype
             (grad,) = torch.autograd.grad(self.kind.output(self.module, x), x, self.output_grad.to(parameter.dtype))
-        return grad * _factor(self.module)
+        return grad * _factor(self.module) * _branch(self.module)
 
     @torch.no_grad()
     def effect(self, parameter: nn.Parameter, before: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class WholeCall:
             output = self._output()
             (grad,) = torch.autograd.grad(output, x, self.output_grad.to(output.dtype), allow_unused=True)
         x.requires_grad_(False)
-        return None if grad is None else grad * _factor(self.module)
+        return None if grad is None else grad * _factor(self.module) * _branch(self.module)
 
     @torch.no_grad()
     def effect(self, parameter: nn.Parameter, before: Tensor) -> Tensor | None:
@@ -107,7 +107,7 @@ class WholeCall:
         return effect
 
     def _output(self) -> Tensor:
-        with _undisturbed(self.module):
+        with undisturbed(self.module):
             output = first_tensor(self.module.forward(*self.args, **self.kwargs))
         if output is None:
             raise ValueError("the call returned no tensor")
@@ -141,6 +141,10 @@ def _factor(module: nn.Module) -> float:
     return float(getattr(module, FACTOR, 1.0))
 
 
+def _branch(module: nn.Module) -> float:
+    return float(getattr(module, BRANCH, 1.0))
+
+
 def _copied(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()
@@ -150,7 +154,7 @@ def _copied(value: Any) -> Any:
 
 
 @contextmanager
-def _undisturbed(module: nn.Module) -> Iterator[None]:
+def undisturbed(module: nn.Module) -> Iterator[None]:
     """Draws the same random numbers each time, and restores buffers such as running statistics."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     with torch.random.fork_rng():

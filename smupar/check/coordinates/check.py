@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, product
 from typing import Any, SupportsIndex, Unpack
 
@@ -21,7 +22,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from smupar.check.audit import Finding, differences, unsettled
-from smupar.check.coordinates.measure import JUDGED, Cell, SizeRecorder
+from smupar.check.coordinates.depth import SAME_DEPTH, layers_of
+from smupar.check.coordinates.grid import Grid, MakeModel, listed
+from smupar.check.coordinates.measure import JUDGED, Cell, GridPoint, SizeRecorder
 from smupar.check.coordinates.report import Report
 from smupar.model.parameterize import parameterize
 from smupar.model.seam import optimizers
@@ -35,7 +38,6 @@ from smupar.plan.plan import Plan, PlanWarning
 from smupar.plan.settings import refuse
 from smupar.rules import get_rule
 
-MakeModel = Callable[[int], nn.Module]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 MakeOptimizer = type[torch.optim.Optimizer] | Callable[[nn.Module, Plan], Optimizers]
 
@@ -46,9 +48,11 @@ def coord_check(
     batches: Iterable[Any],
     *,
     base_width: int,
+    base_depth: int | None = None,
     rules: str | Sequence[str] = ("smupar",),
     widths: int | Sequence[int] = (),
     densities: float | Sequence[float] = (1.0,),
+    depths: int | Sequence[int] = (),
     optimizer: MakeOptimizer = torch.optim.AdamW,
     lr: float | Mapping[str, float] = 2**-6,
     weight_decay: float = 0.0,
@@ -60,13 +64,16 @@ def coord_check(
     progress: bool = True,
     **settings: Unpack[Settings],
 ) -> Report:
-    """Trains a few steps at every width and density, and judges whether activations, gradients and updates keep their size.
+    """Trains a few steps at every width, density and depth, and judges whether activations, gradients and updates keep their
+    size.
 
-    make_model    width -> model; models may differ only in their width
+    make_model    width -> model; models may differ only in their width. With depths: (width, depth) -> model
     loss_fn       (model, batch) -> scalar loss
     batches       at least ``steps`` batches; every run gets the same ones
     rules         rules to compare; SP and muP beside others are baselines, which do not count for ``report.ok``
-    widths        default the base width; there must be at least two widths or two densities
+    widths        default the base width; there must be at least two widths, densities or depths
+    depths        numbers of residual blocks; base_depth is the smallest of them unless it is given. Each layer is compared
+                  where it ends at the same share of the depth, after the plan's own factors are divided out
     lr            base learning rate, or one for each rule
     optimizer     a class that takes ``param_groups``, or a function (model, plan) -> optimizer or list of optimizers
     prepare       function (model, plan) that sets what only you can set, such as the attention scale
@@ -85,23 +92,20 @@ def coord_check(
         f"batches ran out: {steps} steps need as many batches, there are {len(taken)}; pass more, or fewer steps",
     )
     with torch.random.fork_rng():
-        grid = _Grid(make_model, int(base_width), widths, densities)
-    cells = [Cell(*cell) for cell in product(rule_list, grid.widths, grid.densities, seed_list)]
+        grid = Grid(make_model, int(base_width), widths, densities, depths, base_depth)
+    axes = product(rule_list, grid.widths, grid.densities, grid.depths, seed_list)
+    cells = [Cell(rule, width, density, seed, depth=depth) for rule, width, density, depth, seed in axes]
     shown = tqdm(cells, desc="coordinate check", unit="run", disable=not progress, file=sys.stderr, leave=False)
-    runs = [_GridRun(cell, grid, training).carried_out(taken) for cell in shown]
+    runs = [_Run(cell, grid, training).carried_out(taken) for cell in shown]
     readings = [reading for run in runs for reading in run.readings]
     refuse(
         not any(reading.quantity in JUDGED for reading in readings),
         "nothing could be measured: none of the model's layers is called as a module and returns a tensor",
     )
-    plans: dict[tuple[str, int, float], Plan] = {}
+    plans: dict[GridPoint, Plan] = {}
     for run in runs:
-        plans.setdefault((run.cell.rule, run.cell.width, run.cell.density), run.plan)
+        plans.setdefault(run.cell.point, run.plan)
     return Report(readings, faults={run.cell: run.faults for run in runs if run.faults}, plans=plans)
-
-
-def _listed(value: Any) -> Iterable[Any]:
-    return value if isinstance(value, Iterable) else (value,)
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,7 @@ class _Training:
         if taken_by_grid:
             raise TypeError(f"{sorted(taken_by_grid)[0]!r} is set by the grid: use rules=, densities=, seeds= and widths=")
         refuse(
-            parse_pattern(self.settings.get("pattern", "random")).whole_neurons and len(set(_listed(densities))) > 1,
+            parse_pattern(self.settings.get("pattern", "random")).whole_neurons and len(set(listed(densities))) > 1,
             "pattern 'neuron' is not compared over densities: the zero outputs of dead neurons would count. The live neurons "
             "are a narrower dense network: pass widths instead, at one density",
         )
@@ -141,61 +145,12 @@ class _Training:
         return returned
 
 
-class _Grid:
-    """The models to compare, checked before anything runs."""
-
-    def __init__(
-        self, make_model: MakeModel, base_width: int, width: int | Sequence[int], density: float | Sequence[float]
-    ) -> None:
-        widths = tuple(int(width) for width in _listed(width)) or (base_width,)
-        densities = tuple(float(density) for density in _listed(density))
-        refuse(
-            len(set(widths)) < 2 and len(set(densities)) < 2,
-            f"nothing to compare: widths={list(widths)} and densities={list(densities)} have one point each; "
-            "pass at least two widths or two densities",
-        )
-        self.make_model, self.widths, self.densities = make_model, tuple(dict.fromkeys(widths)), tuple(dict.fromkeys(densities))
-        self.base = self._on_meta(base_width)
-        self.base_width = base_width
-        other = next((width for width in widths if width != base_width), 2 * base_width)
-        self.delta = self._on_meta(other) if base_width in widths else None
-        self.growth = _growth(self.base, self._on_meta(other))
-        seen = {str(_shapes(self.base)): base_width}
-        for width in dict.fromkeys((*widths, other)):
-            twin = seen.setdefault(str(_shapes(self._on_meta(width))), width)
-            refuse(
-                twin != width, f"make_model({width}) and make_model({twin}) have the same shapes: make_model must use its width"
-            )
-
-    def _on_meta(self, width: int) -> nn.Module:
-        try:
-            with torch.device("meta"):
-                return self.make_model(width)
-        except Exception:  # the constructor may compute with values; if it is broken, the next line raises again
-            return self.make_model(width)
-
-
-def _growth(base: nn.Module, other: nn.Module) -> dict[str, list[float]]:
-    """By parameter, how many times larger each dimension is at another width."""
-    sizes = {name: parameter.shape for name, parameter in base.named_parameters()}
-    pairs = {name: (sizes.get(name, ()), parameter.shape) for name, parameter in other.named_parameters()}
-    return {
-        name: [after / before for before, after in zip(*shapes, strict=True)]
-        for name, shapes in pairs.items()
-        if len(shapes[0]) == len(shapes[1])
-    }
-
-
-def _shapes(model: nn.Module) -> list[tuple[int, ...]]:
-    return [tuple(parameter.shape) for parameter in model.parameters()]
-
-
-class _GridRun:
-    def __init__(self, cell: Cell, grid: _Grid, training: _Training) -> None:
+class _Run:
+    def __init__(self, cell: Cell, grid: Grid, training: _Training) -> None:
         self.cell, self.grid, self.training = cell, grid, training
         self.faults: list[Finding] = []
 
-    def carried_out(self, batches: list[Any]) -> _GridRun:
+    def carried_out(self, batches: list[Any]) -> _Run:
         with torch.random.fork_rng(), warnings.catch_warnings():
             warnings.simplefilter("ignore", PlanWarning)  # the report shows these once
             warnings.simplefilter("ignore", LRRatioWarning)
@@ -209,7 +164,7 @@ class _GridRun:
 
     def build(self) -> None:
         cell, grid, training = self.cell, self.grid, self.training
-        self.model = grid.make_model(cell.width)
+        self.model = grid.make(cell.width, cell.depth)
         delta = grid.delta if cell.width == grid.base_width else None
         density = training.allocation(cell.density) if training.allocation is not None and cell.density < 1 else cell.density
         settings: Settings = {**training.settings, "rule": cell.rule, "density": density, "seed": cell.seed, "delta": delta}
@@ -226,9 +181,16 @@ class _GridRun:
             if row.role == "hidden" and kind_of(self.model.get_submodule(parent_path(row.name))).is_lookup
         ]
         self.faults += _decay_faults(self.optimizers)
-        self.recorder = SizeRecorder(self.model, self.plan, grid.growth)
 
     def train(self, batches: list[Any]) -> None:
+        layers = SAME_DEPTH
+        if self.cell.depth is not None:
+            loss = partial(self.training.loss_fn, self.model, copy(batches[0]))
+            layers = layers_of(self.model, self.grid.base, self.plan, loss)
+            self.faults += [
+                Finding(f"{path!r} is in no branch that is divided", "branch missing", path) for path in layers.beside
+            ]
+        self.recorder = SizeRecorder(self.model, self.plan, self.grid.growth_in(self.model), layers)
         self._probe(batches[0])
         for step, batch in enumerate(batches, 1):
             self.recorder.step = step
@@ -285,8 +247,8 @@ class _GridRun:
             return loss
         refuse(
             step == 1,
-            f"the loss is {loss.item()} before any step (rule {self.cell.rule}, width {self.cell.width}, density "
-            f"{self.cell.density:g}): check the batch, init_std and the alphas",
+            f"the loss is {loss.item()} before any step (rule {self.cell.rule}, {self.cell}): check the batch, init_std and "
+            "the alphas",
         )
         self.faults.append(Finding(f"the loss is {loss.item()} at step {step}: lower lr", "diverged"))
         return None

@@ -6,11 +6,11 @@ Findings of the audit come first, since they name the cause. Without such findin
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from smupar.check.audit import Finding
-from smupar.check.coordinates.measure import GRAD_X, Cell
+from smupar.check.coordinates.measure import GRAD_X, Cell, GridPoint
 from smupar.check.coordinates.verdict import FAIL, Slope, decides
 from smupar.plan.plan import Plan
 from smupar.plan.settings import layer_glob
@@ -42,6 +42,13 @@ REMEDIES = {
     "weights by the plan's factor yourself",
     "elsewhere": "the cause is not what smupar sets (init, rates, factors and masks are as planned): look at the forward and "
     "backward pass of these places",
+    "branch factor": "the outputs of residual branches are not what the plan says: call smupar.attach(model, plan)",
+    "no depth rule": "nothing divides the residual branches of deeper models: name them with branches=[...] and use "
+    "depth='completep', the default of SmuPar's rules",
+    "branch missing": "these layers lie in blocks, and reach the loss past every branch that is divided: unless they are "
+    "shortcuts, add the module that ends their branch to branches=[...]",
+    "branch twice": "residual branches are divided twice: the model scales them by its depth itself. Compute its factor from "
+    "the base's depth, or pass depth='none'",
     "rule": "the rule itself does not correct for this axis: use rule='smupar'",
 }
 
@@ -58,7 +65,7 @@ class Diagnosis:
     @property
     def is_caution(self) -> bool:
         """Whether this is only a note: a check with flat sizes passes in spite of it."""
-        return self.cause in ("decay", "thin", "unmeasured", "uncalled")
+        return self.cause in ("decay", "thin", "unmeasured", "uncalled", "branch missing")
 
     def __str__(self) -> str:
         where = ", ".join(self.places[:4]) + (f" and {len(self.places) - 4} more" if len(self.places) > 4 else "")
@@ -66,25 +73,22 @@ class Diagnosis:
 
 
 def diagnose(
-    rule: str, slopes: Iterable[Slope], faults: Mapping[Cell, list[Finding]], plans: Mapping[tuple[str, int, float], Plan]
+    rule: str, slopes: Iterable[Slope], faults: Mapping[Cell, list[Finding]], plans: Mapping[GridPoint, Plan]
 ) -> list[Diagnosis]:
-    plans = {key: plan for key, plan in plans.items() if key[0] == rule}
+    plans = {point: plan for point, plan in plans.items() if point.rule == rule}
     diagnoses = _from_faults(rule, faults, plans) + _thin(rule, plans)
     failing = [slope for slope in slopes if slope.rule == rule and slope.verdict == FAIL and decides(slope)]
     if failing and all(diagnosis.is_caution for diagnosis in diagnoses):
-        has_readout = any(len(row.forward) > 1 or row.role == "unembedding" for plan in plans.values() for row in plan)
-        diagnoses += _from_slopes(rule, failing, has_readout)
+        diagnoses += _from_slopes(rule, failing, plans.values())
     return diagnoses
 
 
-def _from_faults(
-    rule: str, faults: Mapping[Cell, list[Finding]], plans: Mapping[tuple[str, int, float], Plan]
-) -> list[Diagnosis]:
+def _from_faults(rule: str, faults: Mapping[Cell, list[Finding]], plans: Mapping[GridPoint, Plan]) -> list[Diagnosis]:
     lines: dict[str, dict[str, str]] = defaultdict(dict)  # cause -> place -> what was seen
     for cell, findings in faults.items():
         for finding in findings if cell.rule == rule else []:
-            cause = _embedding_cause(finding, plans[rule, cell.width, cell.density]) or finding.cause
-            lines[cause].setdefault(finding.name, f"Seen at width {cell.width}, density {cell.density:g}: {finding}")
+            cause = _embedding_cause(finding, plans[cell.point]) or finding.cause
+            lines[cause].setdefault(finding.name, f"Seen at {cell}: {finding}")
     return [
         Diagnosis(rule, cause, tuple(name for name in seen if name), next(iter(seen.values()))) for cause, seen in lines.items()
     ]
@@ -101,22 +105,22 @@ def _embedding_cause(finding: Finding, plan: Plan) -> str | None:
     return "embedding as hidden" if factor != 1 and abs(finding.ratio / factor - 1) < 0.05 else None
 
 
-def _thin(rule: str, plans: Mapping[tuple[str, int, float], Plan]) -> list[Diagnosis]:
+def _thin(rule: str, plans: Mapping[GridPoint, Plan]) -> list[Diagnosis]:
     seen = {
-        f"width {width}, density {density:g}": note
-        for (_, width, density), plan in plans.items()
+        f"width {point.width}, density {point.density:g}": note
+        for point, plan in plans.items()
         for note in plan.notes
         if note.kind == "thin"
     }
     return [Diagnosis(rule, "thin", (), f"At {'; '.join(seen)}: {next(iter(seen.values()))}")] if seen else []
 
 
-def _from_slopes(rule: str, failing: list[Slope], has_readout: bool) -> list[Diagnosis]:
+def _from_slopes(rule: str, failing: list[Slope], plans: Collection[Plan]) -> list[Diagnosis]:
     by_axis: dict[str, list[Slope]] = defaultdict(list)
     for slope in failing:
         by_axis[slope.axis].append(slope)
     return [
-        Diagnosis(rule, _cause(rule, axis, slopes, has_readout), tuple(folded(slopes)), _evidence(slopes))
+        Diagnosis(rule, _cause(rule, axis, slopes, plans), tuple(folded(slopes)), _evidence(slopes))
         for axis, slopes in by_axis.items()
     ]
 
@@ -128,8 +132,11 @@ def folded(slopes: Iterable[Slope]) -> list[str]:
     return list(dict.fromkeys((globs[place] if globs[place].strip("*.") else place) or "logits" for place in places))
 
 
-def _cause(rule: str, axis: str, failing: list[Slope], has_readout: bool) -> str:
+def _cause(rule: str, axis: str, failing: list[Slope], plans: Collection[Plan]) -> str:
     """The likely cause if sizes fail although the audit found nothing: something that the audit cannot see."""
+    if axis == "depth":
+        return _cause_over_depth(failing, plans)
+    has_readout = any(len(row.forward) > 1 or row.role == "unembedding" for plan in plans for row in plan)
     power = get_rule(rule).init_var["hidden"]
     if not (power.m_rho if axis == "density" else power.m_in):
         return "rule"
@@ -140,15 +147,24 @@ def _cause(rule: str, axis: str, failing: list[Slope], has_readout: bool) -> str
     return "elsewhere"
 
 
+def _cause_over_depth(failing: list[Slope], plans: Collection[Plan]) -> str:
+    """Sums over blocks grow if nothing divides their branches. If branches are divided twice, the gradients inside fall by one
+    more power of the depth than the plan says."""
+    if all(not plan.branches for plan in plans):
+        return "no depth rule"
+    first = [slope for slope in failing if slope.step == 1 and slope.quantity == GRAD_X]
+    return "branch twice" if first and all(slope.slope < 0 for slope in first) else "elsewhere"
+
+
 def _evidence(failing: list[Slope]) -> str:
     first = min(failing, key=lambda slope: (slope.is_mean, -abs(slope.slope)))
-    grows = first.slope > 0 if first.axis == "width" else first.slope < 0
-    towards = ("grows" if grows else "shrinks") + (" with width" if first.axis == "width" else " with sparsity")
+    grows = first.slope < 0 if first.axis == "density" else first.slope > 0
+    towards = f"{'grows' if grows else 'shrinks'} with {'sparsity' if first.axis == 'density' else first.axis}"
     since = "after step 1" if first.is_mean else "from step 1"
     others = {slope.quantity for slope in failing} - {first.quantity}
     return (
         f"{first.quantity} of {first.place or 'the logits'} {towards} {since} (slope {first.slope:+.2f}"
         + (f" +- {first.ci:.2f}" if first.ci == first.ci else "")
-        + f" at {'density' if first.axis == 'width' else 'width'} {first.at:g})"
+        + f" at {first.where})"
         + (f"; also {', '.join(sorted(others))}" if others else "")
     )

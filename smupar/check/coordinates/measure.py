@@ -10,23 +10,34 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from smupar.check.coordinates.calls import SampledCall, WholeCall, first_tensor, kept_call
+from smupar.check.coordinates.depth import SAME_DEPTH, Layers
 from smupar.plan.layers import kind_of
 from smupar.plan.parameters import parent_path
 from smupar.plan.plan import Plan, PlanRow
 
 Y, GRAD_X, DY, CHANGE, GRAD_W = "Y", "grad X", "dY", "change of Y", "weight gradient"
 JUDGED = (Y, GRAD_X, DY)
+AXES = ("width", "density", "depth")
 # Roles of hidden weights whose outputs scale more than their inputs, and the reverse: they stand next to a fixed size.
 WIDENING, NARROWING = "hidden, widening", "hidden, narrowing"
 UNEVEN = math.sqrt(2)  # from this ratio of growths on; below it, slopes of gradients differ by 1/8 at most over two octaves
 Growth = Mapping[str, Sequence[float]]  # by parameter: how many times larger each dimension is at another width of the grid
+
+
+class GridPoint(NamedTuple):
+    """The runs of the grid that differ in their seed alone."""
+
+    rule: str
+    width: int
+    density: float
+    depth: int | None
 
 
 @dataclass(frozen=True)
@@ -37,6 +48,14 @@ class Cell:
     width: int
     density: float
     seed: int
+    depth: int | None = field(default=None, kw_only=True)  # None if the check does not vary the depth
+
+    @property
+    def point(self) -> GridPoint:
+        return GridPoint(self.rule, self.width, self.density, self.depth)
+
+    def __str__(self) -> str:
+        return f"width {self.width}, density {self.density:g}" + ("" if self.depth is None else f", depth {self.depth}")
 
 
 @dataclass(frozen=True)
@@ -61,16 +80,19 @@ class Reading(Cell):
 class SizeRecorder:
     """Measures through hooks on the layers and blocks of a model; ``readings`` gives the sizes of the finished steps."""
 
-    def __init__(self, model: nn.Module, plan: Plan, growth: Growth | None = None) -> None:
-        self.model, self.plan = model, plan
+    def __init__(self, model: nn.Module, plan: Plan, growth: Growth | None = None, depth: Layers = SAME_DEPTH) -> None:
+        self.model, self.plan, self.depth = model, plan, depth
         modules = dict(model.named_modules())
-        self.layers = {path: (name, role) for path, name, role in _layers(model, plan, growth or {})}
-        hidden_parents = {parent_path(path) for path, (_, role) in self.layers.items() if _is_hidden(role)}
+        layers = {path: (name, role) for path, name, role in _layers(model, plan, growth or {})}
+        hidden_parents = {parent_path(path) for path, (_, role) in layers.items() if _is_hidden(role)}
         # Modules whose weights are not layers of their own (recurrent, attention, the user's) are measured as blocks too.
-        owners = {next(_ancestors(row.name)) for row in plan if row.role == "hidden"} - self.layers.keys()
-        self.blocks = {path: "block" for path in (*hidden_parents, *owners) if path and path in modules}
+        owners = {next(_ancestors(row.name)) for row in plan if row.role == "hidden"} - layers.keys()
+        blocks = {*hidden_parents, *owners, *depth.blocks}
+        self.layers = {path: found for path, found in layers.items() if depth.is_measured(path)}
+        self.blocks = {path: "block" for path in modules if path in blocks and path and depth.is_measured(path)}
         self.blocks[""] = "logits"
-        self.parts = _parts(plan, {name for name, _ in self.layers.values()})
+        parts = _parts(plan, {name for name, _ in layers.values()})
+        self.parts = {name: path for name, path in parts.items() if depth.is_measured(path)}
         self.gradient_factor = plan.output_factor
         self.inner: set[str] = set()  # readouts inside the network
         self.sizes: list[tuple[int, str, str, Tensor, Tensor, int]] = []
@@ -110,7 +132,7 @@ class SizeRecorder:
 
     def _watch(self, path: str, module: nn.Module, given: tuple[tuple[Any, ...], dict[str, Any]], y: Tensor) -> None:
         if self._is_first(path, Y):
-            self._note(path, Y, y.detach())
+            self._note(path, Y, y.detach() / self.depth.output(path))
             if path in self.blocks and y.shape[-1:] in self._readouts_in(path):
                 self.blocks[path] = "logits"
         if not y.requires_grad or not self._is_first(path, GRAD_X):
@@ -120,7 +142,8 @@ class SizeRecorder:
             if (call := kept_call(module, *given)) is not None:
                 self._keep_call(path, call, y)
         elif x is not None and x.is_floating_point() and x.requires_grad:
-            x.register_hook(lambda grad: self._note(path, GRAD_X, grad / self.gradient_factor))
+            expected = self.gradient_factor * self.depth.gradient(path)
+            x.register_hook(lambda grad: self._note(path, GRAD_X, grad / expected))
 
     def _keep_call(self, path: str, call: SampledCall | WholeCall, y: Tensor) -> None:
         self._calls[path] = call
@@ -227,9 +250,9 @@ class SizeRecorder:
         times sqrt(m_out / m_in). An inner readout has an s and n_out that do not scale, and a factor of its own.
         """
         if output_grad is None or not (role in (NARROWING, WIDENING) or path in self.inner):
-            return self.gradient_factor
+            return self.gradient_factor * self.depth.gradient(path)
         through = self.plan.output_factor if path in self.inner else math.sqrt(row.width_out / row.width_in)
-        return through * (float(output_grad.float().square().mean().sqrt()) or 1.0)
+        return through * self.depth.output(path) * (float(output_grad.float().square().mean().sqrt()) or 1.0)
 
     def after_update(self, weights: dict[str, Tensor]) -> None:
         """Measures how the update changes outputs, through one weight at a time, after the optimizer's step."""
@@ -241,7 +264,7 @@ class SizeRecorder:
                 with self._repeated():
                     effect = self._calls[path].effect(parameters[name], weights[name])
                 if effect is not None:
-                    self._note(place, DY, effect)
+                    self._note(place, DY, effect / self.depth.effect(path))
         self._calls.clear()
         self._taken.clear()
 
@@ -261,7 +284,8 @@ class SizeRecorder:
         measured = {name for path, (name, _) in self.layers.items() if (path, Y) in seen and (path, DY) in seen}
         measured |= {name for name in self.parts if (name, DY) in seen}
         frozen = {name for name, parameter in self.model.named_parameters() if not parameter.requires_grad}
-        return [row.name for row in self.plan if _is_matrix(row) and row.name not in measured | frozen]
+        watched = [row for row in self.plan if _is_matrix(row) and self.depth.is_measured(parent_path(row.name))]
+        return [row.name for row in watched if row.name not in measured | frozen]
 
     def uncalled(self) -> list[str]:
         """Layers with a forward factor that the model never calls. If the model uses their weights, the factor is missing."""
@@ -280,7 +304,7 @@ class SizeRecorder:
             Reading(
                 **vars(cell),
                 step=step,
-                place=place,
+                place=self.depth.place(place),
                 kind=places[place][0],
                 role=places[place][1],
                 quantity=quantity,

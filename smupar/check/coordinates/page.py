@@ -1,4 +1,4 @@
-"""The page of a coordinate check: a card for each rule, sizes over width and density, and the table of slopes."""
+"""The page of a coordinate check: a card for each rule, sizes over width, density and depth, and the table of slopes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def check_document(report: Report, *, folder: str = "") -> Document:
         "kind": "check",
         "title": "Coordinate check",
         "headline": _headline(report, rules),
-        "sentence": "Activations, gradients and updates should keep their size over width and density: lines should be flat. "
-        "The verdict is about the slopes of log2(size) against log2(width or density).",
+        "sentence": "Activations, gradients and updates should keep their size over width, density and depth: lines should be "
+        "flat. The verdict is about the slopes of log2(size) against log2(width, density or depth).",
         "answers": [_answer(report, rule) for rule in rules],
         "charts": [
             _chart(report, axis, rule, quantity)
@@ -116,7 +116,7 @@ def _cells(slope: Slope) -> dict[str, Any]:
         "verdict": slope.verdict or "not judged",
         "rule": get_rule(slope.rule).title,
         "axis": slope.axis,
-        "at": f"{'density' if slope.axis == 'width' else 'width'} {slope.at:g}",
+        "at": slope.where,
         "place": slope.place or "logits",
         "quantity": slope.quantity,
         "when": slope.when,

@@ -12,7 +12,7 @@ from typing import Any
 
 from smupar.check.audit import Finding
 from smupar.check.coordinates.diagnosis import Diagnosis, diagnose, folded
-from smupar.check.coordinates.measure import JUDGED, Cell, Reading
+from smupar.check.coordinates.measure import AXES, JUDGED, Cell, GridPoint, Reading
 from smupar.check.coordinates.verdict import (
     DRIFT,
     FAIL,
@@ -39,7 +39,7 @@ class Report:
 
     readings: list[Reading]
     faults: Mapping[Cell, list[Finding]]
-    plans: Mapping[tuple[str, int, float], Plan]
+    plans: Mapping[GridPoint, Plan]
     slopes: list[Slope] = field(init=False)
     diagnoses: list[Diagnosis] = field(init=False)
 
@@ -49,7 +49,7 @@ class Report:
 
     @property
     def rules(self) -> list[str]:
-        return list(dict.fromkeys(rule for rule, _, _ in self.plans))
+        return list(dict.fromkeys(point.rule for point in self.plans))
 
     @property
     def verdicts(self) -> dict[str, str]:
@@ -98,7 +98,7 @@ class Report:
     def to_json(self, path: str | Path | None = None) -> str:
         text = json.dumps(
             {
-                "format": "smupar-coordinates/1",
+                "format": "smupar-coordinates/2",
                 "ok": self.ok,
                 "verdicts": self.verdicts,
                 "diagnoses": [asdict(diagnosis) for diagnosis in self.diagnoses],
@@ -157,10 +157,11 @@ def _failing(quantity: str, failing: list[Slope]) -> str:
 
 def _axes(deciding: list[Slope]) -> str:
     parts = []
-    for axis in ("width", "density"):
-        at = sorted({slope.at for slope in deciding if slope.axis == axis}, reverse=True)
-        if at:
-            parts.append(f"{axis} (at {'density' if axis == 'width' else 'width'} {', '.join(f'{value:g}' for value in at)})")
+    for axis in AXES:
+        over = [slope for slope in deciding if slope.axis == axis]
+        values = {name: sorted({getattr(slope, name) for slope in over} - {None}, reverse=True) for name in AXES}
+        at = "; ".join(f"{name} {', '.join(f'{value:g}' for value in own)}" for name, own in values.items() if own)
+        parts += [f"{axis} (at {at})"] if over else []
     return " and ".join(parts)
 
 
@@ -170,8 +171,7 @@ def _excess(slope: Slope) -> float:
 
 def _told(slope: Slope) -> str:
     spread = f" +- {slope.ci:.2f}" if slope.ci == slope.ci else ""
-    other = "density" if slope.axis == "width" else "width"
-    what = f"{slope.quantity} of {slope.place or 'logits'} over {slope.axis} at {other} {slope.at:g}"
+    what = f"{slope.quantity} of {slope.place or 'logits'} over {slope.axis} at {slope.where}"
     return f"{slope.slope:+.2f}{spread} ({what}, {slope.when})"
 
 
@@ -219,14 +219,14 @@ def _tick(value: float, axis: str) -> str:
 
 
 def mean_sizes(report: Report, axis: str, rule: str, quantity: str, step: int) -> dict[float, float]:
-    """Geometric mean over hidden layers and seeds, at the largest value of the other axis."""
-    other = "density" if axis == "width" else "width"
-    at = max(getattr(reading, other) for reading in report.readings)
+    """Geometric mean over hidden layers and seeds, at the largest width and density and the base's depth."""
+    largest = {name: {getattr(reading, name) for reading in report.readings} for name in AXES if name != axis}
+    at = {name: min(found) if name == "depth" else max(found) for name, found in largest.items()}
     hidden = any(reading.role == "hidden" and reading.quantity == quantity for reading in report.readings)
     roles = {"hidden"} if hidden else {reading.role for reading in report.readings}  # e.g. all layers are recurrent
     sizes: dict[float, list[float]] = defaultdict(list)
     for reading in report.readings:
         mine = reading.rule == rule and reading.quantity == quantity and reading.step == step and reading.role in roles
-        if mine and getattr(reading, other) == at and reading.rms > 0:
+        if mine and all(getattr(reading, name) == value for name, value in at.items()) and reading.rms > 0:
             sizes[getattr(reading, axis)].append(math.log2(reading.rms))
     return {x: 2 ** (sum(logs) / len(logs)) for x, logs in sizes.items()}

@@ -1,4 +1,4 @@
-"""Slopes of log2(size) against log2(width or density), and whether they are small enough.
+"""Slopes of log2(size) against log2(width, density or depth), and whether they are small enough.
 
 A rule that works keeps sizes flat. Slopes are fitted for each seed and step; their mean over seeds comes with a 95 % confidence
 interval. The spread is pooled over places of one kind. Places of one run are not independent, so at most three count. Step 1
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from statistics import fmean, linear_regression
 
-from smupar.check.coordinates.measure import GRAD_X, JUDGED, WIDENING, Reading, Y
+from smupar.check.coordinates.measure import AXES, GRAD_X, JUDGED, WIDENING, Reading, Y
 
 PASS, FAIL, EXCEPTION = "pass", "fail", "known exception"
 UNCLEAR = "more seeds"  # the interval reaches over a threshold
@@ -23,6 +23,9 @@ DRIFT = "drift"  # the whole interval lies between the thresholds, so more seeds
 # change sizes a little under any rule, while an uncorrected rule changes them by powers of the width or density.
 LAYER_AT_STEP_1 = (0.2, 0.35)
 OTHERWISE = (0.5, 0.8)
+# Sums over blocks grow as the square root of the depth if their terms are independent, and the share of the embedding in the
+# stream hides a part of that. So what fails over depth is smaller.
+OVER_DEPTH = (0.2, 0.35)
 _QUERY = re.compile(r"(^|[._])(w?[qk]|query|key)(_proj|_lin)?$", re.IGNORECASE)
 # 97.5 % points of Student's t by degrees of freedom; 1.96 beyond.
 _T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26, 10: 2.23, 15: 2.13, 20: 2.09, 30: 2.04}
@@ -33,13 +36,16 @@ class Slope:
     """How one size changes along one axis: size ~ axis ** slope."""
 
     rule: str
-    axis: str  # "width" or "density"
-    at: float  # the value of the other axis
+    axis: str  # "width", "density" or "depth"
     place: str
     kind: str
     role: str
     quantity: str
     step: int  # the last step, for the mean over later steps
+    # The values of the other axes. The slope's own axis is None, and so is depth if the check does not vary it.
+    width: float | None = None
+    density: float | None = None
+    depth: float | None = None
     slope: float = math.nan  # NaN until it is fitted
     ci: float = math.nan  # half-width of the confidence interval; NaN with one seed
     num_seeds: int = 0
@@ -51,6 +57,16 @@ class Slope:
         return "mean of later steps" if self.is_mean else f"step {self.step}"
 
     @property
+    def at(self) -> tuple[float | None, ...]:
+        return self.width, self.density, self.depth
+
+    @property
+    def where(self) -> str:
+        """The values of the other axes, in words."""
+        others = {name: getattr(self, name) for name in AXES}
+        return ", ".join(f"{name} {value:g}" for name, value in others.items() if value is not None)
+
+    @property
     def group(self) -> tuple[object, ...]:
         """The key under which slopes pool their spread. A single place, such as the readout, has too few seeds for it."""
         return self.rule, self.axis, self.at, self.kind, self.quantity, self.step, self.is_mean
@@ -59,7 +75,7 @@ class Slope:
 def slopes(readings: Iterable[Reading]) -> list[Slope]:
     """All slopes that the grid allows. Slopes that should be 0 according to Table 1 are judged."""
     readings = _expected_sizes(readings)
-    axes = [axis for axis in ("width", "density") if len({getattr(reading, axis) for reading in readings}) > 1]
+    axes = [axis for axis in AXES if len({getattr(reading, axis) for reading in readings}) > 1]
     return [slope for axis in axes for slope in _judged(_fitted(readings, axis))]
 
 
@@ -99,12 +115,12 @@ def _fitted(readings: list[Reading], axis: str) -> list[tuple[Slope, list[float]
 
 def _slopes_by_seed(readings: list[Reading], axis: str) -> dict[Slope, dict[int, float]]:
     """The slope of each seed. The keys are ``Slope`` objects that are not fitted yet."""
-    other = "density" if axis == "width" else "width"
+    others = [name for name in AXES if name != axis]
     points: dict[Slope, dict[int, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for reading in readings:
         if reading.rms > 0 and math.isfinite(reading.rms):  # a zero-initialised readout has size 0 before its first step
             where = reading.place, reading.kind, reading.role, reading.quantity, reading.step
-            unfitted = Slope(reading.rule, axis, getattr(reading, other), *where)
+            unfitted = Slope(reading.rule, axis, *where, **{name: getattr(reading, name) for name in others})
             points[unfitted][reading.seed].append((math.log2(getattr(reading, axis)), math.log2(reading.rms)))
     return {
         unfitted: {
@@ -139,6 +155,8 @@ def _t(freedom: int) -> float:
 
 
 def thresholds(slope: Slope) -> tuple[float, float]:
+    if slope.axis == "depth":
+        return OVER_DEPTH
     return LAYER_AT_STEP_1 if slope.kind == "layer" and slope.step == 1 else OTHERWISE
 
 

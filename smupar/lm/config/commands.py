@@ -62,6 +62,12 @@ class CheckConfig:
     steps: int = 10
     seeds: int = 3
     depth: int = 2
+    depths: tuple[int, ...] = ()
+    """Numbers of blocks to compare, instead of depth alone."""
+    base_depth: int | None = None
+    """Depth at which factors are 1; default the smallest of depths."""
+    depth_rule: Literal["completep", "depth-mup", "none"] | None = None
+    """How factors follow the depth; default completep for SmuPar's rules, none for sp and mup."""
     head_dim: int = 32
     batch_size: int = 1
     seq_len: int = 16
@@ -77,6 +83,9 @@ class CheckConfig:
         check_sparsities(*self.sparsities)
         refuse(not self.widths or min(self.widths) < 1, f"widths must be whole numbers from 1 on, got {self.widths}")
         check_not_too_large("width", *self.widths)
+        check_choices(self)
+        refuse(self.depths and min(self.depths) < 1, f"depths must be whole numbers from 1 on, got {self.depths}")
+        check_not_too_large("depth", *self.depths)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from smupar.check.coordinates.report import Report
 from smupar.lm.config.commands import CheckConfig
 from smupar.lm.config.run import ModelConfig
 from smupar.lm.data import batches as data
-from smupar.lm.model.gpt import GPT, set_attention_scale
+from smupar.lm.model.gpt import BRANCHES, GPT, set_attention_scale
 from smupar.lm.run.distributed import pick_device
 from smupar.lm.run.step import next_token_loss
 from smupar.output.files import locked, refuse_other_files
@@ -27,8 +27,8 @@ def check_gpt(config: CheckConfig, *, lr: Mapping[str, float] | None = None) -> 
         if not (folder / "check.json").exists():
             refuse_other_files(folder, "check")
 
-    def make_model(width: int) -> GPT:
-        model = GPT(ModelConfig(width=width, depth=config.depth, head_dim=config.head_dim))
+    def make_model(width: int, depth: int = config.depth) -> GPT:
+        model = GPT(ModelConfig(width=width, depth=depth, head_dim=config.head_dim))
         return model if next(model.parameters()).is_meta else model.to(device)
 
     text, _ = data.split(data.standard_library())
@@ -43,9 +43,11 @@ def check_gpt(config: CheckConfig, *, lr: Mapping[str, float] | None = None) -> 
         next_token_loss,
         batches,
         base_width=config.base_width,
+        base_depth=config.base_depth,
         rules=config.rules,
         widths=config.widths,
         densities=[1 - sparsity for sparsity in config.sparsities],
+        depths=config.depths,
         optimizer={"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[config.optimizer],
         lr=config.lr if lr is None else lr,
         steps=config.steps,
@@ -55,6 +57,8 @@ def check_gpt(config: CheckConfig, *, lr: Mapping[str, float] | None = None) -> 
         init_std=config.init_std,
         alpha_input=config.alpha_input,
         alpha_output=config.alpha_output,
+        branches=BRANCHES,
+        depth=config.depth_rule,
     )
     report.to_json(folder / "check.json")
     report.to_html(folder / "check.html")

@@ -143,5 +143,5 @@ def power_law(exponent, *, xs=(1.0, 0.5, 0.25, 0.125), axis="density", **where):
 
 
 def one_slope(exponent, ci=math.nan, **changes):
-    made = Slope("smupar", "density", 64, "layer", "layer", "hidden", Y, 1, exponent, ci, 3)
+    made = Slope("smupar", "density", "layer", "layer", "hidden", Y, 1, width=64, slope=exponent, ci=ci, num_seeds=3)
     return replace(made, **changes)

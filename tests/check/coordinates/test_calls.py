@@ -161,7 +161,7 @@ class Forgetful(Raw):
 def test_matrix_that_cannot_be_measured_is_named_whatever_its_role():
     report = check(Forgetful, roles={**RIGHT, "scores": "vector"}, densities=(1,), widths=(8, 16))
     (note,) = [found for found in report.diagnoses if found.cause == "unmeasured"]
-    assert report.plans["smupar", 16, 1.0]["scores"].role == "vector"
+    assert report.plans["smupar", 16, 1.0, None]["scores"].role == "vector"
     assert note.places == ("scores",)
     assert note.is_caution
     assert "not measured" in report.explain()

@@ -393,7 +393,7 @@ def test_recurrent_layers_are_measured_as_blocks_and_their_matrices_as_parts(tmp
     assert "unmeasured" not in {diagnosis.cause for diagnosis in report.diagnoses}
     report.plot(tmp_path / "rnn.png")
     report.to_html(tmp_path / "rnn.html")
-    assert json.loads(report.to_json())["format"] == "smupar-coordinates/1"
+    assert json.loads(report.to_json())["format"] == "smupar-coordinates/2"
 
 
 def test_autocast_is_measured():

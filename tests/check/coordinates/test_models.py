@@ -219,7 +219,7 @@ def test_erk_passes_with_each_layers_own_density_and_fails_with_one_correction_f
         "lr": 2**-8,
     }
     right = check(Bottleneck, **settings)
-    squeezed = right.plans["smupar", 256, 1 / 4]
+    squeezed = right.plans["smupar", 256, 1 / 4, None]
     assert squeezed["squeeze.weight"].density > 3 * squeezed["up.weight"].density
     assert right.verdicts == {"smupar": PASS}, right.explain()
 

@@ -69,7 +69,7 @@ def test_json_holds_every_number(report, tmp_path):
     text = report.to_json(tmp_path / "check.json")
     assert (tmp_path / "check.json").read_text() == text
     read = strict_json(text)
-    assert read["format"] == "smupar-coordinates/1"
+    assert read["format"] == "smupar-coordinates/2"
     assert (read["ok"], read["verdicts"]) == (report.ok, report.verdicts)
     assert [Reading(**one) for one in read["readings"]] == report.readings
     saved = [replace(one, step=0, is_mean=False) if one.is_mean else one for one in report.slopes]

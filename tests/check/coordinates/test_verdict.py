@@ -17,7 +17,7 @@ def test_slope_of_a_power_is_its_exponent(exponent, axis):
     (found,) = slopes(power_law(exponent, axis=axis, xs=(64, 128, 512) if axis == "width" else (1.0, 0.3, 0.01)))
     assert found.slope == pytest.approx(exponent, abs=1e-9)
     assert found.axis == axis
-    assert found.at == (1.0 if axis == "width" else 64)
+    assert found.where == ("density 1" if axis == "width" else "width 64")
     assert math.isnan(found.ci)
     assert found.num_seeds == 1
 
@@ -32,14 +32,14 @@ def test_slopes_over_both_axes_hold_the_other_one_fixed():
     readings = [
         reading(density, width**1.0 * density**-0.5, width=width) for width in (64, 128, 256) for density in (1.0, 0.25)
     ]
-    found = {(one.axis, one.at): one.slope for one in slopes(readings)}
+    found = {(one.axis, one.where): one.slope for one in slopes(readings)}
     assert found == pytest.approx(
         {
-            ("width", 1.0): 1.0,
-            ("width", 0.25): 1.0,
-            ("density", 64): -0.5,
-            ("density", 128): -0.5,
-            ("density", 256): -0.5,
+            ("width", "density 1"): 1.0,
+            ("width", "density 0.25"): 1.0,
+            ("density", "width 64"): -0.5,
+            ("density", "width 128"): -0.5,
+            ("density", "width 256"): -0.5,
         }
     )
 
@@ -162,10 +162,10 @@ def test_confidence_interval_pools_places_of_one_kind_and_no_others():
 @pytest.mark.parametrize("role", ["unembedding", "logits"])
 @pytest.mark.parametrize("rule", ["mup", "smupar"])
 def test_logits_that_shrink_like_the_root_of_width_are_a_known_exception(rule, role):
-    logits = one_slope(-0.5, 0.1, rule=rule, axis="width", at=1.0, role=role)
+    logits = one_slope(-0.5, 0.1, rule=rule, axis="width", width=None, density=1.0, role=role)
     assert judge(logits) == EXCEPTION
     assert judge(replace(logits, rule="sp")) == FAIL
-    assert judge(replace(logits, axis="density", at=64)) == FAIL
+    assert judge(replace(logits, axis="density", width=64, density=None)) == FAIL
     assert judge(replace(logits, role="hidden")) == FAIL
     assert judge(replace(logits, quantity=DY)) == FAIL
     assert judge(replace(logits, slope=0.5)) == FAIL
@@ -233,13 +233,13 @@ def test_drift_has_a_verdict_and_a_remedy_that_agree():
     ],
 )
 def test_gradient_into_a_fixed_size_may_align_after_step_1(slope, step, verdict):
-    found = one_slope(slope, axis="width", at=1.0, role=WIDENING, quantity=GRAD_X, step=step)
+    found = one_slope(slope, axis="width", width=None, density=1.0, role=WIDENING, quantity=GRAD_X, step=step)
     assert judge(found) == verdict
 
 
 @pytest.mark.parametrize("changes", [{"role": "hidden"}, {"axis": "density"}, {"quantity": DY}])
 def test_only_gradients_into_a_fixed_size_over_width_may_align(changes):
-    found = one_slope(0.9, axis="width", at=1.0, role=WIDENING, quantity=GRAD_X, step=2)
+    found = one_slope(0.9, axis="width", width=None, density=1.0, role=WIDENING, quantity=GRAD_X, step=2)
     assert judge(found) == PASS
     assert judge(replace(found, **changes)) == FAIL
 

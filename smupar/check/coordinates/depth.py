@@ -1,0 +1,137 @@
+"""Layers of models that differ in depth: which of them are compared, and what a depth rule makes of their sizes.
+
+Of all blocks that correspond to one block of the base, the last is measured, because it ends at the same share of the depth in
+every model, and what the other blocks do arrives there through the residual stream. The layers inside are measured in the middle
+block, since the base's block stands for all of them. A depth rule divides residual branches, and with them the gradients inside.
+These sizes are divided by the plan's own factors, so that what is left is flat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from smupar.check.coordinates.calls import first_tensor, undisturbed
+from smupar.plan.depth import correspond
+from smupar.plan.parameters import parent_path
+from smupar.plan.plan import Plan
+from smupar.rules import depth_factor, get_depth_rule
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The layers of a model that are measured, and the sizes that the plan expects there beside those of the base."""
+
+    places: dict[str, str] | None = None  # module path -> its name in the base; None: every module, by its own name
+    blocks: frozenset[str] = frozenset()  # the blocks of lists, whose outputs are the residual stream
+    outputs: dict[str, float] = field(default_factory=dict)
+    gradients: dict[str, float] = field(default_factory=dict)
+    effects: dict[str, float] = field(default_factory=dict)
+    beside: tuple[str, ...] = ()  # layers in blocks that reach the loss past every branch that is divided
+
+    def is_measured(self, path: str) -> bool:
+        return self.places is None or path in self.places
+
+    def place(self, path: str) -> str:
+        """The name of a module, or of a parameter, in the base."""
+        if self.places is None or path in self.places:
+            return path if self.places is None else self.places[path]
+        owner, _, leaf = path.rpartition(".")
+        return f"{self.places[owner]}.{leaf}".lstrip(".")
+
+    def output(self, path: str) -> float:
+        """The factor of the plan that an output has already been multiplied by."""
+        return self.outputs.get(path, 1.0)
+
+    def gradient(self, path: str) -> float:
+        """The factor of the plan in the gradient of a module's input."""
+        return self.gradients.get(path, 1.0)
+
+    def effect(self, path: str) -> float:
+        """How much less an update may do to a module's output, before a branch is divided, than in the base."""
+        return self.effects.get(path, 1.0)
+
+
+SAME_DEPTH = Layers()
+
+
+def layers_of(model: nn.Module, base: nn.Module, plan: Plan, loss: Callable[[], Tensor]) -> Layers:
+    """Compares a model with its base. ``loss`` runs the model once, to see what lies inside residual branches."""
+    found, rule = correspond(model, base), get_depth_rule(plan.depth)
+    modules = dict(model.named_modules())
+    blocks = _blocks_of_lists(modules)
+    groups: dict[str, list[str]] = {}
+    for path in modules:
+        if path in found.modules:
+            groups.setdefault(found.modules[path], []).append(path)
+    scaled = {path: found.m_depth(path) for path in modules if found.m_depth(path) != 1}
+    reached, inside, divided = _branches(model, plan, loss) if plan.branches else (set[str](), set[str](), set[str]())
+    layers = {parent_path(row.name) for row in plan if row.role == "hidden"}
+    return Layers(
+        places={paths[-1] if paths[-1] in blocks else paths[(len(paths) - 1) // 2]: place for place, paths in groups.items()},
+        blocks=blocks,
+        outputs={path: depth_factor(scaled[path], rule.branch) for path in divided & scaled.keys()},
+        gradients={path: depth_factor(scaled[path], rule.branch) for path in inside & scaled.keys()},
+        effects={} if rule.alpha is None else {path: depth_factor(m, rule.alpha - 1) for path, m in scaled.items()},
+        beside=tuple(path for path in scaled if path in layers and path in reached),
+    )
+
+
+def _blocks_of_lists(modules: dict[str, nn.Module]) -> frozenset[str]:
+    """The blocks of all lists, also of those that are as long as the base's: a place has to be measured at every depth."""
+    lists = [path for path, module in modules.items() if all(name.isdigit() for name, _ in module.named_children())]
+    blocks = (f"{path}.{name}".lstrip(".") for path in lists for name, _ in modules[path].named_children())
+    return frozenset(path for path in blocks if any(True for _ in modules[path].children()))
+
+
+def _branches(model: nn.Module, plan: Plan, loss: Callable[[], Tensor]) -> tuple[set[str], set[str], set[str]]:
+    """The modules outside residual branches, those inside, and those whose output has been divided already.
+
+    A module is inside if no gradient reaches it while the outputs of all branches are detached. Its output is divided if it
+    then depends on nothing that is trained."""
+    reached: set[str] = set()
+    called: set[str] = set()
+    divided: set[str] = set()
+
+    def watch(path: str, output: object) -> None:
+        y = first_tensor(output)
+        if y is None or not y.is_floating_point():
+            return
+        called.add(path)
+        if y.requires_grad:
+            y.register_hook(lambda _: reached.add(path))
+        else:
+            divided.add(path)
+
+    with undisturbed(model), _hooks(model, plan, watch):
+        value = loss()
+        if value.requires_grad:
+            value.backward()
+    model.zero_grad(set_to_none=True)
+    return reached, called - reached, divided
+
+
+@contextmanager
+def _hooks(model: nn.Module, plan: Plan, watch: Callable[[str, object], None]) -> Iterator[None]:
+    ends = {path for path, _ in plan.branches}
+    handles = []
+    for path, module in model.named_modules():
+        if path in ends:
+            handles.append(module.register_forward_hook(lambda module, args, output: _detached(output)))
+        handles.append(module.register_forward_hook(lambda module, args, output, path=path: watch(path, output)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _detached(output: object) -> object:
+    """The output of the end of a branch, without its history; attention may return a tuple with its output first."""
+    if isinstance(output, tuple):
+        return (_detached(output[0]), *output[1:])
+    return output.detach() if isinstance(output, torch.Tensor) else output
