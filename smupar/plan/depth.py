@@ -1,5 +1,4 @@
-"""Depth: which layers of a model correspond to which of its base, how many there are of each, and which modules end a residual
-branch.
+"""Depth: which layers of a model correspond to which of its base, and how many there are of each.
 
 Models of different depth have different parameter names. A layer of a list (``blocks.7``) corresponds to a layer of the base's
 list that is of the same kind, that is, of the same class and with the same parameter names.
@@ -9,15 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 
 from torch import nn
 
-from smupar.plan.layers import kind_of
-from smupar.plan.settings import layer_glob, match_globs, refuse
-from smupar.rules import DepthRule, depth_factor
+from smupar.plan.settings import layer_glob, refuse
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,7 @@ class Correspondence:
     modules: Mapping[str, str] = field(default_factory=dict)  # module path -> path of the base's module
 
     def m_depth(self, path: str) -> Fraction:
-        """The depth multiplier of a parameter or module: of the list whose block it is in, or 1."""
+        """The depth multiplier of a parameter or module: of the list whose block it is, or is in, or 1."""
         return math.prod((self.blocks[block] for block in self._blocks_around(path)), start=Fraction(1))
 
     def list_of(self, path: str) -> str | None:
@@ -39,10 +36,18 @@ class Correspondence:
         around = self._blocks_around(path)
         return around[-1].rpartition(".")[0] if around else None
 
+    def base_block_of(self, base_path: str) -> str | None:
+        """The innermost block of such a list in the base that a module of the base is, or is in."""
+        return next((path for path in reversed(_prefixes(base_path)) if path in self.base_blocks), None)
+
     def _blocks_around(self, path: str) -> list[str]:
-        parts = path.split(".")
-        around = (".".join(parts[:length]) for length in range(1, len(parts)))
-        return [block for block in around if block in self.blocks]
+        return [block for block in _prefixes(path) if block in self.blocks]
+
+
+def _prefixes(path: str) -> list[str]:
+    """``a.b`` as ["a", "a.b"]."""
+    parts = path.split(".")
+    return [".".join(parts[: length + 1]) for length in range(len(parts))]
 
 
 def correspond(model: nn.Module, base: nn.Module, what: str = "base") -> Correspondence:
@@ -118,58 +123,3 @@ def _kinds(layers: Mapping[str, nn.Module]) -> dict[tuple[str, tuple[str, ...]],
     for name, layer in layers.items():
         found[type(layer).__name__, tuple(dict.fromkeys(layer_glob(leaf) for leaf, _ in layer.named_parameters()))].append(name)
     return found
-
-
-# Residual branches
-
-
-def branch_factors(
-    model: nn.Module, depth: Correspondence, rule: DepthRule, branches: Sequence[str] | None
-) -> tuple[tuple[str, float], ...]:
-    """(module path, factor on its output) of every module that ends a residual branch, in lists of layers that are longer than
-    the base's. ``branches`` are the user's globs."""
-    paths = [path for path, _ in model.named_modules() if path]
-    chosen = {path for glob in branches or () for path in match_globs({glob: True}, paths, what="branches", among="modules")}
-    if not depth.lists or rule.alpha is None:
-        return ()
-    shallower = [path for path, multiplier in depth.lists.items() if multiplier < 1]
-    refuse(
-        shallower,
-        f"base has more layers in {', '.join(map(repr, shallower))} than the model: tune on a model that is not deeper than "
-        "the one you train, or pass depth='none'",
-    )
-    refuse(branches is None, _question(model, depth))
-    scaled = [path for path in paths if path in chosen and depth.m_depth(path) != 1]
-    reached = {depth.list_of(path) for path in scaled}
-    missing = [path or "the model" for path in depth.lists if path not in reached]
-    refuse(
-        missing,
-        f"branches names no module in {', '.join(map(repr, missing))}, where model and base have different numbers of layers: "
-        "name the modules there whose outputs are added to the residual stream",
-    )
-    inner = [path for path in scaled if any(path.startswith(f"{other}.") for other in scaled)]
-    refuse(
-        inner,
-        f"branches names {', '.join(map(repr, inner[:2]))} and a module around it: its output would be divided twice; name one",
-    )
-    return tuple((path, depth_factor(depth.m_depth(path), rule.branch)) for path in scaled)
-
-
-def _question(model: nn.Module, depth: Correspondence) -> str:
-    """The error that asks for the residual branches, with a line that may settle it."""
-    lists = ", ".join(f"{path!r} ({float(multiplier):g} times as many)" for path, multiplier in depth.lists.items())
-    return (
-        f"model and base have different numbers of layers in {lists}. Name the modules whose outputs are added to the residual "
-        f"stream, so that each can be divided; if these guesses are right, pass:\n  branches={_guesses(model, depth)!r}\n"
-        "If the model has no residual branches, or scales them itself, pass depth='none'."
-    )
-
-
-def _guesses(model: nn.Module, depth: Correspondence) -> list[str]:
-    """Globs of the last linear layer of every part of a block."""
-    guesses = []
-    for block in depth.blocks:
-        for part, module in model.get_submodule(block).named_children():
-            linear = [path for path, inner in module.named_modules() if kind_of(inner).is_linear]
-            guesses += [".".join(filter(None, (block.rpartition(".")[0], "*", part, path))) for path in linear[-1:]]
-    return list(dict.fromkeys(guesses))

@@ -29,6 +29,7 @@ class Flow:
     mark: str = ""  # "norm": a length; "unit": divided by it; "square"; "product"; "weighted": times a parameter
     past: int = 0  # a bit for each result from which it was computed, and for itself
     stream: int = 0  # bits of the results of which it is a residual sum, and its own
+    ends: frozenset[str] = frozenset()  # modules of whose outputs it is the sum, up to factors
 
     def __or__(self, other: Flow) -> Flow:
         return Flow(

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from smupar.plan.allocations import Allocation, as_density, uniform
 from smupar.plan.attention import named_like_attention
-from smupar.plan.depth import Correspondence, branch_factors, correspond
+from smupar.plan.branches import branch_factors, own_init, refuse_scaled_twice
+from smupar.plan.depth import Correspondence, correspond
 from smupar.plan.disguise import Multiplier, chosen, find_multipliers
 from smupar.plan.evidence import Note
 from smupar.plan.forward import Example
@@ -79,7 +80,7 @@ def make_plan(model: nn.Module, *, base: nn.Module, **settings: Unpack[Settings]
     example       a batch for the model: a tensor, a tuple of arguments, or a dict of keyword arguments. One forward pass of
                   copies of base and model shows how each parameter is used, so that hardly any role has to be asked for
     branches      globs of the modules whose outputs are added to the residual stream, such as ["blocks.*.attn.proj",
-                  "blocks.*.mlp.down"]; needed if the model is deeper than the base
+                  "blocks.*.mlp.down"]; needed if the model is deeper than the base and no example shows them
     depth         "completep" | "depth-mup" | "none": how factors follow the depth; default "completep" for SmuPar's rules and
                   "none" for SP and muP, as in the tables of the papers
     multipliers   numbers that follow the width and are no sizes, such as sqrt(width) after an embedding: "base" gives them the
@@ -113,11 +114,11 @@ def planned(model: nn.Module, base: nn.Module, settings: Settings, *, has_values
         model, roles, pattern, pattern.default_density if density is None else density, numbers.base_spread, masks
     )
     depth = correspond(model, base)
-    branches = branch_factors(model, depth, numbers.depth, settings.get("branches"))
+    branches = branch_factors(model, base, depth, numbers.depth, settings.get("branches"), settings.get("example"))
     initial = _Initial.of(model, base, roles, depth, numbers.rule, settings.get("init_std", "fan_in"), has_values=has_values)
-    multipliers = chosen(
-        find_multipliers(model, base, depth.modules) if numbers.rule is not SP else [], settings.get("multipliers", "ask")
-    )
+    follows, choice = numbers.rule is not SP or bool(branches), settings.get("multipliers", "ask")
+    multipliers = chosen(find_multipliers(model, base, depth.modules) if follows else [], choice)
+    refuse_scaled_twice(multipliers, depth, branches, choice)
     rows = tuple(_row(role, sparsity, numbers, initial, depth.m_depth(role.name)) for role in roles)
     output_factor = numbers.forward("unembedding", _output_width(roles) * sparsity.live)
     return Plan(
@@ -132,7 +133,13 @@ def planned(model: nn.Module, base: nn.Module, settings: Settings, *, has_values
         live_neurons=sparsity.live_neurons,
         depth=numbers.depth.name if depth.lists else "none",
         branches=branches,
-        notes=[*_notes(model, roles, sparsity, numbers, depth), *initial.notes, *_settled(multipliers), *notes],
+        notes=[
+            *_notes(model, roles, sparsity, numbers, depth),
+            *initial.notes,
+            *(own_init(model, depth, branches) if has_values else ()),
+            *_settled(multipliers),
+            *notes,
+        ],
         pending=make_reminders(
             model,
             roles,

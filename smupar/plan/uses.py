@@ -49,10 +49,11 @@ class Event:
 
 @dataclass(frozen=True)
 class Residual:
-    """A sum x + f(x): ``weights`` wrote f(x), and the sum is taken in the module at ``path``."""
+    """A sum x + f(x), which is taken in the module at ``path``. Up to factors f(x) is the sum of the outputs of ``ends``; there
+    are none if it is no module's output."""
 
     path: str
-    weights: tuple[str, ...]
+    ends: tuple[str, ...]
 
 
 @dataclass
@@ -62,4 +63,5 @@ class Usage:
     uses: dict[str, Use]
     events: list[Event] = field(default_factory=list)
     residuals: list[Residual] = field(default_factory=list)
+    same: dict[str, frozenset[str]] = field(default_factory=dict)  # modules that return other modules' outputs
     attention: dict[int, str] = field(default_factory=dict)  # the dot products that are attention scores, and their modules

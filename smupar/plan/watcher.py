@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import is_dataclass, replace
 from functools import reduce
+from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
@@ -59,6 +60,7 @@ _REDUCTIONS = {"sum": 1, "mean": 1, "amax": 1, "norm": 2, "linalg_vector_norm": 
 _NORMS = ("linalg_vector_norm", "norm")
 _KEEP_LENGTH = ("clone", "_to_copy", "clamp", "clamp_min", "add", "sqrt", "rsqrt", "reciprocal", "pow")
 _SOFTMAX = ("_softmax", "_safe_softmax")
+_KEEP_ENDS = ("mul", "div", "clone", "_to_copy", "native_dropout", "index", "index_select")  # factors, and copies
 
 
 class _Watcher(TorchDispatchMode):
@@ -69,6 +71,9 @@ class _Watcher(TorchDispatchMode):
         self._known: dict[StorageWeakRef, Known] = {}
         self._paths = [""]
         self._num_results = 0
+        self._sums: list[
+            tuple[Residual, int, int]
+        ] = []  # with the bit of the sum, and those of what only the branch is made of
         for name, parameter in model.named_parameters():
             self.put(parameter, CONSTANT, tuple(frozenset({(name, dim)}) for dim in range(parameter.ndim)))
         for path, module in model.named_modules():
@@ -79,14 +84,26 @@ class _Watcher(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # skipping it would import torch's compiler, which takes seconds
 
-    def _leave(self, *_: object) -> None:
-        self._paths.pop()
+    def _leave(self, module: nn.Module, args: object, output: object) -> None:
+        """Marks the output of a module. Where modules return the output of another, the innermost is its maker."""
+        path = self._paths.pop()
+        for tensor in islice(_tensors(output), 1):
+            known = self._of(tensor)
+            if known.flow.ends:
+                self.usage.same[path] = known.flow.ends
+            elif known.flow.is_data:
+                marked = replace(known, flow=replace(known.flow, ends=frozenset({path})))
+                self._known[StorageWeakRef(tensor.untyped_storage())] = marked
 
     def put(self, tensor: Tensor, flow: Flow, labels: Labels = ()) -> None:
         known = Known(flow, tuple(tensor.shape), tensor.stride(), labels) if any(labels) else Known(flow)
         self._known[StorageWeakRef(tensor.untyped_storage())] = known
 
     def end(self, output: object) -> None:
+        for residual, bit, _ in self._sums:
+            around = (other.path for other, _, own in self._sums if bit & own)  # sums whose branch it is a part of
+            if not any(_is_in(residual.path, path) for path in around):
+                self.usage.residuals.append(residual)
         for tensor in _tensors(output):
             for name in self._of(tensor).flow.writers:
                 self.usage.uses[name].makes_output = True
@@ -260,6 +277,8 @@ class _Watcher(TorchDispatchMode):
         if name in _SOFTMAX:
             return replace(flow, shares=flow.scores, scores=frozenset()), ()
         data = [tensor for tensor, each in zip(inputs, flows, strict=True) if each.is_data]
+        if len(data) == 1 and name in _KEEP_ENDS:
+            flow = replace(flow, ends=self._of(data[0]).flow.ends)
         if name == "add" and len(data) == 2 and data[0].shape == data[1].shape:
             return self._residual(flow, *(self._of(tensor).flow for tensor in data)), ()
         if name == "mul" and len(data) == 1 and len(inputs) == 2:
@@ -296,10 +315,12 @@ class _Watcher(TorchDispatchMode):
 
     def _residual(self, flow: Flow, first: Flow, second: Flow) -> Flow:
         for stream, branch in ((first, second), (second, first)):
-            if stream.stream & branch.past and branch.writers:
-                self.usage.residuals.append(Residual(self._paths[-1], tuple(sorted(branch.writers))))
+            if stream.stream & branch.past:
+                residual = Residual(self._paths[-1], tuple(sorted(branch.ends)))
+                self._sums.append((residual, 1 << self._num_results, branch.past & ~stream.past))
                 return replace(flow, stream=stream.stream)
-        return flow
+        both = first.ends and second.ends  # attention and MLP in parallel
+        return replace(flow, ends=first.ends | second.ends) if both else flow
 
     def _of_weights(self, name: str, args: Any, inputs: list[Tensor], output: Tensor) -> tuple[Flow, Labels]:
         """An operation on parameters and constants alone. The result is still a weight, if dimensions can be followed."""
@@ -354,6 +375,10 @@ class _Watcher(TorchDispatchMode):
 
     def _labels(self, tensor: Tensor) -> Labels:
         return self._of(tensor).labels_of(tensor)
+
+
+def _is_in(path: str, other: str) -> bool:
+    return path == other or path.startswith(f"{other}.") or not other
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

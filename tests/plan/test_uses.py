@@ -142,16 +142,16 @@ class NoResidual(PreNorm):
 
 
 RESIDUALS = {
-    "pre-norm": (PreNorm, [("mix.weight",), ("down.weight",)]),
-    "parallel": (Parallel, [("mix.weight",), ("down.weight",)]),
-    "branches summed first": (PostSum, [("down.weight", "mix.weight")]),
+    "pre-norm": (PreNorm, [("mix",), ("down",)]),
+    "parallel": (Parallel, [("mix",), ("down",)]),
+    "branches summed first": (PostSum, [("down", "mix")]),
     "none": (NoResidual, []),
 }
 
 
 @pytest.mark.parametrize(("make", "branches"), RESIDUALS.values(), ids=RESIDUALS)
-def test_residual_sums_name_the_weights_that_wrote_the_branch(make, branches):
-    assert [residual.weights for residual in usage(make, TEXT).residuals] == branches
+def test_residual_sums_name_the_modules_that_end_the_branch(make, branches):
+    assert [residual.ends for residual in usage(make, TEXT).residuals] == branches
 
 
 # Attention, by what is done and not by names

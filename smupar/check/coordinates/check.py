@@ -185,8 +185,8 @@ class _Run:
     def train(self, batches: list[Any]) -> None:
         layers = SAME_DEPTH
         if self.cell.depth is not None:
-            loss = partial(self.training.loss_fn, self.model, copy(batches[0]))
-            layers = layers_of(self.model, self.grid.base, self.plan, loss)
+            run = partial(self.training.loss_fn, self.model, copy(batches[0]))
+            layers = layers_of(self.model, self.grid.base, self.plan, run)
             self.faults += [
                 Finding(f"{path!r} is in no branch that is divided", "branch missing", path) for path in layers.beside
             ]

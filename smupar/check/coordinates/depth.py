@@ -1,9 +1,9 @@
 """Layers of models that differ in depth: which of them are compared, and what a depth rule makes of their sizes.
 
 Of all blocks that correspond to one block of the base, the last is measured, because it ends at the same share of the depth in
-every model, and what the other blocks do arrives there through the residual stream. The layers inside are measured in the middle
-block, since the base's block stands for all of them. A depth rule divides residual branches, and with them the gradients inside.
-These sizes are divided by the plan's own factors, so that what is left is flat.
+every model, and what the other blocks do arrives there through the residual stream. The layers inside are measured in the
+middle block, since the base's block stands for all of them. A depth rule divides residual branches, and with them the
+gradients inside. These sizes are divided by the plan's own factors, so that what is left is flat.
 """
 
 from __future__ import annotations

@@ -14,9 +14,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from smupar.integrations.huggingface.families import FAMILIES, base_config
 from smupar.integrations.huggingface.folders import keep_plan
-from smupar.integrations.huggingface.inputs import runs
+from smupar.integrations.huggingface.inputs import example, runs
 from smupar.model import parameterize as apply
 from smupar.model.attention import set_scales
+from smupar.plan.branches import find_branches
+from smupar.plan.depth import correspond
 from smupar.plan.make import Settings
 from smupar.plan.plan import Plan, PlanWarning
 from smupar.plan.settings import refuse
@@ -38,7 +40,7 @@ def parameterize(
     gives the base's values to numbers that follow the width (``multipliers="base"``), and lets ``save_pretrained`` save the
     plan.
 
-    base      width at which hyperparameters were tuned, or the config or model of that width
+    base      width at which hyperparameters were tuned, or the config or model of that width, which may have fewer layers
     settings  settings of ``smupar.parameterize``
 
     GPT-2, Llama, Mistral, Qwen2, Qwen3, GPT-NeoX and ViT are known. For other architectures, give a config or a model as base;
@@ -60,6 +62,8 @@ def parameterize(
             stacklevel=2,
         )
     settings.setdefault("multipliers", "base")
+    if settings.get("branches") is None:
+        settings["branches"] = _branches(model, narrow)
     plan = apply.parameterize(model, base=narrow, reset=reset, **settings)
     set_attention_scale(model, plan)
     keep_plan(model, plan)
@@ -164,6 +168,19 @@ def _with_known_roles(model: PreTrainedModel, base: nn.Module, settings: Setting
     if delta is None and getattr(base, "config", config).hidden_size == config.hidden_size:
         delta = build(type(model), base_config(config, 2 * config.hidden_size))
     return {**settings, "roles": roles | {glob: role for glob, role in hidden.items() if glob not in roles}, "delta": delta}
+
+
+def _branches(model: PreTrainedModel, base: nn.Module) -> list[str] | None:
+    """The modules that end residual branches, if model and base differ in depth: a pass of the base on small inputs shows
+    them."""
+    counts = [getattr(getattr(each, "config", None), "num_hidden_layers", None) for each in (model, base)]
+    differ = bool(correspond(model, base).lists)
+    refuse(
+        counts[0] != counts[1] and not differ,
+        f"model and base have {counts[0]} and {counts[1]} layers, but no list of layers shows it, since layers share their "
+        "weights: build the base's config with as many layers",
+    )
+    return find_branches(model, base, example(base)) if differ and isinstance(base, PreTrainedModel) else None
 
 
 def _to_confirm(model: PreTrainedModel) -> str:

@@ -237,8 +237,12 @@ class RunConfig:
     def residual_depth(self) -> int:
         """The depth in the model's own 1 / sqrt(2 depth): the base's where a depth rule scales branches, so that the two do
         not add up."""
-        scales = DEPTH_RULES[self.depth_rule or get_rule(self.rule).depth].alpha is not None
-        return self.base_depth if scales and self.base_depth is not None else self.model.depth
+        return self.base_depth if self.scales_branches and self.base_depth is not None else self.model.depth
+
+    @property
+    def scales_branches(self) -> bool:
+        """Whether a depth rule scales residual branches, in a model that is deeper than its base."""
+        return DEPTH_RULES[self.depth_rule or get_rule(self.rule).depth].alpha is not None
 
     @property
     def mask_method(self) -> MaskMethod:

@@ -255,7 +255,8 @@ def _settings(config: RunConfig) -> Settings:
         "init_std": config.init_std,
         "alpha_input": config.alpha_input,
         "alpha_output": config.alpha_output,
-        "multipliers": "own",  # the factor of residual branches, which follows the depth, is set above
+        # The model's own factor on residual branches stays that of the base's depth, unless nothing else scales them.
+        "multipliers": "base" if config.scales_branches else "own",
         "branches": BRANCHES,
         "depth": config.depth_rule,
         # If model and base are equally wide, a wider delta shows which dimensions scale.

@@ -43,7 +43,7 @@ REFUSED = [
     (after(lambda loss: loss + math.inf), "the loss is inf before any step"),
     (
         {"densities": (1,)},
-        r"nothing to compare: widths=\[16\] and densities=\[1\.0\].*at least two widths or two densities",
+        r"nothing to compare: widths=\[16\] and densities=\[1\.0\].*at least two widths, two densities or two depths",
     ),
     ({"densities": (1, 1.0), "widths": (16, 16)}, "nothing to compare"),
     *(({"make_model": lambda width: Fork(16), "widths": widths}, SAME_SHAPES) for widths in ((), (8,), (16,), (8, 16))),

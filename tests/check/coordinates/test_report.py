@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 import smupar
-from smupar.check.coordinates.measure import CHANGE, GRAD_W, JUDGED, Reading
+from smupar.check.coordinates.measure import CHANGE, GRAD_W, JUDGED, GridPoint, Reading
 from smupar.check.coordinates.report import Report
 from smupar.check.coordinates.verdict import FAIL, PASS, Slope, decides
 from smupar.output.page import read_page
@@ -36,7 +36,7 @@ def test_ok_is_about_the_rules_that_are_no_baselines():
 
     def made(**exponents):
         readings = [one for rule, exponent in exponents.items() for one in power_law(exponent, rule=rule)]
-        return Report(readings, faults={}, plans={(rule, 64, 1.0): plan for rule in exponents})
+        return Report(readings, faults={}, plans={GridPoint(rule, 64, 1.0, None): plan for rule in exponents})
 
     both = made(sp=0.5, smupar=0.0)
     assert both.verdicts == {"sp": FAIL, "smupar": PASS}
