@@ -46,7 +46,7 @@ class Request:
     fields: Mapping[str, Any] = field(default_factory=dict)  # fields of the configuration whose flags were typed
     preset: str = "demo"
     vocab_size: int = 0  # vocabulary size of the text's tokenizer
-    hps: Mapping[str, float] | None = None  # tuned hyperparameters, and the base width at which they were tuned
+    hps: Mapping[str, float] | None = None  # tuned hyperparameters, and the width and depth at which they were tuned
     hps_file: str | None = None
 
 
@@ -80,12 +80,16 @@ def _origin(kind: type[Kind], request: Request) -> tuple[Kind, dict[str, Any]]:
     if request.vocab_size > run.model.vocab_size:
         values["vocab_size"] = padded_vocab(request.vocab_size)
     if request.hps:
-        width = request.hps["base_width"]
-        base_width = typed.get("base_width", width)
-        refuse(
-            base_width != width, f"{request.hps_file} was tuned at --base-width {width}, not {base_width}: leave the flag out"
-        )
+        for name in ("base_width", "base_depth"):
+            tuned = request.hps.get(name)
+            asked = typed.get(name, tuned)
+            refuse(
+                tuned is not None and asked != tuned,
+                f"{request.hps_file} was tuned at {_flag(name)} {tuned}, not {asked}: leave the flag out",
+            )
         values |= request.hps
+        if values.get("base_depth") == typed.get("depth", run.model.depth) and not typed.get("depths"):
+            values["base_depth"] = None  # factors are 1, so the run is that of a base depth that nobody names
     if issubclass(kind, RunConfig):
         return run, values
     if issubclass(kind, TransferConfig):

@@ -87,7 +87,7 @@ def _seen(base: nn.Module, example: Example | None) -> tuple[Usage | None, str]:
 
 
 def find_branches(model: nn.Module, base: nn.Module, example: Example) -> list[str] | None:
-    """The modules that end residual branches where model and base differ in depth; None if a forward pass does not show them."""
+    """The modules that end residual branches where model and base differ in depth; None if a pass does not show them."""
     depth = correspond(model, base)
     usage, _ = _seen(base, example)
     return sorted(_inferred(model, base, depth, usage)) or None if usage and depth.lists else None

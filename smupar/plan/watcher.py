@@ -71,9 +71,7 @@ class _Watcher(TorchDispatchMode):
         self._known: dict[StorageWeakRef, Known] = {}
         self._paths = [""]
         self._num_results = 0
-        self._sums: list[
-            tuple[Residual, int, int]
-        ] = []  # with the bit of the sum, and those of what only the branch is made of
+        self._sums: list[tuple[Residual, int, int]] = []  # with the bits of the sum and of its branch alone
         for name, parameter in model.named_parameters():
             self.put(parameter, CONSTANT, tuple(frozenset({(name, dim)}) for dim in range(parameter.ndim)))
         for path, module in model.named_modules():

@@ -33,7 +33,8 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class TransferConfig:
-    """One hyperparameter, swept on the dense proxy of base width and on targets over widths and sparsities."""
+    """One hyperparameter, swept on the dense proxy of base width and base depth, and on targets over widths, sparsities and
+    depths."""
 
     run: RunConfig = field(default_factory=lambda: RunConfig(**SHORT))
     axis: Tuned = "lr"
@@ -46,6 +47,8 @@ class TransferConfig:
     """Sparsities of the targets."""
     widths: tuple[int, ...] = (256,)
     """Widths of the targets."""
+    depths: tuple[int, ...] = ()
+    """Depths of the targets; default the one depth of --depth. The proxy has --base-depth, by default the smallest of these."""
     seeds: int = 1
     """Number of seeds at the best value of each curve and its two neighbours; other values have one seed."""
     proxy_depth: int | None = None
@@ -66,7 +69,16 @@ class TransferConfig:
         )
         check_not_too_large("seeds", self.seeds)
         check_not_too_large("width", *self.widths)
-        check_not_too_large("depth", self.proxy_depth or 1)
+        check_not_too_large("depth", self.proxy_depth or 1, *self.depths)
+        refuse(
+            self.depths and min(self.depths) < (self.run.base_depth or 1),
+            f"depths must be whole numbers from the base depth {self.run.base_depth or 1} on, got {self.depths}: tune on a "
+            "model that is not deeper than those you train",
+        )
+        refuse(
+            self.depths and self.proxy_depth is not None,
+            "with --depths the proxy has the base depth: name it with --base-depth, and leave out --proxy-depth",
+        )
         check_not_too_large("steps", self.proxy_steps or 1)
         refuse(
             self.values and (len(set(self.values)) < 3 or min(self.values) <= 0),
@@ -87,7 +99,13 @@ class TransferConfig:
             rules=tuple(dict.fromkeys(self.rules)),
             sparsities=tuple(dict.fromkeys(self.sparsities)),
             widths=tuple(dict.fromkeys(self.widths)),
+            depths=tuple(dict.fromkeys(self.depths)),
         )
+
+    @property
+    def base_depth(self) -> int | None:
+        """The depth of the proxy, where factors follow the depth; None if they do not."""
+        return self.run.base_depth or (min(self.depths) if self.depths else None)
 
 
 @dataclass(frozen=True)

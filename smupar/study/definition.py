@@ -98,12 +98,20 @@ def mean_loss(results: Sequence[Result]) -> float:
     return sum(result.loss for result in results) / len(results)
 
 
-def curve_of(results: dict[float, list[Result]], *, rule: str, width: int, sparsity: float, is_proxy: bool = False) -> Curve:
+def curve_of(
+    results: dict[float, list[Result]],
+    *,
+    rule: str,
+    width: int,
+    sparsity: float,
+    is_proxy: bool = False,
+    depth: int | None = None,
+) -> Curve:
     """The curve of one model, from the results of all seeds at each swept value."""
     values = sorted(results)
     losses = tuple(mean_loss(results[value]) for value in values)
     seeds = tuple(tuple(result.loss for result in results[value]) for value in values)
-    return Curve(rule, width, sparsity, tuple(values), losses, is_proxy, seeds)
+    return Curve(rule, width, sparsity, tuple(values), losses, is_proxy, seeds, depth)
 
 
 def best_in_words(results: Sequence[Result]) -> str:

@@ -20,6 +20,7 @@ class Curve:
     losses: tuple[float, ...]  # infinite where a seed diverged
     is_proxy: bool = False
     seeds: tuple[tuple[float, ...], ...] = ()  # for each value the losses of its single seeds, if they are known
+    depth: int | None = None  # where depths are compared
 
     @property
     def best_index(self) -> int:

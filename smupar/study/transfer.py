@@ -1,5 +1,5 @@
-"""Does a hyperparameter transfer? Sweeps it on the dense proxy and on wide sparse targets under several rules, and says how far
-each rule's optimum moved and what the proxy's optimum costs on the targets."""
+"""Does a hyperparameter transfer? Sweeps it on the dense proxy and on wide, sparse and deep targets under several rules, and
+says how far each rule's optimum moved and what the proxy's optimum costs on the targets."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
+from itertools import product
 from typing import Any, NamedTuple
 
 from smupar.lm.config.run import RunConfig
@@ -42,8 +43,8 @@ class Verdict:
 
     @property
     def farthest(self) -> Curve:
-        """The widest of the sparsest targets."""
-        return max(self.targets, key=lambda curve: (curve.sparsity, curve.width))
+        """The deepest of the widest of the sparsest targets."""
+        return max(self.targets, key=lambda curve: (curve.sparsity, curve.width, curve.depth or 0))
 
 
 def define_transfer(config: TransferConfig) -> StudyDefinition:
@@ -92,7 +93,7 @@ def followed_trace(config: TransferConfig, study: Study) -> str | None:
     """The trace of the proxy at its best value, if any run follows it. More values may change which is best."""
     if MEASURED not in config.rules:
         return None
-    setup = _Setup(MEASURED, config.run.base_width, 0.0, is_proxy=True)
+    setup = _proxy(config, MEASURED)
     proxy = _curve(config, {result.config.id: result for result in study.results()}, setup)
     refuse(proxy.diverged, f"all runs of the proxy diverged: sweep smaller values of {config.axis} (--values)")
     return str(study.trace_to_follow(_run(config, setup, proxy.best_value)))
@@ -117,12 +118,13 @@ def sentence(config: TransferConfig, verdicts: Sequence[Verdict]) -> str:
     """The study in one sentence, with the numbers it measured, and what to doubt about them."""
     name = _NAMES[config.axis]
     moves = ", ".join(f"{_whose(_title(verdict.rule))} {verdict.moved_words}" for verdict in verdicts)
-    first = f"From the dense proxy of width {config.run.base_width} the best {name} moved: {moves}"
+    deep = "" if config.base_depth is None else f" and depth {config.base_depth}"
+    first = f"From the dense proxy of width {config.run.base_width}{deep} the best {name} moved: {moves}"
     far = verdicts[0].farthest
     costs = ", ".join(
         f"{_title(verdict.rule)} {_percent(verdict.farthest.excess(verdict.proxy.best_value))}" for verdict in verdicts
     )
-    second = f"at {far.sparsity:.4g} sparsity and width {far.width} the proxy's best swept {name} costs {costs}"
+    second = f"at {far.sparsity:.4g} sparsity and width {far.width}{_deep(far)} the proxy's best swept {name} costs {costs}"
     curves = [curve for verdict in verdicts for curve in (verdict.proxy, *verdict.targets)]
     lost = _named(curve for curve in curves if curve.diverged)
     edges = _named(curve for curve in curves if curve.on_edge and not curve.diverged)
@@ -156,7 +158,7 @@ def _answer(config: TransferConfig, verdict: Verdict) -> Answer:
     far = _farthest_moved(verdict)
     octaves = 0.0 if math.isinf(factor) else math.log2(far.best / verdict.proxy.best)
     cost = verdict.farthest.excess(verdict.proxy.best_value)
-    where = f"sparsity {far.sparsity:.4g}, width {far.width}"
+    where = f"sparsity {far.sparsity:.4g}, width {far.width}{_deep(far)}"
     moved_to = (
         "every run diverged there" if far.diverged else f"{verdict.proxy.best:.3g} on the dense proxy, {far.best:.3g} there"
     )
@@ -164,7 +166,8 @@ def _answer(config: TransferConfig, verdict: Verdict) -> Answer:
         "name": _title(verdict.rule),
         "value": move_in_words(curves),
         "text": f"{octaves:+.1f} octaves at {where}: best {_NAMES[config.axis]} {moved_to}. "
-        f"The proxy's best costs {_percent(cost)} at sparsity {verdict.farthest.sparsity:.4g}, width {verdict.farthest.width}.",
+        f"The proxy's best costs {_percent(cost)} at sparsity {verdict.farthest.sparsity:.4g}, width {verdict.farthest.width}"
+        f"{_deep(verdict.farthest)}.",
         "tone": "good" if factor <= STABLE else "bad",
         "rule": _title(verdict.rule),
     }
@@ -236,9 +239,15 @@ class _Ids:
 
 def _named(curves: Iterable[Curve | _Setup]) -> str:
     return ", ".join(
-        f"{_title(curve.rule)} {'on the proxy' if curve.is_proxy else f'at sparsity {curve.sparsity:g}, width {curve.width}'}"
+        f"{_title(curve.rule)} "
+        f"{'on the proxy' if curve.is_proxy else f'at sparsity {curve.sparsity:g}, width {curve.width}{_deep(curve)}'}"
         for curve in curves
     )
+
+
+def _deep(curve: Curve | _Setup) -> str:
+    """The depth of a model in words, where depths are compared."""
+    return "" if curve.depth is None else f", depth {curve.depth}"
 
 
 def panels(config: TransferConfig, verdicts: Sequence[Verdict], ids: _Ids | None = None) -> list[Panel]:
@@ -255,13 +264,14 @@ def _with_move(panel: Panel, verdict: Verdict) -> Panel:
 def _panel(config: TransferConfig, rule: str, curves: Sequence[Curve], ids: _Ids | None) -> Panel:
     """The curves of one rule that are there, and, given ``ids``, the points that are waiting."""
     setups = [setup for setup in _setups(config) if setup.rule == rule]
-    by_setup = {None if curve.is_proxy else (curve.width, curve.sparsity): curve for curve in curves}
-    targets = sorted((setup for setup in setups if not setup.is_proxy), key=lambda setup: (setup.width, setup.sparsity))
+    by_setup = {None if curve.is_proxy else (curve.width, curve.sparsity, curve.depth): curve for curve in curves}
+    targets = sorted((setup for setup in setups if not setup.is_proxy), key=lambda setup: (setup.width, *setup[2:]))
     lines = []
     for number, setup in enumerate([setups[0], *targets]):
         label = f"dense proxy, width {setup.width}" if setup.is_proxy else f"width {setup.width}, sparsity {setup.sparsity:.4g}"
+        label += _deep(setup)
         shade = max(0, number - 1) / max(1, len(targets) - 1)
-        curve = by_setup.get(None if setup.is_proxy else (setup.width, setup.sparsity))
+        curve = by_setup.get(None if setup.is_proxy else (setup.width, setup.sparsity, setup.depth))
         line = Line(label, (), shade, dashed=setup.is_proxy) if curve is None else line_of(curve, label, shade)
         lines.append(ids.on(line, setup) if ids is not None and ids.is_known(setup) else line)
     proxy = by_setup.get(None)
@@ -283,7 +293,12 @@ class _Setup(NamedTuple):
     rule: str
     width: int
     sparsity: float
+    depth: int | None = None  # None if depths are not compared
     is_proxy: bool = False
+
+
+def _proxy(config: TransferConfig, rule: str) -> _Setup:
+    return _Setup(rule, config.run.base_width, 0.0, config.base_depth, is_proxy=True)
 
 
 def _setups(config: TransferConfig) -> list[_Setup]:
@@ -295,8 +310,9 @@ def _setups(config: TransferConfig) -> list[_Setup]:
             config.axis.startswith("alpha") and rule not in _OURS and not get_rule(rule).has_alphas,
             f"{title} has no {config.axis} to sweep: leave it out of --rules",
         )
-        setups.append(_Setup(rule, config.run.base_width, 0.0, is_proxy=True))
-        setups += [_Setup(rule, width, sparsity) for width in config.widths for sparsity in config.sparsities]
+        setups.append(_proxy(config, rule))
+        depths = config.depths or ((None,) if config.base_depth is None else (config.run.model.depth,))
+        setups += [_Setup(rule, *target) for target in product(config.widths, config.sparsities, depths)]
     return setups
 
 
@@ -316,6 +332,11 @@ def _run(config: TransferConfig, setup: _Setup, value: float, trace: str | None 
         fields["rule"] = as_rule("smupar" if rule in _OURS else rule, setup.sparsity)
     if rule == "sp":
         fields["init_std"] = sp_init_std(run.init_std, run.base_width, setup.width)
+    if setup.depth is not None:
+        # A model of the base's depth has the fields, and the id, of a run that says nothing of depth.
+        is_deeper = setup.depth != config.base_depth
+        fields |= {"depth": setup.depth, "base_depth": config.base_depth if is_deeper else None}
+        fields |= {} if is_deeper else {"depth_rule": None}
     fields |= {"width": setup.width, "sparsity": setup.sparsity}
     return with_fields(run, fields | {config.axis: value})  # the swept value replaces an init std of SP
 
@@ -331,14 +352,14 @@ def _dense_fields(steps: int) -> dict[str, object]:
 
 
 def _curve(config: TransferConfig, by_id: dict[str, Result], setup: _Setup, trace: str | None = None) -> Curve:
-    rule, width, sparsity, is_proxy = setup
+    rule, width, sparsity, depth, is_proxy = setup
     finished = {}
     for value in config.values:
         seeds = seeds_of(_run(config, setup, value, trace), config.seeds)
         if results := [by_id[run.id] for run in seeds if run.id in by_id]:
             finished[value] = results
     refuse(not finished, f"no finished run of {rule} at width {width}, sparsity {sparsity:g}: start the same command again")
-    return curve_of(finished, rule=rule, width=width, sparsity=sparsity, is_proxy=is_proxy)
+    return curve_of(finished, rule=rule, width=width, sparsity=sparsity, is_proxy=is_proxy, depth=depth)
 
 
 def _title(rule: str) -> str:

@@ -28,6 +28,7 @@ from smupar.study.space import with_fields
 from smupar.study.store import Result, Study
 
 FORMAT = "smupar-hps/1"
+_SIZES = ("base_width", "base_depth")  # of the proxy
 _DIGITS = 6  # of a sampled value, so that its run has the same id on every machine
 _CLOSE = 0.01  # a loss this near to the best is as good
 _EDGE = 0.05  # share of a range's logarithm: a best value so near to an end may want a wider range
@@ -81,6 +82,7 @@ class Tuned:
                 "format": FORMAT,
                 **self.hps,
                 "base_width": run.base_width,
+                "base_depth": run.base_depth or run.model.depth,
                 "source": source,
                 "sensitivity": {name: asdict(sensitivity) for name, sensitivity in self.sensitivities.items()},
             },
@@ -253,10 +255,11 @@ def doubts(path: str | Path, *, optimizer: str, rule: str) -> list[str]:
 
 
 def read_hps(path: str | Path) -> dict[str, float]:
-    """The hyperparameters in a best.json, or in that of a study's folder: fields of a run, to be set together. With them comes
-    base_width, the width at which they were tuned."""
+    """The hyperparameters in a best.json, or in that of a study's folder: fields of a run, to be set together. With them come
+    base_width and base_depth, the width and depth at which they were tuned. Earlier versions did not write the depth."""
     values = _read_best(path)
-    return {**{name: float(values[name]) for name in TUNED}, "base_width": int(values["base_width"])}
+    sizes = {name: int(values[name]) for name in _SIZES if name in values}
+    return {**{name: float(values[name]) for name in TUNED}, **sizes}
 
 
 def _read_best(path: str | Path) -> dict[str, Any]:
@@ -268,13 +271,14 @@ def _read_best(path: str | Path) -> dict[str, Any]:
         values.get("format") != FORMAT,
         f"{file} was not written by `smupar tune` of this version: it does not say {FORMAT}",
     )
-    for name in (*TUNED, "base_width"):
+    for name in (*TUNED, "base_width", *(name for name in _SIZES if name in values)):
         value = values.get(name)
         refuse(
             isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max,
             f"{file} is damaged: {name} must be a number above 0, got {_short(value)}: {remedy}",
         )
-    refuse(values["base_width"] % 1 != 0, f"{file} is damaged: base_width must be a whole number: {remedy}")
+    for name in (name for name in _SIZES if name in values):
+        refuse(values[name] % 1 != 0, f"{file} is damaged: {name} must be a whole number: {remedy}")
     source = values.setdefault("source", {})
     refuse(not isinstance(source, dict), f"{file} is damaged: source must have fields, got {_short(source)}: {remedy}")
     for name in ("optimizer", "rule"):
