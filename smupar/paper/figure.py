@@ -8,6 +8,7 @@ this order:
 prepare         raises before anything is trained if something is missing
 runs, then      proposes the runs to train; ``then`` proposes runs that depend on the results of the first
 swept           runs more seeds around the best value of every curve
+last            proposes runs that come after all others, with the seeds that they have
 measure         computes what ``draw`` and ``claim`` take, from the runs or without any; by default they take the runs' rows
 draw, text      draws the picture; makes a table that needs no run
 claim           answers yes, no, or that nothing can be told, with numbers
@@ -85,6 +86,7 @@ class Figure:
     runs: Callable[[Scale], list[RunConfig]] | None = None
     then: Callable[[Scale, Study], list[RunConfig]] | None = None
     swept: tuple[str, str] | None = None  # the experiment that sets the number of seeds, and the swept field
+    last: Callable[[Scale], list[RunConfig]] | None = None
     keeps_weights: bool = False
     measure: Callable[[Place, Rows], Any] | None = None
     from_facts: Callable[[dict[str, Any]], Any] | None = None  # the result of ``measure``, from published facts

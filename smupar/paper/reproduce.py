@@ -40,7 +40,7 @@ from smupar.study.view import result_rows, table_of
 MADE_ON = "made-on.json"  # the device and versions of a measurement without runs
 FIGURES = (
     *("tab01", "fig01", "fig03", "fig05", "fig06", "fig07", "fig08", "fig09", "fig10", "fig11", "fig12", "fig13", "fig14"),
-    *("tab02", "tab03", "tab04", "wpn", "patterns", "thin", "decay", "drift"),
+    *("tab02", "tab03", "tab04", "wpn", "patterns", "thin", "decay", "drift", "depth"),
 )
 FINDINGS = {
     1: "Increasing sparsity makes activations and gradients vanish under SP and muP",
@@ -174,7 +174,8 @@ def _trained(
     """The results of a figure's runs, and the sha256 of the files that they read. ``configs`` are the first runs."""
     scale = place.scale
     if how.engine != "ray":  # Ray runs them on other machines
-        _refuse_device(name, scale, configs, pick_device(how.device), asked=how.device != "auto")
+        every = [*configs, *(fig.last(scale) if fig.last else [])]
+        _refuse_device(name, scale, every, pick_device(how.device), asked=how.device != "auto")
     if fig.prepare:
         fig.prepare(place.data_dir)
     definition, command = _definition(fig, configs, scale), f"smupar reproduce --scale {scale.name}"
@@ -191,6 +192,9 @@ def _definition(fig: Figure, configs: Sequence[RunConfig], scale: Scale) -> Stud
     if fig.swept:
         experiment, axis = fig.swept
         stages = with_more_seeds(stages, axis, scale.size(experiment).seeds)
+    if fig.last:
+        last = fig.last(scale)
+        stages.append(lambda study: last)
     return replace(sweep_from_json({"kind": "reproduce", "scale": scale.name, "data": scale.data}), stages=stages)
 
 
@@ -222,6 +226,7 @@ def dry_run(name: str, scale: Scale) -> str:
         values = sorted({getattr(config, axis) for config in configs})
         middle = [config for config in configs if getattr(config, axis) in values[len(values) // 2 - 1 :][:3]]
         configs += [replace(config, seed=seed) for config in middle for seed in range(1, scale.size(experiment).seeds)]
+    configs += fig.last(scale) if fig.last else []
     costs = {config.id: estimate(config, micro_batch=1) for config in unique(map(_cost_fields, configs))}
     each = [costs[_cost_fields(config).id] for config in configs]
     hours = sum(cost.hours() for cost in each)

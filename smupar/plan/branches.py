@@ -133,7 +133,8 @@ def _refuse_not_added(depth: Correspondence, scaled: list[str], usage: Usage) ->
     """Refuses modules whose outputs the example's forward pass does not add to anything."""
     added = {end for residual in usage.residuals for end in residual.ends}
     wrong = [path for path in scaled if not usage.same.get(depth.modules[path], {depth.modules[path]}) <= added]
-    ends = dict.fromkeys(layer_glob(end) for end in sorted(added) if depth.base_block_of(end) is not None)
+    blocks = {end: depth.base_block_of(end) for end in sorted(added)}
+    ends = dict.fromkeys(_glob(end, block) for end, block in blocks.items() if block is not None)
     sums = dict.fromkeys(layer_glob(residual.path) for residual in usage.residuals)
     remedy = (
         f"these are:\n  branches={list(ends)!r}"
@@ -146,6 +147,11 @@ def _refuse_not_added(depth: Correspondence, scaled: list[str], usage: Usage) ->
         f"branches names {wrong[0] if wrong else ''!r}, whose output the example's forward pass does not add to a residual "
         f"stream; {remedy}",
     )
+
+
+def _glob(path: str, block: str) -> str:
+    """The glob for a module of a block, in all blocks of its list."""
+    return f"{block.rpartition('.')[0]}.*{path.removeprefix(block)}".lstrip(".")
 
 
 # Asking
@@ -161,7 +167,7 @@ def _question(model: nn.Module, depth: Correspondence, why: str) -> str:
         + (
             f" Or {why}."
             if why.startswith("example")
-            else f" They could not be inferred: {why or 'the sums are not of modules'}."
+            else f" They were not inferred: {why or 'what is added is not always the output of modules inside the block'}."
         )
     )
 
@@ -224,7 +230,7 @@ def own_init(model: nn.Module, depth: Correspondence, branches: tuple[tuple[str,
             usual = (1 / math.sqrt(2 * len(blocks)), 1 / math.sqrt(len(blocks)))
             if not any(_is(ratio, 1.0) for ratio in ratios) and any(_is(ratio, own) for ratio in ratios for own in usual):
                 text = (
-                    f"{layer_glob(end)!r} starts {min(ratios):.3g} times as large as other weights of its block, by a factor "
+                    f"{_glob(end, blocks[0])!r} starts {min(ratios):.3g} times as large as other weights of its block, by a factor "
                     "for the model's own depth: the plan draws it without that factor, since it divides the branch"
                 )
                 yield Note("own init", text, False)

@@ -10,11 +10,11 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from smupar.check.audit import Finding
-from smupar.check.coordinates.measure import GRAD_X, Cell, GridPoint
+from smupar.check.coordinates.measure import DY, GRAD_X, Cell, GridPoint, Y
 from smupar.check.coordinates.verdict import FAIL, Slope, decides
 from smupar.plan.plan import Plan
 from smupar.plan.settings import layer_glob
-from smupar.rules import get_rule
+from smupar.rules import DEPTH_MUP, get_rule
 
 REMEDIES = {
     "init": "init not corrected: initialise before parameterize, not after, which would overwrite its init",
@@ -45,6 +45,8 @@ REMEDIES = {
     "branch factor": "the outputs of residual branches are not what the plan says: call smupar.attach(model, plan)",
     "no depth rule": "nothing divides the residual branches of deeper models: name them with branches=[...] and use "
     "depth='completep', the default of SmuPar's rules",
+    "lazy": "with alpha 1/2, what layers learn inside a branch falls with the depth: use depth='completep' if they should "
+    "learn as much at every depth",
     "branch missing": "these layers lie in blocks, and reach the loss past every branch that is divided: unless they are "
     "shortcuts, add the module that ends their branch to branches=[...]",
     "branch twice": "residual branches are divided twice: the model scales them by its depth itself. Compute its factor from "
@@ -153,7 +155,10 @@ def _cause_over_depth(failing: list[Slope], plans: Collection[Plan]) -> str:
     if all(not plan.branches for plan in plans):
         return "no depth rule"
     first = [slope for slope in failing if slope.step == 1 and slope.quantity == GRAD_X]
-    return "branch twice" if first and all(slope.slope < 0 for slope in first) else "elsewhere"
+    if first and all(slope.slope < 0 for slope in first):
+        return "branch twice"
+    shrinks = all(slope.slope < 0 and slope.quantity in (Y, DY) and slope.is_mean for slope in failing)
+    return "lazy" if shrinks and any(plan.depth == DEPTH_MUP.name for plan in plans) else "elsewhere"
 
 
 def _evidence(failing: list[Slope]) -> str:
