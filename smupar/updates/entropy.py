@@ -1,4 +1,4 @@
-"""The entropy of attention, where it can be seen: in calls of torch's scaled dot product attention and in softmaxes over keys."""
+"""The entropy of attention, where it can be seen: in torch's scaled dot product attention and in softmaxes over keys."""
 
 from __future__ import annotations
 

@@ -65,8 +65,8 @@ class SmuparCallback(TrainerCallback):
         for part in (self.sparsifier, self.updates, self.observer):
             refuse(
                 part is not None and optimizer not in part.optimizers,
-                "the Trainer's optimizer is not the one that the sparsifier, the measured updates or the observer got: make one "
-                "with make_optimizer and pass it to them and to Trainer(optimizers=(optimizer, None))",
+                "the Trainer's optimizer is not the one that the sparsifier, the measured updates or the observer got: make "
+                "one with make_optimizer and pass it to them and to Trainer(optimizers=(optimizer, None))",
             )
         check_start(model, self.plan, optimizer, trained=state.global_step > 0, where="before trainer.train()")
 

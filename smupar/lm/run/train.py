@@ -80,8 +80,8 @@ def _train(
     if summary.status == "diverged":
         _doubt_checkpoint(path / "checkpoints", first, world)
     if folder and summary.status in ("finished", "diverged"):
-        [trace] = stepper.traces()
-        summary.write(path, trace, stepper.observer and stepper.observer.observation)
+        [trace], observer = stepper.traces(), stepper.observer
+        summary.write(path, trace, None if observer is None else observer.observation)
     world.wait()
     return summary
 
