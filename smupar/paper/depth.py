@@ -156,6 +156,8 @@ def _density(sparsity: float) -> str:
 
 def claim(rows: Rows) -> Claim:
     found = _read(rows)
+    if any(len(_against(found, rule)) == 1 for rule in _RULES):
+        return Claim(None, "not every depth rule has a deeper model whose runs have ended")
     moves = {rule: farthest_move(_against(found, rule)) for rule in _RULES}
     costs = {rule: max(curve.excess(found.proxy.best_value) for curve in _against(found, rule)[1:]) for rule in _RULES}
     ours = _against(found, "completep")
@@ -177,7 +179,7 @@ def claim(rows: Rows) -> Claim:
             moves["none"] > MORE * moves["completep"],
             f"without a factor it moves farther (moves and costs: {others})",
         ),
-        *([_corner(found.corner)] if found.corner else []),
+        *([_corner(found.corner)] if all(len(curves) > 1 for curves in found.corner.values()) and found.corner else []),
     )
 
 
@@ -190,7 +192,7 @@ def _corner(curves: dict[str, list[Curve]]) -> Claim:
     base, ours = curves["completep"]
     none, tuned = curves["none"][-1], base.best_value
     cost = ours.excess(tuned)
-    lead = dict(zip(none.values, none.losses, strict=True))[tuned] / dict(zip(ours.values, ours.losses, strict=True))[tuned] - 1
+    lead = none.at(tuned) / ours.at(tuned) - 1
     return Claim(
         cost <= _NEAR and lead > 0,
         f"tuned at {_label(base)}, the model of {_label(ours)} loses {cost:.2%} beside its own best learning rate, {_NEAR:.1%} "

@@ -164,11 +164,7 @@ def _question(model: nn.Module, depth: Correspondence, why: str) -> str:
         f"model and base have different numbers of layers in {lists}. Name the modules whose outputs are added to the residual "
         f"stream, so that each can be divided; if these guesses are right, pass:\n  branches={_guesses(model, depth)!r}\n"
         "If the model has no residual branches, or scales them itself, pass depth='none'."
-        + (
-            f" Or {why}."
-            if why.startswith("example")
-            else f" They were not inferred: {why or 'what is added is not always the output of modules inside the block'}."
-        )
+        f" They were not inferred: {why or 'what is added is not always the output of modules inside the block'}."
     )
 
 
@@ -230,8 +226,8 @@ def own_init(model: nn.Module, depth: Correspondence, branches: tuple[tuple[str,
             usual = (1 / math.sqrt(2 * len(blocks)), 1 / math.sqrt(len(blocks)))
             if not any(_is(ratio, 1.0) for ratio in ratios) and any(_is(ratio, own) for ratio in ratios for own in usual):
                 text = (
-                    f"{_glob(end, blocks[0])!r} starts {min(ratios):.3g} times as large as other weights of its block, by a factor "
-                    "for the model's own depth: the plan draws it without that factor, since it divides the branch"
+                    f"{_glob(end, blocks[0])!r} starts {min(ratios):.3g} times as large as other weights of its block, by a "
+                    "factor for the model's own depth: the plan draws it without that factor, since it divides the branch"
                 )
                 yield Note("own init", text, False)
 

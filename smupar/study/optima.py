@@ -59,7 +59,11 @@ class Curve:
     def excess(self, value: float) -> float:
         """What a value costs, relative to the best loss. Between swept values it is interpolated linearly over the
         logarithm."""
-        return math.inf if self.diverged else _interpolated(self.values, self.losses, value) / self.best_loss - 1
+        return math.inf if self.diverged else self.at(value) / self.best_loss - 1
+
+    def at(self, value: float) -> float:
+        """The loss at a value, interpolated in the same way."""
+        return _interpolated(self.values, self.losses, value)
 
 
 def moved(proxy: Curve, curve: Curve) -> float:

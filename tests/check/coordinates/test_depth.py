@@ -97,7 +97,7 @@ def test_branches_that_are_divided_twice_are_found_by_their_gradients():
     (slope,) = {
         round(one.slope, 1) for one in report.slopes if (one.place, one.quantity, one.step) == ("blocks.1.up", GRAD_X, 1)
     }
-    assert slope == pytest.approx(-1, abs=0.1)
+    assert -1.1 < slope < -0.7  # one more power of the depth
 
 
 def test_what_is_learned_less_under_alpha_one_half_is_its_doing():
