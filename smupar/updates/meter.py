@@ -22,6 +22,7 @@ from smupar.plan.optimizers import decouples_decay, name_of
 from smupar.plan.parameters import parent_path
 from smupar.plan.plan import Plan
 from smupar.plan.settings import refuse
+from smupar.rules import DEPTH_MUP
 from smupar.updates.probe import LayerProbe, exact, refuse_measured, remove_copied_probes
 from smupar.updates.trace import Trace, TraceReader, averages_after, clamped, is_measured
 
@@ -309,7 +310,15 @@ def follow_updates(
     init stays, and so do its learning rates for everything that is not hidden. With GMP the measured learning rates replace its
     density correction.
     """
-    follower = Follower(model, plan, optimizer, trace if isinstance(trace, Trace) else Trace.load(trace), steps, period)
+    read = trace if isinstance(trace, Trace) else Trace.load(trace)
+    num_deeper = sum(row.role == "hidden" and row.depth_mult != 1 for row in plan)
+    refuse(
+        plan.depth == DEPTH_MUP.name and num_deeper > len(read.effects),
+        f"the trace has {len(read.effects)} layers and the model {num_deeper} in deeper blocks: under depth-muP an update should "
+        "do less in each of them than in the proxy, which a trace does not say. Use depth='completep', or record the trace at "
+        "this depth",
+    )
+    follower = Follower(model, plan, optimizer, read, steps, period)
     _start(follower)
     return follower
 

@@ -180,3 +180,17 @@ def test_changed_reaches_nested_configurations():
     study = changed(TuneConfig(), {"width": 96, "lr": 0.5, "num_samples": 3})
     assert (study.run.model.width, study.run.lr, study.num_samples) == (96, 0.5, 3)
     assert pickle.loads(pickle.dumps(study)) == study
+
+
+def test_tuned_hyperparameters_bring_the_depth_at_which_they_were_tuned():
+    tuned = {**HPS, "base_depth": 2}
+    deep = resolve(RunConfig, Request({"depth": 8}, hps=tuned))
+    assert (deep.model.depth, deep.base_depth) == (8, 2)
+    same = resolve(RunConfig, Request({"depth": 2}, hps=tuned))
+    assert same.id == resolve(RunConfig, Request({"depth": 2}, hps=HPS)).id
+    study = resolve(TransferConfig, Request({"depths": (2, 8)}, hps=tuned))
+    assert (study.base_depth, study.depths) == (2, (2, 8))
+    with pytest.raises(ValueError, match=r"best\.json was tuned at --base-depth 2, not 4: leave the flag out"):
+        resolve(RunConfig, Request({"depth": 8, "base_depth": 4}, hps=tuned, hps_file="best.json"))
+    with pytest.raises(ValueError, match="tune on a model that is not deeper"):
+        resolve(RunConfig, Request({"depth": 1}, hps=tuned))

