@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -48,6 +49,13 @@ def writing(path: Path) -> Iterator[None]:
         if not number or not named.startswith(str(path)):
             raise
         raise OSError(number, os.strerror(number), str(path)) from error
+
+
+def read_plain(path: Path) -> bytes:
+    """The content of a file. Raises OSError for a pipe or a device, which might never come to an end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "Is a directory" if path.is_dir() else "Not a plain file", str(path))
+    return path.read_bytes()
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:

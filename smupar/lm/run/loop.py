@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from smupar.lm.run.distributed import device_name
-from smupar.lm.run.folder import Row, Status, Summary, versions
+from smupar.lm.run.folder import Status, Summary, versions
+from smupar.lm.run.metrics import Row
 from smupar.lm.run.schedule import lr_share
 from smupar.lm.run.signals import Stop
 

@@ -25,8 +25,9 @@ from smupar.lm.data import batches as data
 from smupar.lm.model.cost import peak_flops
 from smupar.lm.run import checkpoint
 from smupar.lm.run.distributed import World, join
-from smupar.lm.run.folder import Row, RunFolder, Summary, default_folder, read_followed, read_summary
+from smupar.lm.run.folder import RunFolder, Summary, default_folder, read_followed, read_summary
 from smupar.lm.run.loop import Cadence, Loop, Progress
+from smupar.lm.run.metrics import Row
 from smupar.lm.run.signals import Stop
 from smupar.lm.run.step import Stepper
 from smupar.lm.run.tracking import tracked

@@ -48,7 +48,7 @@ def load_run(folder: str | Path, *, device: torch.device | None = None, best: bo
     run = path.parent.parent if path.parent.name == "checkpoints" else path
     config = read_config(run)
     chosen = path if run != path else checkpoint.latest(run / "checkpoints")
-    if chosen is None or not (chosen / "state.json").exists():
+    if chosen is None or not chosen.is_dir():
         raise FileNotFoundError(f"{path} has no checkpoint yet: train on, or give the folder of another run")
     if best:
         step = checkpoint.read_state(chosen).get("best_step")
