@@ -36,7 +36,7 @@ def _inspect_study(path: Path, found: Inspection) -> None:
         config = inspect_run(run, found)
         if config is not None and config.id != run.name:
             found.wrong.append(f"{run}: config.json is of another run ({config.id})")
-    if (path / "data.json").exists():
+    if (path / "data.json").exists() or any(study.runs.glob("*")):
         with found.part():
             _inspect_texts(study, found)
     _inspect_stacks(study, found)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
+from smupar.output.files import resolved
 from smupar.output.json_files import read_object
 from smupar.output.page import page
 from smupar.output.page.document import thinned
@@ -213,8 +214,8 @@ def _file(things: Mapping[str, Thing], address: str) -> tuple[bytes, str]:
     thing = things.get(key)
     if thing is None or any(part.startswith(".") or "\\" in part or "\0" in part for part in parts):
         raise NotFoundError
-    root = thing.folder.resolve()
-    path = root.joinpath(*filter(None, parts)).resolve()
+    root = resolved(thing.folder)
+    path = resolved(root.joinpath(*filter(None, parts)))
     if not path.is_relative_to(root) or path.suffix not in _TYPES or not path.is_file():
         raise NotFoundError
     return path.read_bytes(), _TYPES[path.suffix]

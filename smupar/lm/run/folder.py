@@ -168,17 +168,21 @@ class RunFolder:
             (self.path / name).unlink(missing_ok=True)
         checkpoint.drop_after(folder, step)
 
-    def resume_metrics(self, step: int) -> None:
-        """Drops lines that were written after the checkpoint from which the run goes on, and lines that are damaged."""
+    def resume_metrics(self, step: int, expected: int = 0) -> int:
+        """Drops lines that were written after the checkpoint from which the run goes on, and lines that are damaged. Says which
+        are damaged, and how many of the ``expected`` are missing. Returns how many are left."""
         path = self.path / METRICS_FILE
-        kept = []
-        for number, row in enumerate(read_rows(path), start=1):
-            if row is None:
-                warnings.warn(f"{path}: line {number} is damaged and is left out", UserWarning, stacklevel=2)
-            elif row["step"] <= step:
-                kept.append(f"{json.dumps(row)}\n")
+        rows = read_rows(path)
+        damaged = [number for number, row in enumerate(rows, start=1) if row is None]
+        kept = [f"{json.dumps(row)}\n" for row in rows if row is not None and row["step"] <= step]
+        for number in damaged:
+            warnings.warn(f"{path}: line {number} is damaged and is left out", UserWarning, stacklevel=2)
+        missing = expected - len(kept) - len(damaged)
+        if missing > 0:
+            warnings.warn(f"{path}: {missing} of {expected} rows up to step {step} are missing", UserWarning, stacklevel=2)
         write_atomic(path, "".join(kept))
         self._metrics = path.open("a", buffering=1, encoding="utf-8")
+        return len(kept)
 
     def log(self, row: Row) -> None:
         assert self._metrics is not None, "resume_metrics opens the file"
