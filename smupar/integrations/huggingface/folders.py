@@ -93,8 +93,9 @@ def load(folder: str | PathLike[str], *, model_class: type[PreTrainedModel] | No
     model_class   class of the model; default the class that the config names, if transformers has it
     """
     path = Path(folder)
+    is_checked = check_sums(path, remedy=f"save the model again, or delete {SUMS} if you changed the file on purpose")
     plan = _read_plan(path)
-    if not check_sums(path, remedy=f"save the model again, or delete {SUMS} if you changed the file on purpose"):
+    if not is_checked:
         warnings.warn(f"{path} has no checksums, so it is loaded without a check", UncheckedWarning, stacklevel=2)
     config = AutoConfig.from_pretrained(path)
     tensors = _read_tensors(path)

@@ -150,7 +150,8 @@ def inspect_run(path: Path, found: Inspection) -> RunConfig | None:
 def _metrics(path: Path, found: Inspection) -> None:
     file = path / METRICS_FILE
     if file.exists():
-        found.wrong += [f"{file}: line {number} is damaged" for number in damaged_rows(file)]
+        with found.part():
+            found.wrong += [f"{file}: line {number} is damaged" for number in damaged_rows(file)]
     elif (path / SUMMARY_FILE).exists():
         found.wrong.append(f"{file} is missing")
 

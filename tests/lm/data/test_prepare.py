@@ -375,6 +375,13 @@ def test_interrupted_preparation_says_so_and_goes_on():
     assert not list(Path("out").glob("*.tmp"))
 
 
+def test_shard_that_is_damaged_between_kill_and_resume_is_named():
+    config = _interrupted()
+    shard = Path("out/tokens-00001.bin")
+    shard.write_bytes(shard.read_bytes().swapcase())
+    assert "tokens-00001.bin has changed since it was prepared" in _message(config)
+
+
 def _changed(name, content):
     """Writes a file again, with the size and times that it had."""
     facts = Path(name).stat()
