@@ -41,7 +41,7 @@ FILES = {
     ),
     "stopped/followed.json": ("stopped", ON, r"stopped/followed\.json"),
     "stopped/config.json": ("stopped", ON, r"stopped/config\.json|holds other files and no run"),
-    "stopped/metrics.jsonl": ("stopped", ON, r"metrics\.jsonl: line \d+ is damaged"),
+    "stopped/metrics.jsonl": ("stopped", ON, r"metrics\.jsonl: (line \d+ is damaged|.* rows .* missing|Not a )"),
     f"stopped/checkpoints/{LAST}/sums.json": ("stopped", ON, rf"{LAST} is damaged.*using step"),
     f"stopped/checkpoints/{LAST}/state.json": ("stopped", ON, rf"{LAST} is damaged.*using step"),
     f"stopped/checkpoints/{LAST}/model/model-00001-of-00001.safetensors": ("stopped", ON, rf"{LAST} is damaged.*using step"),

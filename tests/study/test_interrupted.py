@@ -132,7 +132,7 @@ def test_verify_reads_the_states_of_stacks(tmp_path, look_often):
     [tensors], [record] = study.stacks.glob("*/step-*"), study.stacks.glob("*.json")
     for file in (tensors, tensors.with_name("state.json"), record):
         content = file.read_bytes()
-        file.write_bytes(content[:-2] + b"\0\0")
+        file.write_bytes(content[:-2] + b"\x91?")
         [wrong] = [line for line in verify(study.folder).wrong if file.name in line]
         assert "is damaged" in wrong
         file.write_bytes(content)
