@@ -87,7 +87,8 @@ def _train(
     if summary.status == "diverged":
         _doubt_checkpoint(path / "checkpoints", first, world)
     if folder and summary.status in ("finished", "diverged"):
-        summary.write(path, *stepper.traces())
+        [trace], observer = stepper.traces(), stepper.observer
+        summary.write(path, trace, None if observer is None else observer.observation)
     world.wait()
     return summary
 
@@ -100,6 +101,8 @@ def _resumed(stepper: Stepper, path: Path, folder: RunFolder | None) -> Progress
         with checkpoint.named(last):
             stepper.load_state_dict(state.pop("moving", {}))
             progress = as_record(Progress, state, source=f"{last / checkpoint.STATE}", remedy="restore it")
+        if stepper.observer is not None:
+            stepper.observer.step = progress.step
     doing = f"going on from step {progress.step} of {stepper.config.steps}, in" if last else "training in"
     _say(stepper.world, f"{doing} {path}")
     if folder:
