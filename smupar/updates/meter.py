@@ -314,9 +314,9 @@ def follow_updates(
     num_deeper = sum(row.role == "hidden" and row.depth_mult != 1 for row in plan)
     refuse(
         plan.depth == DEPTH_MUP.name and num_deeper > len(read.effects),
-        f"the trace has {len(read.effects)} layers and the model {num_deeper} in deeper blocks: under depth-muP an update should "
-        "do less in each of them than in the proxy, which a trace does not say. Use depth='completep', or record the trace at "
-        "this depth",
+        f"the trace has {len(read.effects)} layers and the model {num_deeper} in deeper blocks: under depth-muP an update "
+        "should do less in each of them than in the proxy, which a trace does not say. Use depth='completep', or record the "
+        "trace at this depth",
     )
     follower = Follower(model, plan, optimizer, read, steps, period)
     _start(follower)

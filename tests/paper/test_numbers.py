@@ -1,4 +1,5 @@
-"""Numbers in sentences of README, docs/decay.md, docs/depth.md and docs/lab/measured-updates.md, computed again from the published rows."""
+"""Numbers in sentences of README, docs/decay.md, docs/depth.md and docs/lab/measured-updates.md, computed again from the
+published rows."""
 
 from __future__ import annotations
 
