@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import smupar
+from smupar.lm.config.run import ModelConfig, RunConfig
+from smupar.lm.model.gpt import build
 from smupar.model.seam import optimizers
 from smupar.updates.trace import Trace, TraceReader
 from tests.loops import adamw
@@ -91,3 +93,14 @@ def test_trace_that_misses_some_layers_is_refused():
     names = [*effects, "blocks.1.down.weight"]
     with pytest.raises(ValueError, match=r"the trace misses layers: it has 1 like 'blocks\.\*\.down\.weight'"):
         TraceReader(Trace(1, [0], effects), names)
+
+
+def test_trace_of_a_shallower_proxy_is_refused_under_depth_mup():
+    run = RunConfig(model=ModelConfig(width=64, depth=2), base_width=32, base_depth=1, sparsity=0.5, depth_rule="depth-mup")
+    names = [f"blocks.0.{layer}.weight" for layer in ("attention.qkv", "attention.out", "mlp.gate", "mlp.up", "mlp.down")]
+    trace = Trace(1, [0], {name: [1.0] for name in names}, dict.fromkeys(names, (32, 32)), optimizer="adamw")
+    model, plan = build(run)
+    with pytest.raises(ValueError, match=r"the trace has 5 layers and the model 10 in deeper blocks: under depth-muP"):
+        smupar.follow_updates(model, plan, adamw(model, plan), trace=trace)
+    model, plan = build(replace(run, depth_rule="completep"))
+    smupar.follow_updates(model, plan, adamw(model, plan), trace=trace)

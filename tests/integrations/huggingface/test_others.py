@@ -191,3 +191,30 @@ def test_export_that_differs_from_the_original_is_not_kept(tmp_path):
         else:
             huggingface.export(tmp_path / f"sparse-{alpha}", out)
         assert out.exists() == (not is_lost)
+
+
+# name -> (fields of the config that count layers, ends of branches)
+DEEPER = {
+    "gptj": (["n_layer"], {"attn.out_proj", "mlp.fc_out"}),  # attention and MLP in parallel
+    "falcon": (["num_hidden_layers"], {"self_attention.dense", "mlp.dense_4h_to_h"}),
+    "mixtral": (["num_hidden_layers"], {"self_attn.o_proj", "mlp.experts"}),
+    "mamba": (["num_hidden_layers"], {"mixer.out_proj"}),
+    "whisper": (["encoder_layers", "decoder_layers"], {"self_attn.out_proj", "encoder_attn.out_proj", "fc2"}),
+}
+
+
+@thin
+@pytest.mark.parametrize(("name", "fields", "ends"), [(name, *about) for name, about in DEEPER.items()])
+def test_branches_of_a_model_that_is_deeper_than_its_base_are_found(name, fields, ends):
+    kind, arguments, _ = OTHERS[name]
+    base = getattr(transformers, kind).config_class(**{**arguments(64), **dict.fromkeys(fields, 1)})
+    plan = huggingface.parameterize(build(name), base=base, roles=roles(name))
+    assert {factor for _, factor in plan.branches} == {0.5}
+    assert {path.split(".1.")[1] for path, _ in plan.branches if ".1." in path} == ends
+
+
+def test_layers_that_share_their_weights_cannot_be_counted():
+    sizes = {"vocab_size": 64, "embedding_size": 32, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
+    configs = [transformers.AlbertConfig(**sizes, num_hidden_layers=layers) for layers in (4, 2)]
+    with pytest.raises(ValueError, match=r"have 4 and 2 layers, but no list of layers shows it.*with as many layers"):
+        huggingface.parameterize(transformers.AlbertForMaskedLM(configs[0]), base=configs[1])
