@@ -26,7 +26,7 @@ _RULES = ("completep", "none", "depth-mup")  # the most important first, for a s
 
 
 @dataclass(frozen=True)
-class _Size:
+class _DepthStudy:
     width: int
     depths: tuple[int, ...]  # the first one is the base's
     densities: tuple[float, ...]
@@ -38,11 +38,11 @@ class _Size:
 
 
 _SIZES = {
-    "cpu": _Size(64, (2, 8), (1.0, 1 / 8), 50, (-8, -7, -6, -5), (128, 4, 1 / 8), 80, (-7, -6, -5)),
-    "small": _Size(
+    "cpu": _DepthStudy(64, (2, 8), (1.0, 1 / 8), 50, (-8, -7, -6, -5), (128, 4, 1 / 8), 80, (-7, -6, -5)),
+    "small": _DepthStudy(
         256, (2, 4, 8, 16, 32), (1.0, 1 / 4, 1 / 16), 500, tuple(range(-10, -3)), (1024, 16, 1 / 16), 2000, (-8, -7, -6, -5)
     ),
-    "paper": _Size(
+    "paper": _DepthStudy(
         256, (2, 8, 32, 64), (1.0, 1 / 4, 1 / 16), 2000, tuple(range(-10, -3)), (2048, 32, 1 / 32), 11752, (-8, -7, -6, -5)
     ),
 }

@@ -84,13 +84,7 @@ def coord_check(
     training = _Training(loss_fn, optimizer, lr, weight_decay, scheduler, prepare, allocation, settings)
     rule_list = (rules,) if isinstance(rules, str) else tuple(rules)
     training.check(rule_list, densities)
-    seed_list = tuple(range(int(seeds))) if isinstance(seeds, SupportsIndex) else tuple(int(seed) for seed in seeds)
-    refuse(not seed_list or steps < 1, f"steps and seeds must be at least 1, got steps={steps}, seeds={seeds!r}")
-    taken = list(islice(batches, steps))
-    refuse(
-        len(taken) < steps,
-        f"batches ran out: {steps} steps need as many batches, there are {len(taken)}; pass more, or fewer steps",
-    )
+    seed_list, taken = _seeds_and_batches(seeds, steps, batches)
     with torch.random.fork_rng():
         grid = Grid(make_model, int(base_width), widths, densities, depths, base_depth)
     axes = product(rule_list, grid.widths, grid.densities, grid.depths, seed_list)
@@ -106,6 +100,18 @@ def coord_check(
     for run in runs:
         plans.setdefault(run.cell.point, run.plan)
     return Report(readings, faults={run.cell: run.faults for run in runs if run.faults}, plans=plans)
+
+
+def _seeds_and_batches(seeds: int | Sequence[int], steps: int, batches: Iterable[Any]) -> tuple[tuple[int, ...], list[Any]]:
+    """The seeds, and a batch for each step."""
+    seed_list = tuple(range(int(seeds))) if isinstance(seeds, SupportsIndex) else tuple(int(seed) for seed in seeds)
+    refuse(not seed_list or steps < 1, f"steps and seeds must be at least 1, got steps={steps}, seeds={seeds!r}")
+    taken = list(islice(batches, steps))
+    refuse(
+        len(taken) < steps,
+        f"batches ran out: {steps} steps need as many batches, there are {len(taken)}; pass more, or fewer steps",
+    )
+    return seed_list, taken
 
 
 @dataclass(frozen=True)
