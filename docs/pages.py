@@ -1,5 +1,5 @@
-"""For mkdocs.yml: README becomes the home page, examples and the notebook become pages, lists of arguments in docstrings become lists, and pages
-with formulas or diagrams get the scripts in docs/vendor that draw them."""
+"""For mkdocs.yml. README becomes the home page, examples and the notebook become pages, lists of arguments in docstrings become
+lists, and pages with formulas or diagrams get the scripts in docs/vendor that draw them."""
 
 import json
 import re
@@ -56,6 +56,7 @@ def notebook(path: Path) -> str:
 def on_post_page(output: str, page: Any, **_: Any) -> str:
     """Material loads mermaid from elsewhere unless it is there already, so it comes before Material's script."""
     up = "../" * page.url.count("/")
+    output = output.replace(' data-md-component="source"', "")  # Material would ask GitHub how many stars there are
     if '<pre class="mermaid">' in output:
         output = output.replace("</head>", _scripts(MERMAID, up) + "</head>")
     if 'class="arithmatex"' in output:

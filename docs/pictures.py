@@ -1,4 +1,4 @@
-"""Draws docs/images/three-rules.png, the first picture of README, from the published rows of Figure 6. ``make docs`` runs it."""
+"""Draws docs/images/three-rules.png, the first picture of README, from the rows of Figure 6. ``make docs`` runs it."""
 
 from fractions import Fraction
 from pathlib import Path

@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 import sysconfig
@@ -11,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 import smupar
 
@@ -127,3 +129,48 @@ def test_wheel_in_a_clean_environment_has_a_working_command(built, tmp_path):
     assert "eta / (m_in m_rho)" in run(smupar_, "rules")
     size = "--width 64 --depth 1 --steps 2 --seq-len 16 --sparsity 0.5 --out run"
     assert "validation loss" in run(smupar_, "train", *size.split())
+
+
+RELEASE = runpy.run_path(str(ROOT / ".ci" / "release.py"))
+
+
+def test_packages_are_fit_for_a_release(built):
+    assert RELEASE["packages"](built, smupar.__version__) == []
+    (built / "other.whl").write_text("")
+    assert "other.whl" in RELEASE["packages"](built, smupar.__version__)[0]
+    (built / "other.whl").unlink()
+
+
+def test_release_names_what_is_missing_in_texts(tmp_path):
+    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## Unreleased\n")
+    (tmp_path / "CITATION.cff").write_text("version: 0.0.9\n")
+    (tmp_path / "README.md").write_text("Version 1.0 is not on PyPI yet.")
+    assert [line.partition(":")[0] for line in RELEASE["texts"](tmp_path, "1.0")] == [
+        "CHANGELOG.md",
+        "CITATION.cff",
+        "README.md",
+    ]
+    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## 1.0 (2026-01-02)\n")
+    (tmp_path / "CITATION.cff").write_text("version: 1.0\ndate-released: 2026-01-02\n")
+    (tmp_path / "README.md").write_text("")
+    assert RELEASE["texts"](tmp_path, "1.0") == []
+
+
+def test_citation_names_this_version_and_repository():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == smupar.__version__
+    assert citation["repository-code"] == PROJECT["urls"]["Repository"]
+    assert citation["preferred-citation"]["authors"][0] == {"given-names": "Nolan", "family-names": "Dey"}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda path: path.name)
+def test_workflows_and_templates_are_yaml(path):
+    assert yaml.safe_load(path.read_text())
+
+
+def test_workflow_tests_every_python_and_the_oldest_torch_that_are_claimed():
+    claimed = {line.rpartition(" ")[2] for line in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", line)}
+    matrix = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())["jobs"]["claimed"]["strategy"]["matrix"]
+    assert {row["python"] for row in matrix["include"]} == claimed
+    (torch,) = (line for line in PROJECT["dependencies"] if line.startswith("torch"))
+    assert f"torch=={torch.removeprefix('torch>=')}.*" in {row["torch"] for row in matrix["include"]}

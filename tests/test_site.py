@@ -56,7 +56,7 @@ def test_site_works_from_a_disk_without_a_network(site):
         assert page.locator(".arithmatex .katex-html").count() == formulas
         assert page.locator("a.md-footer__link--next").get_attribute("href") == "glossary.html"
         page.locator("input.md-search__input").click()
-        page.locator("input.md-search__input").fill("FSDP2")
+        page.locator("input.md-search__input").press_sequentially("FSDP2")
         page.wait_for_selector(".md-search-result__item a")
         page.goto((site / "architecture.html").as_uri())
         page.wait_for_function(

@@ -57,9 +57,9 @@ class _Attached:
 def parameterize(model: nn.Module, *, base: nn.Module, reset: bool | None = None, **settings: Unpack[Settings]) -> Plan:
     """Makes ``model`` follow a rule, in place: sets masks, init and forward factors. Returns the plan.
 
-    Weight matrices get new values. Norms, biases and parameters that do not scale keep their values; biases of torch's own init,
-    which shrink with width, are multiplied to the size that they have in the base. Weights that the model set to zero stay zero,
-    and frozen tables keep their values. On bad input the model is left untouched.
+    Weight matrices get new values. Norms, biases and parameters that do not scale keep their values; biases of torch's own
+    init, which shrink with width, are multiplied to the size that they have in the base. Weights that the model set to zero
+    stay zero, and frozen tables keep their values. On bad input the model is left untouched.
 
     base          the same model at base width, the width at which hyperparameters were tuned; it may have fewer layers
     rule          "sp" | "mup" | "smupar" (default) | "smupar-init-only" | "smupar-lr-only"
@@ -83,9 +83,9 @@ def parameterize(model: nn.Module, *, base: nn.Module, reset: bool | None = None
                   "none" for SP and muP, as in the tables of the papers
     multipliers   numbers that follow the width and are no sizes, such as sqrt(width) after an embedding: "base" gives them the
                   base's values, "own" leaves them alone, "ask" (default) leaves a reminder
-    reset         whether norms get their module's own init and biases become 0, for a model fresh from ``to_empty``, which has no
-                  values to keep. None (default) does so, with a warning, if no parameter of the model was ever written in
-                  place. That is the case after ``to_empty``, and after deepcopy
+    reset         whether norms get their module's own init and biases become 0, for a model fresh from ``to_empty``, which
+                  has no values to keep. None (default) does so, with a warning, if no parameter of the model was ever
+                  written in place. That is the case after ``to_empty``, and after deepcopy
     """
     _refuse(model)
     settings["masks"] = given = read_masks(settings.get("masks"))  # so that the planner need not read a file again
