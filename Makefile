@@ -44,14 +44,12 @@ site: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo build/site/index.html
 
-# Everything that has to hold before a tag: tests, pages, site, and what .ci/release.py checks of version, texts and packages.
-# The packages are left in dist.
-release: test test-browser test-slow site
-	$(BIN)/python docs/generate.py
-	git diff --exit-code
-	rm -rf dist
-	$(BIN)/python -m hatchling build -d dist
-	$(BIN)/python .ci/release.py dist
+# Everything that has to be right before a tag: tests, slow tests of what is installed, the site, version, changelog, links.
+release: test test-browser site
+	$(BIN)/python -m pytest -m "slow or not slow" tests/test_packaging.py
+	$(BIN)/python tests/release.py
+	rm -rf dist && $(BIN)/python -m hatchling build
+	@echo "dist/ holds wheel and sdist; push the tag v$$($(BIN)/python -c 'import smupar; print(smupar.__version__)') to release them"
 
 $(VENV)/.runtime: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -12,8 +12,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
-REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Repository"]
-RAW = REPOSITORY.replace("https://github.com", "https://raw.githubusercontent.com")
+REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Source"]
 MERMAID = ["vendor/mermaid/mermaid.tiny.js"]
 KATEX = ["vendor/katex/katex.min.js", "formulas.js"]
 
@@ -34,7 +33,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 def home(readme: str) -> str:
     """README as a page of the site: its links to the documentation, which are absolute for PyPI, lead to pages."""
-    return readme.replace(f"]({REPOSITORY}/blob/main/docs/", "](").replace(f"]({RAW}/main/docs/", "](")
+    return readme.replace(f"]({REPOSITORY}/blob/main/docs/", "](").replace(f"]({REPOSITORY}/raw/main/docs/", "](")
 
 
 def notebook(path: Path) -> str:

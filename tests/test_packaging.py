@@ -2,7 +2,6 @@
 
 import os
 import re
-import runpy
 import subprocess
 import sys
 import sysconfig
@@ -15,6 +14,7 @@ import pytest
 import yaml
 
 import smupar
+from tests.release import problems, relative_links, urls
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -75,7 +75,7 @@ def test_every_extra_that_is_named_exists():
 
 def test_every_dependency_says_who_uses_it_and_is_pinned():
     text = (ROOT / "pyproject.toml").read_text()
-    listed = text[text.index("\ndependencies = [") : text.index("[project.scripts]")]
+    listed = text[text.index("\ndependencies = [") : text.index("[project.urls]")]
     assert [line for line in listed.splitlines() if '"' in line and "#" not in line] == []
     pinned = {line.partition("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines()}
     pinned |= set(re.findall(r"(\S+)==", (ROOT / "Makefile").read_text()))  # installed without their dependencies
@@ -131,46 +131,73 @@ def test_wheel_in_a_clean_environment_has_a_working_command(built, tmp_path):
     assert "validation loss" in run(smupar_, "train", *size.split())
 
 
-RELEASE = runpy.run_path(str(ROOT / ".ci" / "release.py"))
+# Releases
 
 
-def test_packages_are_fit_for_a_release(built):
-    assert RELEASE["packages"](built, smupar.__version__) == []
-    (built / "other.whl").write_text("")
-    assert "other.whl" in RELEASE["packages"](built, smupar.__version__)[0]
-    (built / "other.whl").unlink()
+@pytest.fixture
+def checkout(tmp_path):
+    """A committed copy of the files that a release looks at, in the state in which 0.1.0 can be released."""
+    for name in ("README.md", "CHANGELOG.md", "CITATION.cff", "smupar/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    (tmp_path / "README.md").write_text("[rules](https://example.org/rules.md)\n")
+    (tmp_path / "smupar/__init__.py").write_text('__version__ = "0.1.0"\n')
+    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## 0.1.0 (2026-11-18)\n\n- First.\n")
+    (tmp_path / "CITATION.cff").write_text("title: smupar\nversion: 0.1.0\ndate-released: 2026-11-18\nlicense: Apache-2.0\n")
+    for command in (["init", "-q"], ["add", "-A"], ["-c", "user.name=a", "-c", "user.email=a@b.c", "commit", "-qm", "all"]):
+        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
+    return tmp_path
 
 
-def test_release_names_what_is_missing_in_texts(tmp_path):
-    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## Unreleased\n")
-    (tmp_path / "CITATION.cff").write_text("version: 0.0.9\n")
-    (tmp_path / "README.md").write_text("Version 1.0 is not on PyPI yet.")
-    assert [line.partition(":")[0] for line in RELEASE["texts"](tmp_path, "1.0")] == [
-        "CHANGELOG.md",
-        "CITATION.cff",
-        "README.md",
-    ]
-    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## 1.0 (2026-01-02)\n")
-    (tmp_path / "CITATION.cff").write_text("version: 1.0\ndate-released: 2026-01-02\n")
-    (tmp_path / "README.md").write_text("")
-    assert RELEASE["texts"](tmp_path, "1.0") == []
+def test_release_is_ready_when_all_files_agree(checkout):
+    assert problems(checkout) == problems(checkout, "v0.1.0") == []
 
 
-def test_citation_names_this_version_and_repository():
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert citation["version"] == smupar.__version__
-    assert citation["repository-code"] == PROJECT["urls"]["Repository"]
-    assert citation["preferred-citation"]["authors"][0] == {"given-names": "Nolan", "family-names": "Dey"}
+@pytest.mark.parametrize(
+    ("name", "old", "new", "said"),
+    [
+        ("CHANGELOG.md", "## 0.1.0 (2026-11-18)", "## Unreleased", "CHANGELOG.md begins with '## Unreleased'"),
+        ("CHANGELOG.md", "2026-11-18", "2026-11-19", "does not say 'date-released: 2026-11-19'"),
+        ("CITATION.cff", "version: 0.1.0", "version: 0.0.9", "does not say 'version: 0.1.0'"),
+        ("README.md", "https://example.org/rules.md", "docs/rules.md", "README.md links to 'docs/rules.md'"),
+        ("README.md", "](", " is not on PyPI yet](", "README.md says that this version is not on PyPI yet"),
+    ],
+)
+def test_release_names_what_is_not_ready(checkout, name, old, new, said):
+    path = checkout / name
+    path.write_text(path.read_text().replace(old, new))
+    first, last = problems(checkout)
+    assert said in first
+    assert last.startswith("there are changes that are not committed")
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda path: path.name)
-def test_workflows_and_templates_are_yaml(path):
-    assert yaml.safe_load(path.read_text())
+def test_release_refuses_another_tag_and_a_version_that_is_released(checkout):
+    assert problems(checkout, "v0.2.0") == ["the tag is v0.2.0, and the version is 0.1.0: the tag should be v0.1.0"]
+    subprocess.run(["git", "-C", str(checkout), "tag", "v0.1.0"], check=True)
+    assert problems(checkout) == ["v0.1.0 is released already: raise __version__ in smupar/__init__.py"]
 
 
-def test_workflow_tests_every_python_and_the_oldest_torch_that_are_claimed():
-    claimed = {line.rpartition(" ")[2] for line in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", line)}
-    matrix = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())["jobs"]["claimed"]["strategy"]["matrix"]
-    assert {row["python"] for row in matrix["include"]} == claimed
-    (torch,) = (line for line in PROJECT["dependencies"] if line.startswith("torch"))
-    assert f"torch=={torch.removeprefix('torch>=')}.*" in {row["torch"] for row in matrix["include"]}
+def test_links_of_the_readme_work_on_pypi_and_lead_to_files_that_exist():
+    text, source = (ROOT / "README.md").read_text(), urls()["Source"]
+    assert relative_links(text) == []
+    inside = re.findall(rf"\]\({source}/(?:blob|tree|raw)/main/([^)#\s]+)", text)
+    assert len(inside) > 10
+    assert [name for name in inside if not (ROOT / name).exists()] == []
+
+
+def test_addresses_are_those_of_the_project_wherever_they_are_named():
+    source = urls()["Source"]
+    assert f"repository-code: {source}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"{source}/security" in (ROOT / ".github/ISSUE_TEMPLATE/config.yml").read_text()
+
+
+def test_workflows_test_the_pythons_and_the_oldest_torch_that_are_claimed():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())
+    tried = workflow["jobs"]["claimed"]["strategy"]["matrix"]["include"]
+    oldest = PROJECT["requires-python"].removeprefix(">=")
+    pythons = {row["python"] for row in tried}
+    assert oldest in pythons
+    assert pythons == {f"3.{minor}" for minor in range(11, 11 + len(pythons))}
+    (torch,) = [name for name in PROJECT["dependencies"] if name.startswith("torch")]
+    assert f"{torch.removeprefix('torch>=')}.*" in {row["torch"] for row in tried}
+    assert "" in {row["torch"] for row in tried}  # the newest

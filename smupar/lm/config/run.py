@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass, replace
 from fractions import Fraction
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from pathlib import PurePath
 from typing import Any, Literal, TypeVar
 
@@ -342,17 +342,15 @@ LATER_FIELDS = {
 }
 
 
-def _hashed(config: Any) -> dict[str, Any]:
+_DEFAULTS = {kind: [(item.name, default_of(item)) for item in fields(kind)] for kind in (RunConfig, ModelConfig)}
+
+
+def _hashed(config: RunConfig | ModelConfig) -> dict[str, Any]:
     return {
         name: _hashed(value) if isinstance(value, ModelConfig) else value
-        for name, default in _defaults_of(type(config))
+        for name, default in _DEFAULTS[type(config)]
         if (value := getattr(config, name)) != default or name in FIRST_FIELDS
     }
-
-
-@cache
-def _defaults_of(kind: type) -> list[tuple[str, Any]]:
-    return [(item.name, default_of(item)) for item in fields(kind)]
 
 
 def _as_text(values: Mapping[str, Any], depth: int = 1) -> str:
