@@ -208,7 +208,7 @@ def _follows(multiplier: Multiplier, m_depth: Fraction) -> bool:
 
 
 def own_init(model: nn.Module, depth: Correspondence, branches: tuple[tuple[str, float], ...]) -> Iterator[Note]:
-    """A note if the weights that end branches start smaller by 1 / sqrt(2 depth), as in GPT-2. The plan draws them without it."""
+    """A note if the weights that end branches start smaller by 1 / sqrt(2 depth), as in GPT-2, which the plan leaves out."""
     for path in depth.lists:
         blocks = [block for block in depth.blocks if block.rpartition(".")[0] == path]
         ends = [end for end, _ in branches if end.startswith(f"{blocks[0]}.")]
