@@ -274,7 +274,8 @@ def printable(text: str) -> str:
 
 def _comparable(definition: dict[str, Any]) -> dict[str, Any]:
     """All fields by name, to compare studies. A field that was added later has the value that older runs had."""
-    return {**LATER_FIELDS, **flat({**definition, "axes": None}), "axes": definition.get("axes")}
+    later = {**LATER_FIELDS, **({"depths": []} if definition.get("kind") == "transfer" else {})}
+    return {**later, **flat({**definition, "axes": None}), "axes": definition.get("axes")}
 
 
 def _grows(name: str, old: Any, new: Any) -> bool:
