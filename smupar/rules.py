@@ -333,7 +333,7 @@ def markdown() -> str:
         "",
         "`eta / m sqrt((N0 + kappa) / (N0 + kappa / m))`, where `m = m_in m_rho`",
         "",
-        "and `N0` is the number of kept weights per neuron of that layer in the base model. `kappa`, measured on the base model",
+        "and `N0` is the number of kept weights per neuron of that layer in the base model. `kappa`, as measured there",
         "by `smupar.observe` (`observation.kappa()`), says how many weights of a neuron must agree before that counts as",
         "much as the part of an update in which they do not. The factor is `1/m` while all agree, which is SmuPar's, and",
         "`1/sqrt(m)` if none do. The decay is multiplied by the inverse, as for all rules. Whether it is better than SmuPar",
