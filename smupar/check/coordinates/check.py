@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import islice, product
-from typing import Any, SupportsIndex, Unpack
+from typing import Any, Self, SupportsIndex, Unpack
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from smupar.check.audit import Finding, differences, unsettled
-from smupar.check.coordinates.measure import JUDGED, Cell, SizeRecorder
+from smupar.check.coordinates.measure import JUDGED, Cell, Reading, SizeRecorder
 from smupar.check.coordinates.report import Report
 from smupar.model.parameterize import parameterize
 from smupar.model.seam import optimizers
@@ -58,6 +58,8 @@ def coord_check(
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
     allocation: Callable[[float], Any] | None = None,
     progress: bool = True,
+    horizon: int | None = None,
+    sparsifier: Callable[[nn.Module, Plan, Any], Any] | None = None,
     **settings: Unpack[Settings],
 ) -> Report:
     """Trains a few steps at every width and density, and judges whether activations, gradients and updates keep their size.
@@ -72,9 +74,13 @@ def coord_check(
     prepare       function (model, plan) that sets what only you can set, such as the attention scale
     scheduler     optimizer -> scheduler; its step() is called after each step
     allocation    density -> what ``parameterize`` takes as density, such as smupar.erk
+    horizon       train so many steps instead of ``steps``, look at log-spaced ones, and say from when on updates drift
+    sparsifier    with horizon: (model, plan, optimizers) -> what moves masks; its step() is called after each step
     settings      settings of ``parameterize``
     """
-    training = _Training(loss_fn, optimizer, lr, weight_decay, scheduler, prepare, allocation, settings)
+    training = _Training(loss_fn, optimizer, lr, weight_decay, scheduler, prepare, allocation, settings, sparsifier)
+    refuse(sparsifier is not None and horizon is None, "sparsifier= is for a check over a whole run: pass horizon= too")
+    steps = steps if horizon is None else horizon
     rule_list = (rules,) if isinstance(rules, str) else tuple(rules)
     training.check(rule_list, densities)
     seed_list = tuple(range(int(seeds))) if isinstance(seeds, SupportsIndex) else tuple(int(seed) for seed in seeds)
@@ -88,7 +94,8 @@ def coord_check(
         grid = _Grid(make_model, int(base_width), widths, densities)
     cells = [Cell(*cell) for cell in product(rule_list, grid.widths, grid.densities, seed_list)]
     shown = tqdm(cells, desc="coordinate check", unit="run", disable=not progress, file=sys.stderr, leave=False)
-    runs = [_GridRun(cell, grid, training).carried_out(taken) for cell in shown]
+    kind = _kind_of_run(horizon)
+    runs = [kind(cell, grid, training).carried_out(taken) for cell in shown]
     readings = [reading for run in runs for reading in run.readings]
     refuse(
         not any(reading.quantity in JUDGED for reading in readings),
@@ -97,7 +104,15 @@ def coord_check(
     plans: dict[tuple[str, int, float], Plan] = {}
     for run in runs:
         plans.setdefault((run.cell.rule, run.cell.width, run.cell.density), run.plan)
-    return Report(readings, faults={run.cell: run.faults for run in runs if run.faults}, plans=plans)
+    return kind.report(runs, readings, {run.cell: run.faults for run in runs if run.faults}, plans)
+
+
+def _kind_of_run(horizon: int | None) -> type[GridRun]:
+    if horizon is None:
+        return GridRun
+    from smupar.check.whole_run.run import LongRun  # which is a GridRun itself
+
+    return LongRun
 
 
 def _listed(value: Any) -> Iterable[Any]:
@@ -116,6 +131,7 @@ class _Training:
     prepare: Callable[[nn.Module, Plan], None] | None
     allocation: Callable[[float], Any] | None
     settings: Settings
+    sparsifier: Callable[[nn.Module, Plan, Any], Any] | None = None
 
     def check(self, rules: tuple[str, ...], densities: float | Sequence[float]) -> None:
         refuse(not rules, "rules is empty: name at least one, such as rules=['smupar']")
@@ -190,22 +206,36 @@ def _shapes(model: nn.Module) -> list[tuple[int, ...]]:
     return [tuple(parameter.shape) for parameter in model.parameters()]
 
 
-class _GridRun:
+class GridRun:
     def __init__(self, cell: Cell, grid: _Grid, training: _Training) -> None:
         self.cell, self.grid, self.training = cell, grid, training
         self.faults: list[Finding] = []
 
-    def carried_out(self, batches: list[Any]) -> _GridRun:
+    def carried_out(self, batches: list[Any]) -> Self:
         with torch.random.fork_rng(), warnings.catch_warnings():
             warnings.simplefilter("ignore", PlanWarning)  # the report shows these once
             warnings.simplefilter("ignore", LRRatioWarning)
             torch.manual_seed(self.cell.seed)
             self.build()
             self.train(batches)
-        self.readings = self.recorder.readings(self.cell)
+        self.readings = self.read()
         # A report needs no models and optimizers, and all models of a large grid would not fit into memory together.
-        del self.model, self.recorder, self.optimizers, self.schedulers
+        del self.model, self.optimizers, self.schedulers
+        self.__dict__.pop("recorder", None)
         return self
+
+    def read(self) -> list[Reading]:
+        return self.recorder.readings(self.cell)
+
+    @classmethod
+    def report(
+        cls,
+        runs: Sequence[Self],
+        readings: list[Reading],
+        faults: Mapping[Cell, list[Finding]],
+        plans: Mapping[tuple[str, int, float], Plan],
+    ) -> Report:
+        return Report(readings, faults, plans)
 
     def build(self) -> None:
         cell, grid, training = self.cell, self.grid, self.training
@@ -226,9 +256,9 @@ class _GridRun:
             if row.role == "hidden" and kind_of(self.model.get_submodule(parent_path(row.name))).is_lookup
         ]
         self.faults += _decay_faults(self.optimizers)
-        self.recorder = SizeRecorder(self.model, self.plan, grid.growth)
 
     def train(self, batches: list[Any]) -> None:
+        self.recorder = SizeRecorder(self.model, self.plan, self.grid.growth)
         self._probe(batches[0])
         for step, batch in enumerate(batches, 1):
             self.recorder.step = step
