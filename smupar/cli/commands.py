@@ -134,7 +134,8 @@ def verify(folder: tyro.conf.Positional[str]) -> None:
 def check(config: Annotated[Typed, CheckConfig]) -> None:
     """Measure whether activations, gradients and updates of the GPT keep their size over width and sparsity.
 
-    Prints a verdict with a diagnosis, and writes a picture, a page and JSON. Exits with 1 if the check does not pass.
+    With --whole-run 2000 it trains so many steps, and says whether updates keep their size until the end. Prints a verdict
+    with a diagnosis, and writes a picture, a page and JSON. Exits with 1 if the check does not pass.
     """
     from smupar.lm.use.check import check_gpt
 

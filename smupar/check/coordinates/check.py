@@ -75,7 +75,7 @@ def coord_check(
     scheduler     optimizer -> scheduler; its step() is called after each step
     allocation    density -> what ``parameterize`` takes as density, such as smupar.erk
     horizon       train so many steps instead of ``steps``, look at log-spaced ones, and say from when on updates drift
-    sparsifier    with horizon: (model, plan, optimizers) -> what moves masks; its step() is called after each step
+    sparsifier    with horizon: (model, plan, optimizers) -> what moves the masks of sparse models, such as RigL
     settings      settings of ``parameterize``
     """
     training = _Training(loss_fn, optimizer, lr, weight_decay, scheduler, prepare, allocation, settings, sparsifier)

@@ -27,7 +27,9 @@ def causes(rule: str, observations: Mapping[Cell, Observation], *, is_wrong: boo
     for look in (_uneven, _stopped, _missing, _moving, _high, *((_few,) if is_wrong else ())):
         for cell, seen in own.items():
             for cause, places, evidence in look(seen):
-                known, first, number = found.get(cause, ([], f"Seen at width {cell.width}, density {cell.density:g}: {evidence}", 0))
+                known, first, number = found.get(
+                    cause, ([], f"Seen at width {cell.width}, density {cell.density:g}: {evidence}", 0)
+                )
                 found[cause] = list(dict.fromkeys([*known, *places])), first, number + 1
     between = _between_runs(own)
     diagnoses = [
@@ -77,7 +79,11 @@ def _moving(seen: Observation) -> Iterator[Found]:
     late = [index for index, step in enumerate(seen.at) if step > _LATE * seen.num_steps]
     moving = [name for name, values in seen.sizes[MOVED].items() if any(values[index] > 0 for index in late[1:] or late)]
     if moving:
-        yield "masks move", tuple(dict.fromkeys(map(layer_glob, moving))), f"masks still move in the last {1 - _LATE:.0%} of the run"
+        yield (
+            "masks move",
+            tuple(dict.fromkeys(map(layer_glob, moving))),
+            f"masks still move in the last {1 - _LATE:.0%} of the run",
+        )
 
 
 def _high(seen: Observation) -> Iterator[Found]:
@@ -97,8 +103,8 @@ def _few(seen: Observation) -> Iterator[Found]:
         yield (
             "few weights",
             tuple(dict.fromkeys(map(layer_glob, random))),
-            f"in {name!r}, with {seen.per_neuron[name]:.3g} weights per neuron, updates end almost random: alignment {value:.2f}, "
-            f"where 1 is random and {math.sqrt(seen.per_neuron[name]):.3g} is full agreement",
+            f"in {name!r}, with {seen.per_neuron[name]:.3g} weights per neuron, updates end almost random: alignment "
+            f"{value:.2f}, where 1 is random and {math.sqrt(seen.per_neuron[name]):.3g} is full agreement",
         )
 
 
@@ -112,8 +118,8 @@ def _between_runs(own: Mapping[Cell, Observation]) -> list[tuple[str, tuple[str,
     if not odd:
         return []
     cell, share = max(odd.items(), key=lambda pair: abs(math.log(max(pair[1], 1e-9))))
-    text = f"at width {cell.width}, density {cell.density:g} hidden weights decay {share:.3g} times as fast as in the densest model"
-    return [("decay", (), text)]
+    where = f"at width {cell.width}, density {cell.density:g}"
+    return [("decay", (), f"{where} hidden weights decay {share:.3g} times as fast as in the densest model")]
 
 
 def _decay(seen: Observation) -> float:

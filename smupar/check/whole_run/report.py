@@ -106,7 +106,17 @@ class RunReport(Report):
 
 
 # What makes a check fail whatever the sizes are.
-_DECIDES = ("diverged", "LR", "scheduler", "no updates", "init", "mask missing", "off-mask weights", "mask density", "optimizer")
+_DECIDES = (
+    "diverged",
+    "LR",
+    "scheduler",
+    "no updates",
+    "init",
+    "mask missing",
+    "off-mask weights",
+    "mask density",
+    "optimizer",
+)
 
 
 def _wrong(own: list[Drift]) -> list[Drift]:

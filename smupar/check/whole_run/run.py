@@ -23,8 +23,8 @@ class LongRun(GridRun):
     def train(self, batches: list[Any]) -> None:
         observer = observe(self.model, self.plan, self.optimizers, steps=len(batches))
         self.observation = observer.observation
-        make = self.training.sparsifier
-        sparsifier = make(self.model, self.plan, self.optimizers) if make is not None else None
+        make = self.training.sparsifier if self.plan.hidden_sparsity else None  # a dense model has no masks to move
+        sparsifier = None if make is None else make(self.model, self.plan, self.optimizers)
         with observer:
             for step, batch in enumerate(batches, 1):
                 self._note_erased_ratios(step)

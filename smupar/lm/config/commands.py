@@ -60,6 +60,11 @@ class CheckConfig:
     alpha_input: float = RunConfig.alpha_input
     alpha_output: float = RunConfig.alpha_output
     steps: int = 10
+    whole_run: int | None = None
+    """Train so many steps instead, with warm-up and a learning rate that falls to zero, and say from which step on updates
+    drift. Choose the batch and the length of your runs."""
+    weight_decay: float = 0.0
+    """How fast weights shrink. The first ten steps do not depend on it; a whole run does."""
     seeds: int = 3
     depth: int = 2
     head_dim: int = 32
@@ -73,7 +78,8 @@ class CheckConfig:
 
     def __post_init__(self) -> None:
         check_positive(self, "steps", "seeds", "depth", "batch_size", "seq_len", "base_width")
-        check_not_negative(self, "lr", "init_std", "alpha_input", "alpha_output")
+        check_not_negative(self, "lr", "weight_decay", "init_std", "alpha_input", "alpha_output")
+        check_positive(self, *(() if self.whole_run is None else ("whole_run",)))
         check_sparsities(*self.sparsities)
         refuse(not self.widths or min(self.widths) < 1, f"widths must be whole numbers from 1 on, got {self.widths}")
         check_not_too_large("width", *self.widths)
