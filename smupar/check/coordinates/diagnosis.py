@@ -35,7 +35,7 @@ REMEDIES = {
     "decay missing": "decay missing: pass weight_decay to param_groups, such as 0.1, with the default decay='independent'",
     "decay stopped": "decay stopped: let weights decay until the end of the run",
     "decay uneven": "decay differs between layers: use param_groups(..., decay='independent') for all, and leave groups alone",
-    "masks move": "masks move until the end: let them rest for the last quarter of the run (stop=)",
+    "masks move": "masks move until the end: let them rest for the last quarter of it (stop=)",
     "schedule": "the learning rate ends too high: let it fall to a tenth of its peak, or to zero",
     "few weights": "the learning rate is too large for few weights per neuron: lower it, keep more weights, or try "
     "rule='smupar-aligned'",

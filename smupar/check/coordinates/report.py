@@ -144,8 +144,8 @@ def _between(verdict: str, slopes: list[Slope], seeds: int) -> str:
         f"run more seeds (now {seeds})"
         if verdict == UNCLEAR
         else "certain to lie in between, so more seeds will not change it. It often comes from widths where sums of random "
-        "terms still count: use smaller batches (about 16 tokens), larger widths or more weights per neuron, and see whether it "
-        "shrinks"
+        "terms still count: use smaller batches (about 16 tokens), larger widths or more weights per neuron, and see whether "
+        "it shrinks"
     )
     return f"  {len(slopes)} slopes are neither small nor large, such as {_told(max(slopes, key=_excess))}: {remedy}"
 

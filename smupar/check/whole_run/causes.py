@@ -9,12 +9,11 @@ from statistics import median
 from smupar.check.coordinates.diagnosis import Diagnosis
 from smupar.check.coordinates.measure import Cell
 from smupar.plan.settings import layer_glob
-from smupar.updates.observation import ALIGNMENT, DECAY, LR, MOVED, Observation
+from smupar.updates.observation import ALIGNMENT, DECAY, LATE, LR, MOVED, Observation
 
 _UNEVEN = 1.5  # a layer decays at another rate than the others if the rates differ by this factor
 _STOPPED = 0.1  # decay has stopped where it is below this share of what it was
 _HIGH = 0.5  # a learning rate that ends above this share of its peak
-_LATE = 0.75  # masks that move after this share of the run move until its end
 _RANDOM = 1.3  # up to this alignment an update is almost random
 _FEW = 32  # kept weights per neuron
 
@@ -76,13 +75,14 @@ def _missing(seen: Observation) -> Iterator[Found]:
 
 
 def _moving(seen: Observation) -> Iterator[Found]:
-    late = [index for index, step in enumerate(seen.at) if step > _LATE * seen.num_steps]
-    moving = [name for name, values in seen.sizes[MOVED].items() if any(values[index] > 0 for index in late[1:] or late)]
+    since = int(LATE * seen.num_steps)
+    late = [index for index, before in enumerate(seen.at[:-1], 1) if before >= since]  # moved after the look before
+    moving = [name for name, values in seen.sizes[MOVED].items() if any(values[index] > 0 for index in late)]
     if moving:
         yield (
             "masks move",
             tuple(dict.fromkeys(map(layer_glob, moving))),
-            f"masks still move in the last {1 - _LATE:.0%} of the run",
+            f"masks still move in the last {1 - LATE:.0%} of the run",
         )
 
 

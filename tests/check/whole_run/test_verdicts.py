@@ -14,7 +14,7 @@ from smupar.check.whole_run.run import readings_of
 from smupar.updates.observation import ALIGNMENT, DECAY, DY, LR, MOVED, Observation
 from tests.models import MLP, on_meta
 
-STEPS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+STEPS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 410, 512]
 LAYERS = ("fc2.weight", "fc3.weight")
 DENSITIES = (1.0, 1 / 32)
 
