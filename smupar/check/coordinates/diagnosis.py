@@ -36,6 +36,7 @@ REMEDIES = {
     "decay stopped": "decay stopped: let weights decay until the end of the run",
     "decay uneven": "decay differs between layers: use param_groups(..., decay='independent') for all, and leave groups alone",
     "masks move": "masks move until the end: let them rest for the last quarter of it (stop=)",
+    "masks moved": "masks moved, and the rule is about random ones: follow measured updates, or lower the learning rate",
     "schedule": "the learning rate ends too high: let it fall to a tenth of its peak, or to zero",
     "few weights": "the learning rate is too large for few weights per neuron: lower it, keep more weights, or try "
     "rule='smupar-aligned'",

@@ -22,18 +22,17 @@ def causes(rule: str, observations: Mapping[Cell, Observation], *, is_wrong: boo
     """All that was seen, the most likely cause first. The same cause in several runs is told once, with their number. That few
     weights hardly agree is a cause only if sizes are wrong."""
     own = {cell: seen for cell, seen in observations.items() if cell.rule == rule and seen.at}
-    found: dict[str, tuple[list[str], str, int]] = {}
-    for look in (_uneven, _stopped, _missing, _moving, _high, *((_few,) if is_wrong else ())):
+    found: dict[str, tuple[list[str], str, list[Cell]]] = {}
+    for look in (_uneven, _stopped, _missing, _moving, _high, *((_moved, _few) if is_wrong else ())):
         for cell, seen in own.items():
             for cause, places, evidence in look(seen):
-                known, first, number = found.get(
-                    cause, ([], f"Seen at width {cell.width}, density {cell.density:g}: {evidence}", 0)
-                )
-                found[cause] = list(dict.fromkeys([*known, *places])), first, number + 1
+                text = f"Seen at width {cell.width}, density {cell.density:g}: {evidence}"
+                known, first, where = found.get(cause, ([], text, []))
+                found[cause] = list(dict.fromkeys([*known, *places])), first, [*where, cell]
     between = _between_runs(own)
     diagnoses = [
-        Diagnosis(rule, cause, tuple(places), f"{evidence}{f' ({number} runs)' if number > 1 else ''}")
-        for cause, (places, evidence, number) in found.items()
+        Diagnosis(rule, cause, tuple(places), f"{evidence}{f' ({len(set(where))} runs)' if len(set(where)) > 1 else ''}")
+        for cause, (places, evidence, where) in found.items()
     ]
     return [Diagnosis(rule, *each) for each in between] + diagnoses
 
@@ -84,6 +83,12 @@ def _moving(seen: Observation) -> Iterator[Found]:
             tuple(dict.fromkeys(map(layer_glob, moving))),
             f"masks still move in the last {1 - LATE:.0%} of the run",
         )
+
+
+def _moved(seen: Observation) -> Iterator[Found]:
+    moving = [name for name, values in seen.sizes[MOVED].items() if any(value > 0 for value in values)]
+    if moving and not any(_moving(seen)):
+        yield "masks moved", tuple(dict.fromkeys(map(layer_glob, moving))), "masks moved while the drift began"
 
 
 def _high(seen: Observation) -> Iterator[Found]:
