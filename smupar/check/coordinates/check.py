@@ -79,11 +79,10 @@ def coord_check(
     settings      settings of ``parameterize``
     """
     training = _Training(loss_fn, optimizer, lr, weight_decay, scheduler, prepare, allocation, settings, sparsifier)
-    refuse(sparsifier is not None and horizon is None, "sparsifier= is for a check over a whole run: pass horizon= too")
-    steps = steps if horizon is None else horizon
+    kind, steps = _kind_of_run(horizon, training), steps if horizon is None else horizon
     rule_list = (rules,) if isinstance(rules, str) else tuple(rules)
     training.check(rule_list, densities)
-    seed_list = tuple(range(int(seeds))) if isinstance(seeds, SupportsIndex) else tuple(int(seed) for seed in seeds)
+    seed_list = _listed_seeds(seeds)
     refuse(not seed_list or steps < 1, f"steps and seeds must be at least 1, got steps={steps}, seeds={seeds!r}")
     taken = list(islice(batches, steps))
     refuse(
@@ -94,21 +93,22 @@ def coord_check(
         grid = _Grid(make_model, int(base_width), widths, densities)
     cells = [Cell(*cell) for cell in product(rule_list, grid.widths, grid.densities, seed_list)]
     shown = tqdm(cells, desc="coordinate check", unit="run", disable=not progress, file=sys.stderr, leave=False)
-    kind = _kind_of_run(horizon)
     runs = [kind(cell, grid, training).carried_out(taken) for cell in shown]
     readings = [reading for run in runs for reading in run.readings]
     refuse(
         not any(reading.quantity in JUDGED for reading in readings),
         "nothing could be measured: none of the model's layers is called as a module and returns a tensor",
     )
-    plans: dict[tuple[str, int, float], Plan] = {}
-    for run in runs:
-        plans.setdefault((run.cell.rule, run.cell.width, run.cell.density), run.plan)
-    return kind.report(runs, readings, {run.cell: run.faults for run in runs if run.faults}, plans)
+    return kind.report(runs, readings)
 
 
-def _kind_of_run(horizon: int | None) -> type[GridRun]:
+def _listed_seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
+    return tuple(range(int(seeds))) if isinstance(seeds, SupportsIndex) else tuple(int(seed) for seed in seeds)
+
+
+def _kind_of_run(horizon: int | None, training: _Training) -> type[GridRun]:
     if horizon is None:
+        refuse(training.sparsifier is not None, "sparsifier= is for a check over a whole run: pass horizon= too")
         return GridRun
     from smupar.check.whole_run.run import LongRun  # which is a GridRun itself
 
@@ -117,6 +117,15 @@ def _kind_of_run(horizon: int | None) -> type[GridRun]:
 
 def _listed(value: Any) -> Iterable[Any]:
     return value if isinstance(value, Iterable) else (value,)
+
+
+def faults_and_plans(
+    runs: Sequence[GridRun],
+) -> tuple[dict[Cell, list[Finding]], dict[tuple[str, int, float], Plan]]:
+    plans: dict[tuple[str, int, float], Plan] = {}
+    for run in runs:
+        plans.setdefault((run.cell.rule, run.cell.width, run.cell.density), run.plan)
+    return {run.cell: run.faults for run in runs if run.faults}, plans
 
 
 @dataclass(frozen=True)
@@ -228,14 +237,8 @@ class GridRun:
         return self.recorder.readings(self.cell)
 
     @classmethod
-    def report(
-        cls,
-        runs: Sequence[Self],
-        readings: list[Reading],
-        faults: Mapping[Cell, list[Finding]],
-        plans: Mapping[tuple[str, int, float], Plan],
-    ) -> Report:
-        return Report(readings, faults, plans)
+    def report(cls, runs: Sequence[Self], readings: list[Reading]) -> Report:
+        return Report(readings, *faults_and_plans(runs))
 
     def build(self) -> None:
         cell, grid, training = self.cell, self.grid, self.training

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 from smupar.check.audit import Finding
-from smupar.check.coordinates.check import GridRun
+from smupar.check.coordinates.check import GridRun, faults_and_plans
 from smupar.check.coordinates.measure import GRAD_X, Cell, Reading
 from smupar.check.whole_run.report import RunReport
 from smupar.plan.parameters import parent_path
@@ -48,14 +48,8 @@ class LongRun(GridRun):
         return readings_of(self.observation, self.cell, self.plan)
 
     @classmethod
-    def report(
-        cls,
-        runs: Sequence[Self],
-        readings: list[Reading],
-        faults: Mapping[Cell, list[Finding]],
-        plans: Mapping[tuple[str, int, float], Plan],
-    ) -> RunReport:
-        return RunReport(readings, faults, plans, {run.cell: run.observation for run in runs})
+    def report(cls, runs: Sequence[Self], readings: list[Reading]) -> RunReport:
+        return RunReport(readings, *faults_and_plans(runs), {run.cell: run.observation for run in runs})
 
 
 def readings_of(seen: Observation, cell: Cell, plan: Plan) -> list[Reading]:

@@ -1,5 +1,5 @@
-"""Runs of 400 steps whose outcome is known: healthy ones raise no alarm, and late faults are named. docs/lab/coordinate-checks.md
-has their numbers."""
+"""Runs of 400 steps whose outcome is known: healthy ones raise no alarm, and late faults are named. Their numbers are in
+docs/lab/coordinate-checks.md."""
 
 from functools import partial
 
