@@ -84,7 +84,7 @@ def _with_evidence(tensor: ParameterView, usage: Usage) -> ParameterView:
 def _seen(tensor: ParameterView, use: Use) -> Seen | None:
     """What the uses of one parameter amount to; None if it was not used."""
     if tensor.layer.is_lookup and tensor.layout == "matrix":
-        return Seen("lookup") if use.looked_up else None
+        return Seen("lookup") if use != Use() else None
     if use.products:
         return _seen_product(tensor, use)
     if use.unclear:
@@ -115,6 +115,7 @@ def _seen_product(tensor: ParameterView, use: Use) -> Seen:
             reads_input=any(product.reads_input for product in use.products),
             reads_inside=any(not product.reads_input for product in use.products),
             makes_output=use.makes_output,
+            makes_normed_output=use.makes_normed_output,
             is_inside=use.is_inside,
         )
     return Seen("unclear", why=why)

@@ -53,6 +53,12 @@ class Neighbours:
     def is_last(self, tensor: ParameterView) -> bool:
         return tensor is self.matrices[-1]
 
+    def is_normed(self, tensor: ParameterView) -> bool:
+        """Whether a norm of the size that this weight writes is registered after it, so that it may divide out the size."""
+        later = self.tensors[self.tensors.index(tensor) + 1 :]
+        norms = [other for other in later if len(other.shape) == 1 and other.layer.by_element and not other.scaling]
+        return any(other.shape == (tensor.written_size,) for other in norms)
+
     def is_bottleneck(self, tensor: ParameterView) -> bool:
         """Whether the fixed size that a weight reads or writes may be a bottleneck inside the network: one layer narrows to
         this size and another one widens from it. In a model without tables these may be the ends, as in an autoencoder."""

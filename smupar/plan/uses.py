@@ -28,6 +28,7 @@ class Use:
     by_element: bool = False
     unclear: str = ""  # an operation that is not understood
     makes_output: bool = False  # what it writes reaches the output through no other weight that scales
+    makes_normed_output: bool = False  # likewise, but divided by its own size on the way
     is_inside: bool = False  # what it writes reaches another weight that scales
 
 

@@ -57,6 +57,7 @@ _PRODUCTS = {
 _SLICES = ("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "slice")
 _REDUCTIONS = {"sum": 1, "mean": 1, "amax": 1, "norm": 2, "linalg_vector_norm": 2}  # the place of ``dim`` among the arguments
 _NORMS = ("linalg_vector_norm", "norm")
+_NORM_LAYERS = ("native_layer_norm", "native_group_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 _KEEP_LENGTH = ("clone", "_to_copy", "clamp", "clamp_min", "add", "sqrt", "rsqrt", "reciprocal", "pow")
 _SOFTMAX = ("_softmax", "_safe_softmax")
 
@@ -87,9 +88,15 @@ class _Watcher(TorchDispatchMode):
         self._known[StorageWeakRef(tensor.untyped_storage())] = known
 
     def end(self, output: object) -> None:
-        for tensor in _tensors(output):
-            for name in self._of(tensor).flow.writers:
-                self.usage.uses[name].makes_output = True
+        """Records what makes the output. A weight that makes the loss or the logits is judged by these alone."""
+        judged: set[str] = set()
+        for part in _by_weight(output):
+            flows = [self._of(tensor).flow for tensor in _tensors(part)]
+            for flow in flows:
+                for use in (self.usage.uses[name] for name in flow.writers - judged):
+                    use.makes_output |= not flow.is_normed
+                    use.makes_normed_output |= flow.is_normed
+            judged |= frozenset[str]().union(*(flow.writers for flow in flows))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -253,6 +260,8 @@ class _Watcher(TorchDispatchMode):
         if name == "sum":
             return self._sum(args, inputs[0]), ()
         flow = self._mixed(inputs)
+        if name in _NORM_LAYERS or self._is_quotient_by_size(name, flows):
+            flow = replace(flow, is_normed=True)
         if name == "cat":
             dim = args[1] if len(args) > 1 else 0
             sizes = [tensor.shape[dim] for tensor in inputs if tensor.ndim == output.ndim]
@@ -272,13 +281,20 @@ class _Watcher(TorchDispatchMode):
         marks = [self._of(tensor).flow.mark for tensor in inputs]
         if name in _NORMS:
             return "norm"
+        if name == "mean" and marks[0] == "square":
+            return "rms"
         if (name == "pow" and args[1] == 2) or (name == "mul" and len(data) == 2 and self._is_same(*data)):
             return "square"
         if name in ("div", "mul") and len(inputs) == 2 and marks.count("norm") == 1:
             return "unit"
         if name == "mul" and len(data) == 2 and data[0].shape == data[1].shape:
             return "" if marks == ["unit", "unit"] else "product"
-        return marks[0] if len(data) == 1 and marks[0] in ("norm", "unit") and name in _KEEP_LENGTH else ""
+        return marks[0] if len(data) == 1 and marks[0] in ("norm", "rms", "unit") and name in _KEEP_LENGTH else ""
+
+    def _is_quotient_by_size(self, name: str, flows: list[Flow]) -> bool:
+        """Whether this divides something by its own length or rms."""
+        sizes = [flow for flow in flows if flow.mark in ("norm", "rms")]
+        return name in ("div", "mul") and len(flows) == 2 and len(sizes) == 1 and flows[0].writers == flows[1].writers
 
     def _is_same(self, first: Tensor, second: Tensor) -> bool:
         return StorageWeakRef(first.untyped_storage()) == StorageWeakRef(second.untyped_storage())
@@ -354,6 +370,14 @@ class _Watcher(TorchDispatchMode):
 
     def _labels(self, tensor: Tensor) -> Labels:
         return self._of(tensor).labels_of(tensor)
+
+
+def _by_weight(output: Any) -> list[Any]:
+    """The parts of an output: the loss, then the logits, then everything else, as transformers names them."""
+    if not isinstance(output, Mapping):
+        return [output]
+    logits = [value for key, value in output.items() if str(key).startswith("logits")]
+    return [output.get("loss"), logits, output]
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

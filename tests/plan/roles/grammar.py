@@ -364,7 +364,13 @@ def narrowing_head(width, rng):
     )
 
 
-HEADS = (linear_head, linear_head, raw_head, two_heads, narrowing_head)
+def normed_head(width, rng):
+    """A norm divides out the size of what the layer writes, so no factor would act."""
+    norm = rng.choice((nn.LayerNorm, nn.RMSNorm))(CLASSES)
+    return Part({"fc": (nn.Linear(width, CLASSES), HIDDEN), "norm": (norm, FIXED)}, lambda p, x, *_: 3 * p.norm(p.fc(x)))
+
+
+HEADS = (linear_head, linear_head, raw_head, two_heads, narrowing_head, normed_head)
 WITH_FIXED_OUTPUT = (gate, experts, token_mixing, chosen, stacked)
 
 

@@ -191,8 +191,8 @@ ENDS = {
     "two towers": (
         TwoTowers, (TOKENS, IMAGES),
         {"patches.weight": "embedding", "text_out.weight": "hidden", "image_out.weight": "unembedding"},
-        {"table.weight": "embedding", "patches.weight": "embedding", "text_out.weight": "unembedding",
-         "image_out.weight": "unembedding"},
+        {"table.weight": "embedding", "patches.weight": "embedding", "text_out.weight": "hidden",
+         "image_out.weight": "hidden"},  # cosines: the factor of an unembedding would be divided out
     ),
     "deep and cross": (
         DeepAndCross, TOKENS[:, :3] % 10,
