@@ -56,6 +56,14 @@ class Residual:
     weights: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Output:
+    """A tensor that the model returns."""
+
+    sizes: Dims
+    is_normed: bool  # divided by its own size
+
+
 @dataclass
 class Usage:
     """What one forward pass shows."""
@@ -63,4 +71,5 @@ class Usage:
     uses: dict[str, Use]
     events: list[Event] = field(default_factory=list)
     residuals: list[Residual] = field(default_factory=list)
+    outputs: list[Output] = field(default_factory=list)  # the first of these that depend on weights: loss, logits, all others
     attention: dict[int, str] = field(default_factory=dict)  # the dot products that are attention scores, and their modules

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from smupar.plan.flows import CONSTANT, Dims, Flow, Known, Label, Labels, aligned, by_name
 from smupar.plan.forward import Example, run_copy
-from smupar.plan.uses import Event, Residual, Usage, Use, WeightProduct
+from smupar.plan.uses import Event, Output, Residual, Usage, Use, WeightProduct
 
 
 def watch(model: nn.Module, example: Example, *, scaling: Mapping[str, Dims], reads: Mapping[str, Dims]) -> Usage:
@@ -91,12 +91,13 @@ class _Watcher(TorchDispatchMode):
         """Records what makes the output. A weight that makes the loss or the logits is judged by these alone."""
         judged: set[str] = set()
         for part in _by_weight(output):
-            flows = [self._of(tensor).flow for tensor in _tensors(part)]
-            for flow in flows:
+            made = [(tensor, self._of(tensor).flow) for tensor in _tensors(part) if self._of(tensor).flow.writers]
+            self.usage.outputs = self.usage.outputs or [Output(tuple(tensor.shape), flow.is_normed) for tensor, flow in made]
+            for _, flow in made:
                 for use in (self.usage.uses[name] for name in flow.writers - judged):
                     use.makes_output |= not flow.is_normed
                     use.makes_normed_output |= flow.is_normed
-            judged |= frozenset[str]().union(*(flow.writers for flow in flows))
+            judged |= frozenset[str]().union(*(flow.writers for _, flow in made))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
