@@ -44,6 +44,8 @@ def deepseek(width):
 # name -> (class, arguments of its config at a width)
 OTHERS = {
     "gemma": ("GemmaForCausalLM", lambda width: grouped(width, head_dim=16)),
+    "gemma2": ("Gemma2ForCausalLM", lambda width: grouped(width, head_dim=16, query_pre_attn_scalar=16)),
+    "gemma3": ("Gemma3ForCausalLM", lambda width: grouped(width, head_dim=16, query_pre_attn_scalar=16)),
     "t5": (
         "T5ForConditionalGeneration",
         lambda width: {"d_model": width, "d_kv": 16, "d_ff": 2 * width, "num_layers": 2, "num_heads": width // 16,
