@@ -63,7 +63,7 @@ def moved(value: Any, device: str) -> Any:
 def _with_values(tensor: Tensor, device: str) -> Tensor:
     if tensor.is_meta:  # has no values: small random ones for weights, zeros for indices and masks
         empty = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
-        return empty.normal_(std=0.1) if tensor.is_floating_point() else empty
+        return empty.normal_(std=0.1) if tensor.is_floating_point() and device != "meta" else empty
     return tensor.detach().to(device, copy=True)
 
 

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from smupar.plan.flows import CONSTANT, Dims, Flow, Known, Label, Labels, aligned, by_name
 from smupar.plan.forward import Example, run_copy
+from smupar.plan.remembered import remembered
 from smupar.plan.uses import Event, Output, Residual, Usage, Use, WeightProduct
 
 
@@ -37,7 +38,7 @@ def watch(model: nn.Module, example: Example, *, scaling: Mapping[str, Dims], re
         watcher.end(output)
         return watcher.usage
 
-    return run_copy(model, example, run)
+    return remembered(model, (example, scaling, reads), lambda: run_copy(model, example, run))
 
 
 # Operations that sum over a product: places of the two factors among the arguments, and the dimension of each that is summed

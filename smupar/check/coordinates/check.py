@@ -158,8 +158,9 @@ class _Grid:
         self.base = self._on_meta(base_width)
         self.base_width = base_width
         other = next((width for width in widths if width != base_width), 2 * base_width)
-        self.delta = self._on_meta(other) if base_width in widths else None
-        self.growth = _growth(self.base, self._on_meta(other))
+        # Models at other widths are compared with the same delta, so that a look at an example's forward pass is made once.
+        self.delta = self._on_meta(other)
+        self.growth = _growth(self.base, self.delta)
         seen = {str(_shapes(self.base)): base_width}
         for width in dict.fromkeys((*widths, other)):
             twin = seen.setdefault(str(_shapes(self._on_meta(width))), width)
@@ -210,9 +211,14 @@ class _GridRun:
     def build(self) -> None:
         cell, grid, training = self.cell, self.grid, self.training
         self.model = grid.make_model(cell.width)
-        delta = grid.delta if cell.width == grid.base_width else None
         density = training.allocation(cell.density) if training.allocation is not None and cell.density < 1 else cell.density
-        settings: Settings = {**training.settings, "rule": cell.rule, "density": density, "seed": cell.seed, "delta": delta}
+        settings: Settings = {
+            **training.settings,
+            "rule": cell.rule,
+            "density": density,
+            "seed": cell.seed,
+            "delta": grid.delta,
+        }
         self.plan = parameterize(self.model, base=grid.base, reset=False, **settings)
         if training.prepare is not None:
             training.prepare(self.model, self.plan)
