@@ -7,6 +7,7 @@ compared, such as a function that closes over variables, or with hooks, is looke
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -103,5 +104,6 @@ class _Describer:
             return ""
         if tensor.layout != torch.strided or hasattr(tensor, "full_tensor"):
             raise _UnknownError
-        values = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-        return hashlib.blake2b(memoryview(values.numpy()), digest_size=16).hexdigest()
+        values = tensor.detach().cpu().contiguous()
+        content = ctypes.string_at(values.data_ptr(), values.numel() * values.element_size()) if values.numel() else b""
+        return hashlib.blake2b(content, digest_size=16).hexdigest()
