@@ -30,6 +30,7 @@ class Neighbours:
             tensor for tensor in self.tensors if tensor.layout != "matrix" and asked.get(tensor.name) == "unembedding"
         ]
         self.answers = [_as_answered(tensor, asked[tensor.name]) for tensor in self.tensors if tensor.name in asked]
+        self.has_example = any(tensor.seen is not None for tensor in self.tensors)
         self.inputs = _input_layers(self.matrices)
         self.linear = [tensor for tensor in self.matrices if not tensor.layer.is_lookup]
         # What reads the data for certain: tables that scale, and what the user says.

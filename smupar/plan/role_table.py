@@ -301,6 +301,13 @@ ROLE_TABLE = (
         "vector",
     ),
     Case(
+        "belongs to an unknown module, has one dimension that scales, and the example's forward pass does not use it",
+        lambda t, n: _is_half_scaling(t) and n.has_example and t.seen is None,
+        ASK,
+        "is not used by the example's forward pass",
+        "vector",
+    ),
+    Case(
         "is the `weight` of an unknown module, has one dimension that scales, and is the model's first parameter",
         lambda t, n: _is_unknown_weight(t) and t is n.tensors[0],
         ASK,

@@ -25,7 +25,7 @@ class Use:
 
     products: list[WeightProduct] = field(default_factory=list)
     looked_up: set[int] = field(default_factory=set)  # dimensions that an index selects from
-    by_element: bool = False
+    by_element: bool = False  # also where what a weight that scales wrote chooses rows, such as biases of experts
     unclear: str = ""  # an operation that is not understood
     makes_output: bool = False  # what it writes reaches the output through no other weight that scales
     makes_normed_output: bool = False  # likewise, but divided by its own size on the way

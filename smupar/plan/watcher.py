@@ -235,8 +235,12 @@ class _Watcher(TorchDispatchMode):
         is_layer = "embedding" in name
         if not is_layer and rest and not any(self._of(index).flow.is_data for index in indices):
             return CONSTANT, rest  # constants choose the rows, such as positions
+        chooses_inside = any(self._of(index).flow.writers for index in indices)
         for owner, dim in picked:
-            self.usage.uses[owner].looked_up.add(dim)
+            if chooses_inside and not is_layer:
+                self.usage.uses[owner].by_element = True
+            else:
+                self.usage.uses[owner].looked_up.add(dim)
         written = frozenset[Label]().union(*labels) - picked
         names = frozenset(owner for owner, dim in written if dim in self.scaling[owner])
         read = reduce(Flow.__or__, (self._of(index).flow for index in indices), CONSTANT)

@@ -296,9 +296,10 @@ def chosen(width, rng):
 
     def use(p, x, *_):
         chosen = p.router(x).argmax(-1).flatten()
-        return torch.bmm(p.w[chosen], x.flatten(0, 1)[..., None]).view_as(x)
+        return torch.bmm(p.w[chosen], x.flatten(0, 1)[..., None]).view_as(x) + p.bias[chosen].view_as(x)
 
-    return Part({"router": (nn.Linear(width, 3), HIDDEN), "w": (raw(3, width, width), truth)}, use)
+    weights = {"w": (raw(3, width, width), truth), "bias": (raw(3, width), VECTOR)}
+    return Part({"router": (nn.Linear(width, 3), HIDDEN), **weights}, use)
 
 
 def recurrent(width, rng):
