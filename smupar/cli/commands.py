@@ -281,6 +281,7 @@ def reproduce(
     clip: float = 1.0,
     out: str = "runs/reproduce",
     publish: str | None = None,
+    so_far: bool = False,
     list: bool = False,  # noqa: A002 (the flag)
     settings: bool = False,
     dry_run: bool = False,
@@ -296,7 +297,9 @@ def reproduce(
         weight_decay: Weight decay of all runs. Published pages marked "without weight decay" used 0.
         clip: Largest allowed gradient norm in all runs. 0 turns clipping off.
         out: Folder for results, and for runs, which figures share. If you run the command again, it runs only what is missing.
-        publish: Also write a page of results, its rows and its picture to this folder, as in docs/results.
+        publish: Also write a page of results, its rows and its picture to this folder, as in docs/results. Runs that the folder
+            has rows of are not trained again.
+        so_far: Train nothing: draw and judge the runs that have ended.
         list: List the figures and tables.
         settings: Print Table 4, and the settings of the smaller scales.
         dry_run: Print runs, parameters, tokens, FLOPs, hours and memory, and run nothing.
@@ -320,7 +323,9 @@ def reproduce(
         pages.refuse_other_scale(publish, names, wanted)
     ended = []
     for name in names:
-        ended.append(paper.reproduce(name, wanted, EngineConfig(**how), out=out, data_dir=data_dir))
+        ended.append(
+            paper.reproduce(name, wanted, EngineConfig(**how), out=out, data_dir=data_dir, published=publish, so_far=so_far)
+        )
         print(ended[-1], flush=True)
         if publish is not None:
             print(pages.publish(ended[-1], wanted, publish))
