@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-
-from tqdm import tqdm
 
 from smupar.lm.config.run import RunConfig
 from smupar.lm.run.folder import Row, Summary
 from smupar.lm.run.loop import Cadence, Loop, Progress
 from smupar.lm.run.signals import Stop, end_if_stopped
 from smupar.lm.run.stack import GPTStack
+from smupar.output.progress import Status
 from smupar.study.stack_state import StackState
 from smupar.study.stacks import Division
 from smupar.study.store import Study
@@ -90,35 +88,37 @@ class _StackKeeper:
 
 
 class StudyProgress:
-    """A progress bar: how many runs are done, running or diverged, and the time left."""
+    """How far a study is: steps trained, runs done, running and diverged, and the best loss so far."""
 
     running: Mapping[str, Sequence[Row]] = MappingProxyType({})  # the rows of runs that are trained now, by id
 
     def __init__(self, configs: Sequence[RunConfig]) -> None:
-        self.num_runs, self.num_done, self.num_diverged = len(configs), 0, 0
-        self.bar = tqdm(
-            total=sum(config.steps for config in configs),
-            desc="study",
-            unit="step",
-            unit_scale=True,
-            mininterval=0.5 if sys.stderr.isatty() else 10,
-            bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed} gone, {remaining} left, {postfix}",
-        )
+        self.num_runs, self.num_done, self.num_running, self.num_diverged = len(configs), 0, 0, 0
+        self.num_steps, self.total_steps = 0, sum(config.steps for config in configs)
+        self.best: float | None = None
 
     def steps(self, num: int, running: int) -> None:
-        self.bar.set_postfix_str(
-            f"{self.num_done} of {self.num_runs} runs done, {running} running, {self.num_diverged} diverged", refresh=False
-        )
-        self.bar.update(num)
+        self.num_steps += num
+        self.num_running = running
 
     def done(self, summary: Summary) -> None:
         self.num_done += 1
-        self.num_diverged += summary.status == "diverged"
+        self.num_running = max(0, self.num_running - 1)
+        if summary.status == "diverged":
+            self.num_diverged += 1
+        elif summary.train_loss is not None:
+            self.best = min(summary.train_loss, math.inf if self.best is None else self.best)
 
     @property
     def share_done(self) -> float:
         """Share of the steps, or of the runs, where the trainer counts their steps."""
-        return max(self.bar.n / (self.bar.total or 1), self.num_done / max(1, self.num_runs))
+        return min(1.0, max(self.num_steps / max(1, self.total_steps), self.num_done / max(1, self.num_runs)))
 
-    def close(self) -> None:
-        self.bar.close()
+    def status(self) -> Status:
+        """What a display shows."""
+        words = [f"{self.num_done} of {self.num_runs} done", f"{self.num_running} running", f"{self.num_diverged} diverged"]
+        if self.best is not None:
+            words.append(f"best {self.best:.3f}")
+        # Where there is little room, that no run diverged goes first.
+        rank = (0, 1, 3 if self.num_diverged == 0 else 2, 2 if self.num_diverged == 0 else 3)
+        return Status(self.share_done, tuple(words), rank[: len(words)])

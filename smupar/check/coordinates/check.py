@@ -8,9 +8,9 @@ sizes, not a model, losses or a checkpoint.
 from __future__ import annotations
 
 import math
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
 from itertools import islice, product
@@ -18,7 +18,6 @@ from typing import Any, SupportsIndex, Unpack
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from smupar.check.audit import Finding, differences, unsettled
 from smupar.check.coordinates.measure import JUDGED, Cell, SizeRecorder
@@ -27,6 +26,7 @@ from smupar.model.parameterize import parameterize
 from smupar.model.seam import optimizers
 from smupar.optim.groups import param_groups
 from smupar.optim.guard import LRRatioWarning, ratio_problem, wrong_groups
+from smupar.output.progress import Display, Status
 from smupar.plan.layers import has_running_statistics, kind_of
 from smupar.plan.make import Settings
 from smupar.plan.parameters import parent_path
@@ -87,8 +87,14 @@ def coord_check(
     with torch.random.fork_rng():
         grid = _Grid(make_model, int(base_width), widths, densities)
     cells = [Cell(*cell) for cell in product(rule_list, grid.widths, grid.densities, seed_list)]
-    shown = tqdm(cells, desc="coordinate check", unit="run", disable=not progress, file=sys.stderr, leave=False)
-    runs = [_GridRun(cell, grid, training).carried_out(taken) for cell in shown]
+    runs: list[_GridRun] = []
+
+    def status() -> Status:
+        return Status(len(runs) / len(cells), (f"{len(runs)} of {len(cells)} models trained",))
+
+    with Display(status) if progress else nullcontext():
+        for cell in cells:
+            runs.append(_GridRun(cell, grid, training).carried_out(taken))
     readings = [reading for run in runs for reading in run.readings]
     refuse(
         not any(reading.quantity in JUDGED for reading in readings),

@@ -156,7 +156,9 @@ def verify(folder: str | Path) -> ShardIndex:
     if not todo:
         return index
     size = sum(now[shard.file]["size"] for shard in todo)
-    with tqdm(total=size, desc="verify", unit="B", unit_scale=True, disable=size < BAR_BYTES, leave=False) as bar:
+    with tqdm(
+        total=size, desc="verify", unit="B", unit_scale=True, disable=True if size < BAR_BYTES else None, leave=False
+    ) as bar:
         for wrong in wrong_shards(folder, index, todo, bar.update):
             raise ValueError(f"{wrong}: {_AGAIN}")
     # In a read-only folder the record cannot be written, so shards are hashed again next time.

@@ -10,15 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
-
-from tqdm import tqdm
 
 from smupar.lm.config.run import Execution, RunConfig
 from smupar.lm.data import batches as data
@@ -31,14 +26,16 @@ from smupar.lm.run.signals import Stop
 from smupar.lm.run.step import Stepper
 from smupar.lm.run.tracking import tracked
 from smupar.output.json_files import as_record
+from smupar.output.progress import Display, Status
+from smupar.output.terminal import say
 from smupar.plan.plan import PlanWarning
+from smupar.plan.summary import summary_of
 
 _NUM_VALIDATIONS = 5
-_LINE_SECONDS = 10.0
 
 
 def train(config: RunConfig, how: Execution | None = None) -> Summary:
-    """Trains one GPT as configured: prints its plan, shows progress, leaves metrics and checkpoints in the run's folder."""
+    """Trains one GPT as configured: shows its plan and progress, leaves metrics and checkpoints in the run's folder."""
     config, how = config.normalised, how or Execution()
     path = Path(how.out) if how.out else default_folder(config)
     with join(how) as world, Stop.on_signals() as stop:
@@ -52,7 +49,7 @@ def train(config: RunConfig, how: Execution | None = None) -> Summary:
             world.wait()
             summary = read_summary(path)
             if summary:
-                print(f"{path} has ended already; for another run of the same configuration choose another --out")
+                say(f"{path} has ended already; for another run of the same configuration choose another --out")
             return summary or _train(folder.config, how, world, corpus, path, folder, stop)
 
 
@@ -63,7 +60,8 @@ def _train(
     stepper = Stepper(config, how, world, corpus, read_followed(path))
     if folder:
         folder.begin(config, corpus)  # only now: a configuration that cannot be built must not keep the folder
-    _say(world, str(stepper.plan) if stepper.storage is None else f"{stepper.plan}\n{stepper.storage}")
+    plan = str(stepper.plan) if how.full else f"{summary_of(stepper.plan)}\n--full prints every parameter"
+    _say(world, plan if stepper.storage is None else f"{plan}\n{stepper.storage}")
     if world.is_main and config.few_moves_warning:
         warnings.warn(config.few_moves_warning, PlanWarning, stacklevel=3)
     progress = _resumed(stepper, path, folder)
@@ -74,7 +72,7 @@ def _train(
     with tracked(path, config, how, first, writes=world.is_main) as track:
         keeper = _FolderKeeper(stepper, how, path, folder, track, first)
         loop = Loop(stepper, cadence, keeper, stop, [progress])
-        with keeper.bar:
+        with Display(keeper.status) if world.is_main else contextlib.nullcontext():
             status = loop.run()
     [summary] = loop.summaries(status, [str(path)])
     if summary.status == "diverged":
@@ -136,12 +134,11 @@ def _doubt_checkpoint(folder: Path, first: int, world: World) -> None:
 
 def _say(world: World, text: str) -> None:
     if world.is_main:
-        print(text, flush=True)
+        say(text)
 
 
 class _FolderKeeper:
-    """Rows and checkpoints of one run go into its folder, rows also to the trackers. Progress is a bar on a terminal, elsewhere
-    a line now and then, so that logs can be read."""
+    """Rows and checkpoints of one run go into its folder, rows also to the trackers."""
 
     def __init__(
         self, stepper: Stepper, how: Execution, path: Path, folder: RunFolder | None, track: Callable[[Row], None], first: int
@@ -152,22 +149,18 @@ class _FolderKeeper:
         # As is usual, 6 FLOPs count for each parameter and token.
         peak = peak_flops(world.device, stepper.config.dtype, how.peak_tflops) * world.size
         self.peak_speed = peak / (6 * stepper.num_parameters)
-        self.on_terminal = sys.stderr.isatty()
-        hidden = not (world.is_main and self.on_terminal)
-        self.bar = tqdm(total=self.steps, initial=first, desc="training", unit="step", disable=hidden)
-        self.printed_at = -math.inf
+        self.done, self.loss, self.speed = first, math.nan, math.nan
 
     def show(self, done: int, loss: float, seconds: float) -> None:
-        speed = self.stepper.config.batch_size * self.stepper.config.seq_len / seconds
-        text = f"loss {loss:.3f}, {_short(speed)} tokens/s, {speed / self.peak_speed:.0%} of peak"
-        self.bar.set_postfix_str(text, refresh=False)
-        self.bar.update(done - self.bar.n)
-        now = time.perf_counter()
-        printed_lately = now - self.printed_at <= _LINE_SECONDS and done < self.steps
-        if self.stepper.world.is_main and not self.on_terminal and not printed_lately:
-            left = timedelta(seconds=round(seconds * (self.steps - done)))
-            print(f"step {done} of {self.steps}: {text}, {left} left", file=sys.stderr, flush=True)
-            self.printed_at = now
+        self.done, self.loss = done, loss
+        self.speed = self.stepper.config.batch_size * self.stepper.config.seq_len / seconds
+
+    def status(self) -> Status:
+        """What a display shows."""
+        words = [f"step {self.done} of {self.steps}"]
+        if math.isfinite(self.speed):
+            words += [f"loss {self.loss:.3f}", f"{_short(self.speed)} tokens/s", f"{self.speed / self.peak_speed:.0%} of peak"]
+        return Status(self.done / self.steps, tuple(words))
 
     def log(self, index: int, row: Row) -> None:
         if self.folder:
