@@ -47,10 +47,7 @@ def table(text: str) -> list[Line]:
 
 def cards(answers: Iterable[Card]) -> list[Line]:
     """A line for each card of a page: what came out, in the colour of its tone, and then why."""
-    return [
-        Line(" ".join([*(f"{card['name']}:" for _ in [0] if card["name"]), *card["text"].split()]), card["value"], card["tone"])
-        for card in answers
-    ]
+    return [Line(" ".join(card["text"].split()), f"{card['name']} {card['value']}:".strip(), card["tone"]) for card in answers]
 
 
 def show(answer: Answer, *, as_json: bool) -> None:

@@ -1,4 +1,5 @@
-"""The commands, as plain functions; studies are in studies.py, ``smupar data`` and ``smupar eval`` in data.py and evaluation.py.
+"""The commands, as plain functions. Those of studies are in studies.py, of ``smupar data`` in data.py, of ``smupar eval`` in
+evaluation.py.
 
 Each command imports what it needs when it runs, so that ``smupar --help`` is fast. What a command returns is printed by
 ``main``, as text or as JSON.

@@ -45,8 +45,9 @@ def hidden_words(name: str) -> set[str]:
     return {"--" + flag.replace("_", "-") for flag in HIDDEN.get(name, ())}
 
 
-def visible(name: str, flags: Iterable[Flag]) -> list[Flag]:
-    return [flag for flag in flags if flag.name not in HIDDEN.get(name, ())]
+def visible(name: str, flags: Iterable[Flag], more: Iterable[str] = ()) -> list[Flag]:
+    """The flags that a command may take; not those that it sets itself, nor ``more``."""
+    return [flag for flag in flags if flag.name not in (*HIDDEN.get(name, ()), *more)]
 
 
 def show_commands(commands: Mapping[str, Command], out: TextIO | None = None) -> None:
@@ -73,10 +74,11 @@ def show(
     everything: bool = False,
     steps: Mapping[str, Command] | None = None,
     answers: bool = True,
+    hides: Iterable[str] = (),
     out: TextIO | None = None,
 ) -> None:
     """What ``smupar NAME --help`` prints. ``steps`` are commands below this one, ``answers`` says whether it takes --json."""
-    page, flags = _Page(out or sys.stdout), visible(name, flags_of(command, shown))
+    page, flags = _Page(out or sys.stdout), visible(name, flags_of(command, shown), hides)
     positional, options = [f for f in flags if f.is_positional], [f for f in flags if not f.is_positional]
     words = [flag.usage for flag in positional]
     page.usage(" ".join(["smupar", name, *words, *(["[flags]"] if options or answers else [])]))

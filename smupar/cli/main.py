@@ -154,10 +154,13 @@ def _help(argv: list[str]) -> None:
     typed = [word for word in argv if word not in _HELP]
     name, rest = split(typed)
     shown: dict[type, Any] = {}
+    request = _request(name, rest) if name in _STARTS else Request()
     if kind := _STARTS.get(name):
-        shown[kind] = start(kind, _request(name, rest))
+        shown[kind] = start(kind, request)
+    # The field that a transfer study sweeps is none of its flags.
+    hides = [request.fields.get("axis", TransferConfig.axis)] if name == "transfer" else []
     steps = {step.partition(" ")[2]: command for step, command in COMMANDS.items() if step.startswith(f"{name} ")}
-    show_help(name, COMMANDS[name], shown=shown, everything="--help-all" in argv, steps=steps, answers=answers(name))
+    show_help(name, COMMANDS[name], shown=shown, everything="--help-all" in argv, steps=steps, answers=answers(name), hides=hides)
 
 
 def answers(name: str) -> bool:

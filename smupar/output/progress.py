@@ -27,6 +27,7 @@ _FIRST_LINE, _LINE_SECONDS, _LINE_SHARE = (
     0.02,
 )  # of plain lines: later ones are rarer, so that a long log stays short
 _WINDOW = 60.0  # seconds; the time left follows from the speed of the last half of the time, at least these
+_STALL = 5.0  # seconds without growth
 _LEAST_BAR, _MOST_BAR = 8, 30
 _ERASE = "\r\x1b[K"
 
@@ -60,7 +61,10 @@ class Clock:
         if len(self.seen) < 2:
             return None
         (first, was), (last, share) = self.seen[min(1, len(self.seen) - 2)], self.seen[-1]
-        return max(0.0, (last - first) * (1 - share) / (share - was) - (now - last))
+        waited = now - last
+        if waited > _STALL:  # the longer nothing grows, the slower it is
+            return (now - first) * (1 - share) / (share - was)
+        return max(0.0, (last - first) * (1 - share) / (share - was) - waited)
 
 
 def rendered(status: Status, seconds: float, left: float | None, width: int, *, plain: bool = False) -> str:
@@ -73,10 +77,9 @@ def rendered(status: Status, seconds: float, left: float | None, width: int, *, 
     ranked = sorted(range(len(status.words)), key=lambda n: status.rank[n] if status.rank else n)
     shown: set[int] = set()
     for n in ranked:
-        if len(status.words[n]) + 2 > room:
-            break
-        shown.add(n)
-        room -= len(status.words[n]) + 2
+        if len(status.words[n]) + 2 <= room:
+            shown.add(n)
+            room -= len(status.words[n]) + 2
     words = ", ".join([*(status.words[n] for n in sorted(shown)), time_word])
     if not bar or room < 0:
         return f"{head}{words}"[:width]
@@ -201,7 +204,7 @@ class _Above:
             written = self._stream.write(text)
             self._stream.flush()
             if text:
-                self._display.at_start_of_line = text.endswith("\n")
+                self._display.at_start_of_line = text.endswith(("\n", _ERASE))  # or another display has ended
         return written
 
     def __getattr__(self, name: str) -> Any:

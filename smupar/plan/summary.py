@@ -31,7 +31,8 @@ def summary_of(plan: Plan, family: str = "adam") -> str:
     told += [aligned(lines)]
     told += [f"residual branches are multiplied by {', '.join(f'{factor:.4g}' for factor in branches)}"] if branches else []
     told += [f"TO DO {name}: {text}" for name, text in plan.pending.items()]
-    return "\n".join([*told, *(f"note: {note}" for note in plan.notes)])
+    # Cautions have been given as warnings when the plan was made.
+    return "\n".join([*told, *(f"note: {note}" for note in plan.notes if not note.is_caution)])
 
 
 def _inits(rows: Iterable[PlanRow]) -> str:

@@ -62,6 +62,7 @@ def run_study(
 def settle(study: Study, propose: Stage, how: EngineConfig) -> Sequence[RunConfig]:
     """Runs what a stage proposes, and then what it proposes with those results, until nothing is missing. Returns all of its
     runs."""
+    said = ""
     while True:
         configs = propose(study)
         missing = study.missing(configs)
@@ -70,7 +71,9 @@ def settle(study: Study, propose: Stage, how: EngineConfig) -> Sequence[RunConfi
             refuse_impossible(missing)
         if configs:
             hint = f"; watch it: smupar watch {shlex.quote(str(study.folder))}" if missing else ""
-            say(f"{len(configs)} runs, {len(configs) - len(missing)} of them done, in {study.folder}{hint}")
+            if missing or not said:  # else these runs have just ended
+                said = f"{len(configs)} runs, {len(configs) - len(missing)} of them done, in {study.folder}{hint}"
+                say(said)
         write_planned(study, missing)
         if not missing:
             return configs
@@ -150,6 +153,7 @@ def run_group(
         _train_division(study, division, group, None, device, progress)
     fresh = without(missing, begun)
     if fresh:
+        progress.doing = "comparing engines" if engine == "auto" else "building models"
         division, stack = divide([config for config in group if config.id in fresh], engine, device)
         _train_division(study, division, group, stack, device, progress)
 
@@ -175,8 +179,9 @@ def _goes_on(study: Study, division: Division, config: RunConfig, engine: Engine
 def _train_one_by_one(study: Study, configs: Sequence[RunConfig], device: torch.device, progress: StudyProgress) -> None:
     """Trains runs by the trainer, which takes a batch in parts if memory is small."""
     for config in study.missing(configs):
+        progress.begin(config)
         progress.running = {config.id: ()}  # the trainer writes its rows itself
-        summary = train(config, Execution(out=str(study.runs / config.id), device=str(device)))
+        summary = train(config, Execution(out=str(study.runs / config.id), device=str(device)), shows=False)
         end_if_stopped(summary.status)
         progress.done(summary)
 

@@ -241,6 +241,9 @@ class _WorkerProgress(StudyProgress):
         self._tell, self._state, self._last = tell, _PartState(), -math.inf
         self._add(done=num_done)
 
+    def begin(self, config: RunConfig) -> None:
+        pass
+
     def steps(self, num: int, running: int) -> None:
         self._add(steps=num)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shlex
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -34,14 +35,17 @@ from smupar.plan.summary import summary_of
 _NUM_VALIDATIONS = 5
 
 
-def train(config: RunConfig, how: Execution | None = None) -> Summary:
-    """Trains one GPT as configured: shows its plan and progress, leaves metrics and checkpoints in the run's folder."""
+def train(config: RunConfig, how: Execution | None = None, *, shows: bool = True) -> Summary:
+    """Trains one GPT as configured: shows its plan and progress, leaves metrics and checkpoints in the run's folder. A study
+    that shows its own progress passes ``shows=False``."""
     config, how = config.normalised, how or Execution()
     path = Path(how.out) if how.out else default_folder(config)
     with join(how) as world, Stop.on_signals() as stop:
         if not world.is_main:
             world.wait()  # while the main rank looks at text and folder
-            return read_summary(path) or _train(config, how, world, data.open_text(config, check=False), path, None, stop)
+            return read_summary(path) or _train(
+                config, how, world, data.open_text(config, check=False), path, None, stop, shows
+            )
         corpus = data.open_text(config)
         with contextlib.closing(RunFolder(path, config, corpus)) as folder:
             if how.from_step is not None:
@@ -50,21 +54,31 @@ def train(config: RunConfig, how: Execution | None = None) -> Summary:
             summary = read_summary(path)
             if summary:
                 say(f"{path} has ended already; for another run of the same configuration choose another --out")
-            return summary or _train(folder.config, how, world, corpus, path, folder, stop)
+            return summary or _train(folder.config, how, world, corpus, path, folder, stop, shows)
 
 
 def _train(
-    config: RunConfig, how: Execution, world: World, corpus: data.Corpus, path: Path, folder: RunFolder | None, stop: Stop
+    config: RunConfig,
+    how: Execution,
+    world: World,
+    corpus: data.Corpus,
+    path: Path,
+    folder: RunFolder | None,
+    stop: Stop,
+    shows: bool,
 ) -> Summary:
     """Trains in ``path``; ``folder`` is None on all ranks but the main one, which writes."""
     stepper = Stepper(config, how, world, corpus, read_followed(path))
     if folder:
         folder.begin(config, corpus)  # only now: a configuration that cannot be built must not keep the folder
-    plan = str(stepper.plan) if how.full else f"{summary_of(stepper.plan)}\n--full prints every parameter"
-    _say(world, plan if stepper.storage is None else f"{plan}\n{stepper.storage}")
+    if shows:
+        _say(world, _told(stepper, full=how.full))
     if world.is_main and config.few_moves_warning:
         warnings.warn(config.few_moves_warning, PlanWarning, stacklevel=3)
     progress = _resumed(stepper, path, folder)
+    if shows:
+        doing = f"going on from step {progress.step} of {config.steps}, in" if progress.step else "training in"
+        _say(world, f"{doing} {path}; watch it: smupar watch {shlex.quote(str(path))}")
     cadence = Cadence(
         config.steps, how.log_every, how.valid_every or max(1, config.steps // _NUM_VALIDATIONS), save_every=how.save_every
     )
@@ -72,7 +86,7 @@ def _train(
     with tracked(path, config, how, first, writes=world.is_main) as track:
         keeper = _FolderKeeper(stepper, how, path, folder, track, first)
         loop = Loop(stepper, cadence, keeper, stop, [progress])
-        with Display(keeper.status) if world.is_main else contextlib.nullcontext():
+        with Display(keeper.status) if world.is_main and shows else contextlib.nullcontext():
             status = loop.run()
     [summary] = loop.summaries(status, [str(path)])
     if summary.status == "diverged":
@@ -83,6 +97,12 @@ def _train(
     return summary
 
 
+def _told(stepper: Stepper, *, full: bool) -> str:
+    """The plan, and how weights are kept."""
+    plan = str(stepper.plan) if full else f"{summary_of(stepper.plan)}\n--full prints every parameter"
+    return plan if stepper.storage is None else f"{plan}\n{stepper.storage}"
+
+
 def _resumed(stepper: Stepper, path: Path, folder: RunFolder | None) -> Progress:
     last, progress = _last_intact(path / "checkpoints", stepper.world), Progress()
     if last is not None:
@@ -90,8 +110,6 @@ def _resumed(stepper: Stepper, path: Path, folder: RunFolder | None) -> Progress
         with checkpoint.named(last):
             stepper.load_state_dict(state.pop("moving", {}))
             progress = as_record(Progress, state, source=f"{last / checkpoint.STATE}", remedy="restore it")
-    doing = f"going on from step {progress.step} of {stepper.config.steps}, in" if last else "training in"
-    _say(stepper.world, f"{doing} {path}")
     if folder:
         # If losses wait for a row, the checkpoint's own step has no row yet.
         folder.resume_metrics(progress.step - bool(progress.since_row))
@@ -160,7 +178,7 @@ class _FolderKeeper:
         words = [f"step {self.done} of {self.steps}"]
         if math.isfinite(self.speed):
             words += [f"loss {self.loss:.3f}", f"{_short(self.speed)} tokens/s", f"{self.speed / self.peak_speed:.0%} of peak"]
-        return Status(self.done / self.steps, tuple(words))
+        return Status(self.done / self.steps, tuple(words), rank=(1, 0, 2, 3)[: len(words)])
 
     def log(self, index: int, row: Row) -> None:
         if self.folder:
