@@ -1,4 +1,4 @@
-"""What commands answer. A command returns an ``Answer``, and ``main`` prints it: as lines for people, the verdict first and in
+"""What commands answer. A command returns a ``Reply``, and ``main`` prints it: as lines for people, the verdict first and in
 colour, or as JSON for programs. Everything that is said on the way goes to standard error.
 
 So every command that answers something has --json and --quiet, and no command implements them.
@@ -15,14 +15,13 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from smupar.output.page.document import Answer as Card
-from smupar.output.page.document import Tone
+from smupar.output.page.document import Answer, Tone
 from smupar.output.terminal import columns, is_terminal, painted, wrapped
 
 _INDENT = "  "
 
 
-class Line(NamedTuple):
+class Told(NamedTuple):
     """A line for people. ``lead`` comes first and has the colour of the tone; what is too long for a terminal is wrapped."""
 
     text: str
@@ -33,24 +32,24 @@ class Line(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Answer:
-    lines: Sequence[Line]
+class Reply:
+    lines: Sequence[Told]
     values: Mapping[str, Any] | None = None  # for --json; None if this process has nothing to say, like a rank above 0
     code: int = 0  # the exit code
     pieces: Iterable[str] = ()  # text that is printed as it is made, in place of lines; in JSON it is "text"
 
 
-def table(text: str) -> list[Line]:
+def table(text: str) -> list[Told]:
     """Text whose columns are aligned."""
-    return [Line(line, is_table=True) for line in text.splitlines()]
+    return [Told(line, is_table=True) for line in text.splitlines()]
 
 
-def cards(answers: Iterable[Card]) -> list[Line]:
+def cards(answers: Iterable[Answer]) -> list[Told]:
     """A line for each card of a page: what came out, in the colour of its tone, and then why."""
-    return [Line(" ".join(card["text"].split()), f"{card['name']} {card['value']}:".strip(), card["tone"]) for card in answers]
+    return [Told(" ".join(card["text"].split()), f"{card['name']} {card['value']}:".strip(), card["tone"]) for card in answers]
 
 
-def show(answer: Answer, *, as_json: bool) -> None:
+def show(answer: Reply, *, as_json: bool) -> None:
     if as_json:
         show_json(answer)
     elif answer.pieces:
@@ -63,14 +62,14 @@ def show(answer: Answer, *, as_json: bool) -> None:
     sys.stdout.flush()
 
 
-def show_json(answer: Answer) -> None:
+def show_json(answer: Reply) -> None:
     if answer.values is None:
         return
     values = dict(answer.values) | ({"text": "".join(answer.pieces)} if answer.pieces else {})
     print(json.dumps(plain(values), indent=1, allow_nan=False))
 
 
-def _printed(line: Line) -> list[str]:
+def _printed(line: Told) -> list[str]:
     out = sys.stdout
     first = line.indent + line.lead + (" " if line.lead and line.text else "")
     if line.is_table or not is_terminal(out):

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from smupar import rules as table_1
-from smupar.cli.answers import Answer, Line, table
+from smupar.cli.answers import Reply, Told, table
 from smupar.cli.flags import Arg, Typed
 from smupar.cli.resolve import Request, resolve, resolve_training
 from smupar.lm.config.commands import CheckConfig, ExportConfig, GenerateConfig
@@ -38,7 +38,7 @@ _BASELINES = ("sp", "mup")
 _TONES: dict[str, Tone] = {"pass": "good", "fail": "bad"}
 
 
-def rules(markdown: bool = False) -> Answer:
+def rules(markdown: bool = False) -> Reply:
     """Print Table 1: the init, learning rate and forward factor of every role under every rule.
 
     Args:
@@ -50,11 +50,11 @@ def rules(markdown: bool = False) -> Answer:
         "depth_rules": table_1.depth_table(),
     }
     if markdown:
-        return Answer(table(table_1.markdown()), values)
-    return Answer([*table(aligned(table_1.table())), Line(""), *table(aligned(table_1.depth_table()))], values)
+        return Reply(table(table_1.markdown()), values)
+    return Reply([*table(aligned(table_1.table())), Told(""), *table(aligned(table_1.depth_table()))], values)
 
 
-def generate(config: Annotated[Typed, GenerateConfig]) -> Answer:
+def generate(config: Annotated[Typed, GenerateConfig]) -> Reply:
     """Sample text from a trained model, and print it as it is generated."""
     with loading():
         from smupar.lm.use.generate import generate as sample
@@ -66,10 +66,10 @@ def generate(config: Annotated[Typed, GenerateConfig]) -> Answer:
         yield first
         yield from pieces
 
-    return Answer((), {"folder": config["folder"]}, pieces=text())
+    return Reply((), {"folder": config["folder"]}, pieces=text())
 
 
-def export(config: Annotated[Typed, ExportConfig]) -> Answer:
+def export(config: Annotated[Typed, ExportConfig]) -> Reply:
     """Write a model to a folder to share, as safetensors with all factors folded in. For a run, also write a model card.
 
     From a folder that save_pretrained wrote for a Hugging Face model, make a folder that a plain from_pretrained reads.
@@ -84,10 +84,10 @@ def export(config: Annotated[Typed, ExportConfig]) -> Answer:
         said = huggingface.export(chosen.folder, chosen.out, dtype=chosen.dtype)
     else:
         said = runs.export(chosen)
-    return Answer([Line(said)], {"folder": chosen.folder, "out": chosen.out, "format": chosen.format, "dtype": chosen.dtype})
+    return Reply([Told(said)], {"folder": chosen.folder, "out": chosen.out, "format": chosen.format, "dtype": chosen.dtype})
 
 
-def check(config: Annotated[Typed, CheckConfig]) -> Answer:
+def check(config: Annotated[Typed, CheckConfig]) -> Reply:
     """Measure whether activations, gradients and updates of the GPT keep their size over width and sparsity.
 
     Prints a verdict with a diagnosis, and writes a picture, a page and JSON. Exits with 1 if the check does not pass.
@@ -106,22 +106,22 @@ def check(config: Annotated[Typed, CheckConfig]) -> Answer:
         "folder": chosen.out,
         "files": files,
     }
-    where = Line(", ".join([f"{chosen.out}/{files[0]}", *files[1:]]))
-    return Answer([*_verdict_lines(report), where], values, code=0 if report.ok else 1)
+    where = Told(", ".join([f"{chosen.out}/{files[0]}", *files[1:]]))
+    return Reply([*_verdict_lines(report), where], values, code=0 if report.ok else 1)
 
 
-def _verdict_lines(report: Report) -> list[Line]:
+def _verdict_lines(report: Report) -> list[Told]:
     """The verdict of the rules under test first, then those of the baselines."""
     under_test = [rule for rule in report.rules if rule not in _BASELINES] or report.rules
-    lines = [Line("", "The check passes." if report.ok else "The check does not pass.", "good" if report.ok else "bad")]
+    lines = [Told("", "The check passes." if report.ok else "The check does not pass.", "good" if report.ok else "bad")]
     for rule in [*under_test, *(rule for rule in report.rules if rule not in under_test)]:
         verdict = report.verdicts[rule]
         first, *reasons = report.explain_rule(rule)
         is_tested = rule in under_test
         tone = _TONES.get(verdict, "unclear") if is_tested else "plain"
         text = first.replace(f": {verdict.upper()} over", " over", 1)
-        lines += [Line(text if is_tested else f"{text}, a baseline", verdict.upper(), tone)]
-        lines += [Line(reason.strip(), indent="      ") for reason in reasons]
+        lines += [Told(text if is_tested else f"{text}, a baseline", verdict.upper(), tone)]
+        lines += [Told(reason.strip(), indent="      ") for reason in reasons]
     return lines
 
 
@@ -130,7 +130,7 @@ def bench(
     repeats: int = 3,
     out: str | None = None,
     device: Literal["cpu", "cuda"] | None = None,
-) -> Answer:
+) -> Reply:
     """Measure time and memory of two or more variants, side by side in one run.
 
     Args:
@@ -149,10 +149,10 @@ def bench(
         from smupar.bench.models import BENCHES
 
     said = BENCHES[what](repeats=repeats, **{k: v for k, v in {"out": out, "device": device}.items() if v is not None})
-    return Answer(table(said), {"bench": what, "repeats": repeats, "lines": said.splitlines()})
+    return Reply(table(said), {"bench": what, "repeats": repeats, "lines": said.splitlines()})
 
 
-def plan(preset: Preset = "demo", /, *, config: Run, hps: str | None = None, full: bool = False) -> Answer:
+def plan(preset: Preset = "demo", /, *, config: Run, hps: str | None = None, full: bool = False) -> Reply:
     """Print the plan of a GPT without building it: a summary by kind of layer, or every parameter. Takes seconds at any size.
 
     Args:
@@ -167,7 +167,7 @@ def plan(preset: Preset = "demo", /, *, config: Run, hps: str | None = None, ful
 
     planned = plan_on_meta(run)
     text = str(planned) if full else f"{summary_of(planned)}\n--full prints every parameter"
-    return Answer(table(text), planned.as_json)
+    return Reply(table(text), planned.as_json)
 
 
 def train(
@@ -179,7 +179,7 @@ def train(
     machine: Annotated[Typed, MachineConfig],
     hps: str | None = None,
     dry_run: bool = False,
-) -> Answer:
+) -> Reply:
     """Train a sparse GPT. Without flags it trains on the source of Python's standard library, for a minute on two cores.
 
     If a run is interrupted or killed, the same command resumes from the last checkpoint. On several devices, run torchrun
@@ -202,25 +202,25 @@ def train(
         from smupar.lm.run.train import train as carry_out
     if dry_run:
         expected = forecast(run, chosen, **asdict(MachineConfig(**machine)))
-        return Answer(table(str(expected)), expected.values)
+        return Reply(table(str(expected)), expected.values)
     summary = carry_out(run, chosen)
     code = EXIT_CODES[summary.status]
     if int(os.environ.get("RANK", 0)) > 0:
-        return Answer((), code=code)
-    return Answer([_ending(summary, run)], {**asdict(summary), "config": asdict(run)}, code)
+        return Reply((), code=code)
+    return Reply([_ending(summary, run)], {**asdict(summary), "config": asdict(run)}, code)
 
 
-def _ending(summary: Summary, config: RunConfig) -> Line:
+def _ending(summary: Summary, config: RunConfig) -> Told:
     if summary.status in ("interrupted", "terminated"):
         done = f"and saved at step {summary.steps} of {config.steps}: run the same command to resume"
-        return Line(done, summary.status, "unclear")
+        return Told(done, summary.status, "unclear")
     if summary.status == "diverged":
         text = (
             f"the loss became NaN or infinite at step {summary.steps}, base LR {config.lr:g}: lower --lr, or set --clip; the "
             f"run is recorded in {summary.folder}"
         )
-        return Line(text, "diverged:", "bad")
-    return Line(
+        return Told(text, "diverged:", "bad")
+    return Told(
         f"train loss {summary.train_loss:.3f}, validation loss {summary.valid_loss:.3f} nats per token at "
         f"{summary.sparsity:.1%} sparsity, rule {config.rule}, base LR {config.lr:g}; {summary.seconds:.0f} s; "
         f"sample from it: smupar generate {shlex.quote(summary.folder)}"

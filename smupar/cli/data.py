@@ -6,7 +6,7 @@ import shlex
 from dataclasses import asdict
 from typing import Annotated
 
-from smupar.cli.answers import Answer, Line
+from smupar.cli.answers import Reply, Told
 from smupar.cli.commands import Folder
 from smupar.cli.flags import Typed
 from smupar.cli.studies import verify as compare
@@ -19,7 +19,7 @@ def data() -> None:
     # This function exists for its help text only: its steps are commands.
 
 
-def prepare(config: Annotated[Typed, PrepareConfig]) -> Answer:
+def prepare(config: Annotated[Typed, PrepareConfig]) -> Reply:
     """Turn text, JSONL, Parquet or a Hugging Face dataset into token shards that `smupar train --data` reads."""
     chosen = PrepareConfig(**config)
     with loading():
@@ -38,10 +38,10 @@ def prepare(config: Annotated[Typed, PrepareConfig]) -> Answer:
         "shards": len(index.shards),
         "tokenizer": asdict(index.tokenizer),
     }
-    return Answer([Line(said)], values)
+    return Reply([Told(said)], values)
 
 
-def verify(folder: Folder) -> Answer:
+def verify(folder: Folder) -> Reply:
     """The same as `smupar verify`, for a folder of prepared text.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-from smupar.cli.answers import Answer, Line
+from smupar.cli.answers import Reply, Told
 from smupar.cli.answers import table as aligned_lines
 from smupar.cli.commands import Folder
 from smupar.cli.flags import Typed
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from smupar.integrations.eval_table import Results
 
 
-def evaluate(config: Annotated[Typed, EvalConfig]) -> Answer:
+def evaluate(config: Annotated[Typed, EvalConfig]) -> Reply:
     """Evaluate models on ARC-easy, LAMBADA, RACE, PIQA and BoolQ with EleutherAI's harness, as in Table 2.
 
     You can also do this in three steps: `smupar eval requests` and `smupar eval table` need the harness, and
@@ -29,12 +29,12 @@ def evaluate(config: Annotated[Typed, EvalConfig]) -> Answer:
     return _tabulated(run(chosen), chosen.out)
 
 
-def _tabulated(results: Results, out: str) -> Answer:
-    where = Line(f"{out}/results.json, table.md, table.csv")
-    return Answer([*aligned_lines(str(results)), where], {"folder": out, "results": results})
+def _tabulated(results: Results, out: str) -> Reply:
+    where = Told(f"{out}/results.json, table.md, table.csv")
+    return Reply([*aligned_lines(str(results)), where], {"folder": out, "results": results})
 
 
-def requests(config: Annotated[Typed, TasksConfig], out: str = "requests.jsonl") -> Answer:
+def requests(config: Annotated[Typed, TasksConfig], out: str = "requests.jsonl") -> Reply:
     """Write the questions of the tasks to a file, for `smupar eval score`. Needs the harness.
 
     Args:
@@ -44,7 +44,7 @@ def requests(config: Annotated[Typed, TasksConfig], out: str = "requests.jsonl")
         from smupar.integrations.lm_eval import write_requests
 
     chosen = TasksConfig(**config)
-    return Answer([Line(write_requests(chosen, out))], {"out": out, "tasks": chosen.tasks})
+    return Reply([Told(write_requests(chosen, out))], {"out": out, "tasks": chosen.tasks})
 
 
 def score(
@@ -52,7 +52,7 @@ def score(
     config: Annotated[Typed, ScoringConfig],
     requests: str = "requests.jsonl",
     out: str = "scores.jsonl",
-) -> Answer:
+) -> Reply:
     """Compute the loglikelihoods that a file asks for, without the harness. If interrupted, run the same command to resume.
 
     Args:
@@ -63,7 +63,7 @@ def score(
     with loading():
         from smupar.lm.use.score import score_file
 
-    return Answer([Line(score_file(folder, requests, out, ScoringConfig(**config)))], {"folder": folder, "out": out})
+    return Reply([Told(score_file(folder, requests, out, ScoringConfig(**config)))], {"folder": folder, "out": out})
 
 
 def table(
@@ -71,7 +71,7 @@ def table(
     scores: tuple[str, ...] = ("scores.jsonl",),
     out: str = "runs/eval",
     data_dir: str | None = None,
-) -> Answer:
+) -> Reply:
     """Turn scores into a table with one row for each file of scores. Needs the harness.
 
     Args:

@@ -17,8 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from smupar.cli import commands, data, evaluation, studies
-from smupar.cli.answers import Answer, show
+from smupar.cli import commands, data, evaluation, reproduction, studies
+from smupar.cli.answers import Reply, show
 from smupar.cli.help import hidden_words, show_commands
 from smupar.cli.help import show as show_help
 from smupar.cli.parser import Call, Command, did_you_mean, parse_flags
@@ -39,7 +39,7 @@ COMMANDS: dict[str, Command] = {
     "sweep": studies.sweep,
     "tune": studies.tune,
     "transfer": studies.transfer,
-    "reproduce": studies.reproduce,
+    "reproduce": reproduction.reproduce,
     "watch": studies.watch,
     "report": studies.report,
     "verify": studies.verify,
@@ -118,7 +118,7 @@ def _answer(call: Call) -> int:
         call.run()
         return 0
     with _quiet() if call.quiet else contextlib.redirect_stdout(sys.stderr):  # only answers go to standard output
-        answer: Answer = call.run()
+        answer: Reply = call.run()
     show(answer, as_json=call.json)
     return answer.code
 
@@ -160,12 +160,14 @@ def _help(argv: list[str]) -> None:
     # The field that a transfer study sweeps is none of its flags.
     hides = [request.fields.get("axis", TransferConfig.axis)] if name == "transfer" else []
     steps = {step.partition(" ")[2]: command for step, command in COMMANDS.items() if step.startswith(f"{name} ")}
-    show_help(name, COMMANDS[name], shown=shown, everything="--help-all" in argv, steps=steps, answers=answers(name), hides=hides)
+    show_help(
+        name, COMMANDS[name], shown=shown, everything="--help-all" in argv, steps=steps, answers=answers(name), hides=hides
+    )
 
 
 def answers(name: str) -> bool:
     """Whether a command answers something, so that it has --json and --quiet."""
-    return COMMANDS[name].__annotations__["return"] == "Answer"
+    return COMMANDS[name].__annotations__["return"] == "Reply"
 
 
 def _request(name: str, argv: list[str]) -> Request:

@@ -1,4 +1,4 @@
-"""The commands of studies: sweep, tune, transfer, reproduce; and those that look at what is on disk: watch, report, verify."""
+"""The commands of studies: sweep, tune, transfer; and those that look at what is on disk: watch, report, verify."""
 
 from __future__ import annotations
 
@@ -6,27 +6,24 @@ import shlex
 import sys
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
-from smupar.cli.answers import Answer, Line, cards, table
+from smupar.cli.answers import Reply, Told, cards, table
 from smupar.cli.commands import Folder, Run, request_of
 from smupar.cli.flags import Arg, Typed
 from smupar.cli.resolve import resolve
 from smupar.lm.config.run import RunConfig
 from smupar.output.pictures import missing_pictures
 from smupar.output.progress import loading
-from smupar.output.terminal import say
 from smupar.plan.settings import refuse
 from smupar.study.config import EngineConfig, TransferConfig, TuneConfig
 
 if TYPE_CHECKING:
-    from smupar.paper.reproduce import Reproduced
     from smupar.study.definition import StudyDefinition
     from smupar.study.report import Reported
     from smupar.study.store import Study
 
 Engine = Annotated[Typed, EngineConfig]
-_TONES: dict[bool | None, Any] = {True: "good", False: "bad", None: "unclear"}
 
 
 def sweep(
@@ -36,7 +33,7 @@ def sweep(
     how: Engine,
     out: str = "runs/sweep",
     dry_run: bool = False,
-) -> Answer:
+) -> Reply:
     """Run every combination of the given values, and write a page with curves and a table.
 
     An axis is a field of a run and its values: smupar sweep lr=2^-10..2^-4 rule=sp,smupar sparsity=0,0.75
@@ -65,7 +62,7 @@ def transfer(
     out: str = "runs/transfer",
     hps: str | None = None,
     dry_run: bool = False,
-) -> Answer:
+) -> Reply:
     """Sweep one hyperparameter on the dense proxy and on wide sparse targets, and say how far the optimum of each rule moved.
 
     Args:
@@ -83,7 +80,7 @@ def transfer(
     return _study(out, define, how, dry_run)
 
 
-def tune(config: Annotated[Typed, TuneConfig], how: Engine, out: str = "runs/tune", dry_run: bool = False) -> Answer:
+def tune(config: Annotated[Typed, TuneConfig], how: Engine, out: str = "runs/tune", dry_run: bool = False) -> Reply:
     """Search lr, init_std, alpha_input and alpha_output on the dense proxy of base width, as in the paper's Table 3.
 
     Writes best.json for --hps of train and transfer. If you run the command again, it runs only what is missing.
@@ -99,7 +96,7 @@ def tune(config: Annotated[Typed, TuneConfig], how: Engine, out: str = "runs/tun
 
         return define_search(resolved)
 
-    def best(study: Study) -> tuple[list[Line], dict[str, Any]]:
+    def best(study: Study) -> tuple[list[Told], dict[str, Any]]:
         from smupar.study.tune import write_best
 
         tuned = write_best(resolved, study)
@@ -114,8 +111,8 @@ def _study(
     define: Callable[[], StudyDefinition],
     how: Typed,
     dry_run: bool,
-    after: Callable[[Study], tuple[list[Line], dict[str, Any]]] | None = None,
-) -> Answer:
+    after: Callable[[Study], tuple[list[Told], dict[str, Any]]] | None = None,
+) -> Reply:
     """Runs the missing runs of a study and writes its report, or says what they would cost. The folder stays locked until
     ``after`` and the report are done."""
     engine = EngineConfig(**how)
@@ -127,26 +124,25 @@ def _study(
         definition = define()
     if dry_run:
         expected = forecast(out, definition, engine)
-        return Answer(table(str(expected)), expected.values)
-    if missing := missing_pictures():
-        warnings.warn(f"{missing}; the study goes on without", UserWarning, stacklevel=2)
+        return Reply(table(str(expected)), expected.values)
+    note_missing_pictures()
     command = shlex.join(["smupar", *sys.argv[1:]])  # the report's page shows the command
     with run_study(out, definition, command, engine) as (study, _):
         lines, values = after(study) if after else ([], {})
         reported = write_report(study, definition)
-    return Answer(_lines(reported, lines), {**reported.values, **values})
+    return Reply(_lines(reported, lines), {**reported.values, **values})
 
 
-def _lines(reported: Reported, own: list[Line] | None = None) -> list[Line]:
+def _lines(reported: Reported, own: list[Told] | None = None) -> list[Told]:
     """What a study found: the answer, why, and what to doubt; then where it is."""
     findings = reported.findings
     told = own or (cards(findings.answers) if findings.answers else [])
     why = findings.doubts if told else (findings.sentence,)
-    notes = [Line(note) for note in (*why, *reported.notes) if note]
-    return [Line("", findings.headline), *told, *notes, Line(reported.where)]
+    notes = [Told(note) for note in (*why, *reported.notes) if note]
+    return [Told("", findings.headline), *told, *notes, Told(reported.where)]
 
 
-def report(folder: Folder, parquet: bool = False) -> Answer:
+def report(folder: Folder, parquet: bool = False) -> Reply:
     """Write the page, picture and table of a study again, from its finished runs.
 
     Args:
@@ -162,9 +158,8 @@ def report(folder: Folder, parquet: bool = False) -> Answer:
         if parquet:
             study.write_parquet()
             reported = reported.with_file("table.parquet")
-    if missing := missing_pictures():
-        warnings.warn(missing, UserWarning, stacklevel=2)
-    return Answer(_lines(reported), reported.values)
+    note_missing_pictures()
+    return Reply(_lines(reported), reported.values)
 
 
 def watch(
@@ -188,7 +183,7 @@ def watch(
     serve(folders, host=host, port=port, say=lambda line: print(line, flush=True))
 
 
-def verify(folder: Folder) -> Answer:
+def verify(folder: Folder) -> Reply:
     """Compare a run, study, checkpoint, export, trace or prepared text with its checksums, by reading all of it.
 
     Prints a line for each part that is damaged or missing, and exits with 1 if there is one. Nothing is changed. A run whose
@@ -212,82 +207,10 @@ def verify(folder: Folder) -> Answer:
         "bytes_read": found.num_bytes,
         "without_checksums": found.unchecked,
     }
-    verdict = Line(str(found), f"{folder}:", "good" if is_intact else "bad")
-    return Answer([verdict, *map(Line, found.wrong)], values, code=int(not is_intact))
+    verdict = Told(str(found), f"{folder}:", "good" if is_intact else "bad")
+    return Reply([verdict, *map(Told, found.wrong)], values, code=int(not is_intact))
 
 
-def reproduce(
-    figures: Annotated[tuple[str, ...], Arg("FIGURE", positional=True)] = (),
-    *,
-    how: Engine,
-    scale: Literal["cpu", "small", "paper"] = "cpu",
-    data: str | None = None,
-    data_dir: str | None = None,
-    weight_decay: float = 0.1,
-    clip: float = 1.0,
-    out: str = "runs/reproduce",
-    publish: str | None = None,
-    list: bool = False,  # noqa: A002 (the flag)
-    settings: bool = False,
-    dry_run: bool = False,
-) -> Answer:
-    """Reproduce figures and tables of the paper: draw the picture, write the rows, and decide whether the paper's claim holds
-    here (exit code 1 if not).
-
-    Args:
-        figures: fig06, tab01, ...; or all (tab02 is included only with --data-dir). Without one, they are listed.
-        scale: cpu: minutes on two cores; small: minutes on one GPU; paper: as printed.
-        data: Folder made by `smupar data prepare`. Default at scale cpu: the source of Python's standard library.
-        data_dir: For tab02: folder with local copies of the tasks as JSONL. Default: the harness downloads its own.
-        weight_decay: Weight decay of all runs. Published pages marked "without weight decay" used 0.
-        clip: Largest allowed gradient norm in all runs. 0 turns clipping off.
-        out: Folder for results, and for runs, which figures share. If you run the command again, it runs only what is missing.
-        publish: Also write a page of results, its rows and its picture to this folder, as in docs/results.
-        list: List the figures and tables.
-        settings: Print Table 4, and the settings of the smaller scales.
-        dry_run: Say what it would cost: runs, parameters, tokens, FLOPs, time and memory; and run nothing.
-    """
-    with loading():
-        from smupar.paper import reproduce as paper
-        from smupar.paper.settings import table_4
-
-    if settings or list or not figures:
-        said = table_4() if settings else paper.listed()
-        return Answer(table(said), {"lines": said.splitlines()} if settings else {"figures": paper.list_values()})
-    offline = tuple(name for name in paper.FIGURES if name != "tab02" or data_dir is not None)
-    names = offline if figures == ("all",) else figures
-    reads = not dry_run and any(paper.figure(name).runs for name in names)
-    wanted, engine = (
-        paper.make_scale(scale, data, reads=reads, weight_decay=weight_decay, clip=clip or None),
-        EngineConfig(**how),
-    )
-    if dry_run:
-        costs = [paper.dry_run(name, wanted, engine, out=out) for name in names]
-        return Answer(table("\n".join(map(str, costs))), {"figures": [cost.values for cost in costs]})
-    if publish is not None:
-        from smupar.paper import publish as pages
-
-        pages.refuse_other_scale(publish, names, wanted)
-        refuse(bool(missing_pictures()), f"--publish shows the picture: {missing_pictures()}")
+def note_missing_pictures() -> None:
     if missing := missing_pictures():
-        warnings.warn(f"{missing}; the figures go on without", UserWarning, stacklevel=2)
-    ended = []
-    for name in names:
-        done = paper.reproduce(name, wanted, engine, out=out, data_dir=data_dir)
-        page = pages.publish(done, wanted, publish) if publish is not None else None
-        ended.append((done, page))
-        if len(names) > 1:
-            say(f"{done.verdict} {name}: {done.claim.text}")
-    lines = [line for done, page in ended for line in _reproduced(done, page)]
-    values = [{**done.values, "page": page} for done, page in ended]
-    return Answer(lines, {"figures": values}, code=0 if all(done.claim.holds for done, _ in ended) else 1)
-
-
-def _reproduced(done: Reproduced, page: Any) -> list[Line]:
-    from smupar.paper.reproduce import verdict_of
-
-    parts = done.claim.parts or (done.claim,)
-    lines = [Line(f"{done.name}: {done.title}", done.verdict, _TONES[done.claim.holds])]
-    several = len(parts) > 1
-    lines += [Line(part.text, verdict_of(part) if several else "", _TONES[part.holds], indent="  ") for part in parts]
-    return [*lines, Line(str(done.folder)), *([Line(str(page))] if page else [])]
+        warnings.warn(missing, UserWarning, stacklevel=3)

@@ -140,8 +140,7 @@ class Display:
 
     def _repeat(self) -> None:
         while not self.ended.wait(_DRAW_SECONDS):
-            with contextlib.suppress(OSError, ValueError):  # the terminal was closed: the work goes on
-                self.draw() if self.on_terminal else self.write_line()
+            self.draw() if self.on_terminal else self.write_line()
 
     def draw(self) -> None:
         """Draws the line of a terminal again."""
@@ -151,17 +150,14 @@ class Display:
         text = rendered(status, now - self.clock.start, self.clock.left(now), columns(self.stream) - 1, plain=plain)
         with self.lock:
             if self.at_start_of_line:
-                self.stream.write(f"{_ERASE}{text}")
-                self.stream.flush()
+                self._write(f"{_ERASE}{text}")
                 self.is_drawn = True
 
     def erase(self) -> None:
         with self.lock:
             if self.is_drawn:
                 self.is_drawn = False
-                with contextlib.suppress(OSError, ValueError):
-                    self.stream.write(_ERASE)
-                    self.stream.flush()
+                self._write(_ERASE)
 
     def write_line(self) -> None:
         """Writes a plain line, if one is due and something has changed."""
@@ -172,9 +168,14 @@ class Display:
         left = self.clock.left(now)
         share = "" if status.share is None else f"{int(100 * status.share)}%, "
         time_word = f"{duration(now - self.clock.start)} gone" if left is None else f"{duration(left)} left"
-        print(f"{share}{said}, {time_word}", file=self.stream, flush=True)
+        self._write(f"{share}{said}, {time_word}\n")
         self._said = said
         self.next_line = now + max(_LINE_SECONDS, _LINE_SHARE * (now - self.clock.start))
+
+    def _write(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # the terminal was closed: the work goes on
+            self.stream.write(text)
+            self.stream.flush()
 
     def _noted(self) -> tuple[Status, float]:
         status, now = self.read(), time.monotonic()

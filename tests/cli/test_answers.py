@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-from smupar.cli.answers import Answer, Line, cards, plain, show
+from smupar.cli.answers import Reply, Told, cards, plain, show
 from smupar.cli.main import COMMANDS, answers
 
 SIZE = "--width 64 --depth 1 --steps 3 --seq-len 8 --batch-size 1 --valid-batches 1"
 SWEEP = f"sweep lr=0.01,0.02 {SIZE} --engine stacked --device cpu"
 TRANSFER = (
-    f"transfer --widths 64 --base-width 32 --rules smupar --sparsities 0 --values 0.1 0.2 0.3 --device cpu "
+    "transfer --widths 64 --base-width 32 --rules smupar --sparsities 0 --values 0.1 0.2 0.3 --device cpu "
     + SIZE.replace("--width 64 ", "")
 )
 ROOT_ANSWERS = {"rules", "plan", "check", "train", "generate", "export", "sweep", "tune", "transfer", "reproduce", "report"}
@@ -75,8 +75,17 @@ def test_dry_runs_cost_nothing_and_leave_nothing(command, in_folder):
         assert expected["seconds"] > 0
         assert expected["memory_gib"] > 0
     assert list(in_folder.iterdir()) == []
+    lines = ("runs", "parameters", "tokens", "FLOPs", "time", "memory", "folder")
     text = command(*SWEEP.split(), "--dry-run").stdout
-    assert [line.split()[0] for line in text.splitlines()] == "runs parameters tokens FLOPs time memory folder".split()
+    assert [line.split()[0] for line in text.splitlines()] == [
+        "runs",
+        "parameters",
+        "tokens",
+        "FLOPs",
+        "time",
+        "memory",
+        "folder",
+    ]
 
 
 def test_dry_run_counts_what_is_done(command, in_folder):
@@ -141,13 +150,13 @@ def test_colours_follow_the_environment(monkeypatch, capsys, variables, has):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    show(Answer([Line("why", "PASS", "good")]), as_json=False)
+    show(Reply([Told("why", "PASS", "good")]), as_json=False)
     assert capsys.readouterr().out == ("\x1b[1;32mPASS\x1b[0m why\n" if has else "PASS why\n")
 
 
 def test_card_of_a_page_is_a_line_with_its_verdict_first():
     card = {"name": "SP", "value": "12x", "text": "It\nmoved.", "tone": "bad", "rule": "SP"}
-    assert cards([card]) == [Line("It moved.", "SP 12x:", "bad")]
+    assert cards([card]) == [Told("It moved.", "SP 12x:", "bad")]
 
 
 def test_numbers_that_json_lacks_are_null():

@@ -1,4 +1,5 @@
-"""All flags of the command line, with what they take and their defaults, as ``--help-all`` shows them: tests/fixtures/flags.json.
+"""All flags of the command line, with what they take and their defaults, as ``--help-all`` shows them:
+tests/fixtures/flags.json.
 
 A change of flags is meant: write the file again with ``python tests/cli/test_flags.py`` and read its diff.
 """

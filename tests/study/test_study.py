@@ -298,7 +298,7 @@ def test_folder_with_other_files_is_refused(tmp_path):
 
 
 def test_sweep_page_says_the_best_and_holds_every_run(serial):
-    found = write_report(serial)
+    found = str(write_report(serial))
     page = read_page(serial.folder / "report.html")
     assert "Of 16 runs, 0 diverged" in found
     by_seeds = {}
@@ -691,7 +691,7 @@ def test_transfer_study_runs_from_end_to_end(tmp_path):
     config = TransferConfig(run=TINY, rules=("sp", "smupar"), widths=(64,), sparsities=(0.75,), values=(0.002, 0.008, 0.03))
     with Study.open(tmp_path / "study", {"kind": "transfer", **asdict(config)}, "smupar transfer") as study:
         execute(study, proposals(config), engine="stacked", device="cpu")
-        found = write_report(study)
+        found = str(write_report(study))
     assert found.splitlines()[0] == sentence(config, analyse(config, study.results()))
     assert "SmuPar" in found
 
@@ -717,7 +717,7 @@ def test_tune_page_has_a_panel_for_each_hyperparameter(tmp_path):
 
     search = define_search(TuneConfig(run=replace(TINY, sparsity=0.0, steps=5), num_samples=3))
     with run_study(tmp_path / "study", search, "smupar tune", EngineConfig()) as (study, _):
-        assert "Of 3 runs" in write_report(study)
+        assert "Of 3 runs" in str(write_report(study))
     charts = read_page(tmp_path / "study" / "report.html")["charts"]
     assert [chart["x_label"] for chart in charts] == ["lr", "init_std", "alpha_input", "alpha_output"]
     assert [len(line["points"]) for chart in charts for line in chart["lines"]] == [3] * 4

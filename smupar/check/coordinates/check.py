@@ -87,14 +87,8 @@ def coord_check(
     with torch.random.fork_rng():
         grid = _Grid(make_model, int(base_width), widths, densities)
     cells = [Cell(*cell) for cell in product(rule_list, grid.widths, grid.densities, seed_list)]
-    runs: list[_GridRun] = []
-
-    def status() -> Status:
-        return Status(len(runs) / len(cells), (f"{len(runs)} of {len(cells)} models trained",))
-
-    with Display(status) if progress else nullcontext():
-        for cell in cells:
-            runs.append(_GridRun(cell, grid, training).carried_out(taken))
+    runs = [_GridRun(cell, grid, training) for cell in cells]
+    _carry_out(runs, taken, shows=progress)
     readings = [reading for run in runs for reading in run.readings]
     refuse(
         not any(reading.quantity in JUDGED for reading in readings),
@@ -196,12 +190,25 @@ def _shapes(model: nn.Module) -> list[tuple[int, ...]]:
     return [tuple(parameter.shape) for parameter in model.parameters()]
 
 
+def _carry_out(runs: Sequence[_GridRun], batches: list[Any], *, shows: bool) -> None:
+    """Trains all models of the grid, and shows how many are done."""
+    done = 0
+
+    def status() -> Status:
+        return Status(done / len(runs), (f"{done} of {len(runs)} models trained",))
+
+    with Display(status) if shows else nullcontext():
+        for run in runs:
+            run.carry_out(batches)
+            done += 1
+
+
 class _GridRun:
     def __init__(self, cell: Cell, grid: _Grid, training: _Training) -> None:
         self.cell, self.grid, self.training = cell, grid, training
         self.faults: list[Finding] = []
 
-    def carried_out(self, batches: list[Any]) -> _GridRun:
+    def carry_out(self, batches: list[Any]) -> None:
         with torch.random.fork_rng(), warnings.catch_warnings():
             warnings.simplefilter("ignore", PlanWarning)  # the report shows these once
             warnings.simplefilter("ignore", LRRatioWarning)
@@ -211,7 +218,6 @@ class _GridRun:
         self.readings = self.recorder.readings(self.cell)
         # A report needs no models and optimizers, and all models of a large grid would not fit into memory together.
         del self.model, self.recorder, self.optimizers, self.schedulers
-        return self
 
     def build(self) -> None:
         cell, grid, training = self.cell, self.grid, self.training
