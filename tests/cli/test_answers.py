@@ -75,7 +75,6 @@ def test_dry_runs_cost_nothing_and_leave_nothing(command, in_folder):
         assert expected["seconds"] > 0
         assert expected["memory_gib"] > 0
     assert list(in_folder.iterdir()) == []
-    lines = ("runs", "parameters", "tokens", "FLOPs", "time", "memory", "folder")
     text = command(*SWEEP.split(), "--dry-run").stdout
     assert [line.split()[0] for line in text.splitlines()] == [
         "runs",
