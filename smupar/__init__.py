@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from smupar.plan.make import make_plan
     from smupar.plan.plan import Plan, PlanWarning
     from smupar.updates.meter import UpdatesWarning, follow_updates, record_updates
+    from smupar.updates.observation import Observation
+    from smupar.updates.observer import observe
     from smupar.updates.trace import Trace
 
 __version__ = "0.1.0"
@@ -60,6 +62,8 @@ _WHERE = {
     "follow_updates": "updates.meter",
     "Trace": "updates.trace",
     "UpdatesWarning": "updates.meter",
+    "observe": "updates.observer",
+    "Observation": "updates.observation",
     "audit": "check.audit",
     "AuditError": "check.audit",
     "coord_check": "check.coordinates.check",
@@ -72,6 +76,7 @@ __all__ = [
     "SET",
     "AuditError",
     "LRRatioWarning",
+    "Observation",
     "Plan",
     "PlanWarning",
     "Report",
@@ -91,6 +96,7 @@ __all__ = [
     "guard",
     "magnitude_masks",
     "make_plan",
+    "observe",
     "param_groups",
     "parameterize",
     "record_updates",

@@ -82,6 +82,7 @@ def wired():
     optimizer = torch.optim.AdamW(smupar.param_groups(model, plan, lr=0.01, weight_decay=0.1))
     smupar.audit(model, plan, optimizer)
     smupar.record_updates(model, plan, optimizer)
+    smupar.observe(model, plan, optimizer)
     sparsifier = smupar.RigL(model, plan, optimizer, every=1, stop=2, restart_bias_correction=True)
     smupar.attach(model, plan, optimizer)
     for _ in range(2):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from smupar.cli.answers import Reply, Told, table
@@ -33,6 +34,7 @@ def reproduce(
     clip: float = 1.0,
     out: str = "runs/reproduce",
     publish: str | None = None,
+    so_far: bool = False,
     list: bool = False,  # noqa: A002 (the flag)
     settings: bool = False,
     dry_run: bool = False,
@@ -48,7 +50,9 @@ def reproduce(
         weight_decay: Weight decay of all runs. Published pages marked "without weight decay" used 0.
         clip: Largest allowed gradient norm in all runs. 0 turns clipping off.
         out: Folder for results, and for runs, which figures share. If you run the command again, it runs only what is missing.
-        publish: Also write a page of results, its rows and its picture to this folder, as in docs/results.
+        publish: Also write a page of results, its rows and its picture to this folder, as in docs/results. Runs that the folder
+            has rows of are not trained again.
+        so_far: Train nothing: draw and judge the runs that have ended.
         list: List the figures and tables.
         settings: Print Table 4, and the settings of the smaller scales.
         dry_run: Say what it would cost: runs, parameters, tokens, FLOPs, time and memory; and run nothing.
@@ -63,10 +67,8 @@ def reproduce(
     offline = tuple(name for name in paper.FIGURES if name != "tab02" or data_dir is not None)
     names = offline if figures == ("all",) else figures
     reads = not dry_run and any(paper.figure(name).runs for name in names)
-    wanted, engine = (
-        paper.make_scale(scale, data, reads=reads, weight_decay=weight_decay, clip=clip or None),
-        EngineConfig(**how),
-    )
+    wanted = paper.make_scale(scale, data, reads=reads, weight_decay=weight_decay, clip=clip or None)
+    engine = EngineConfig(**how)
     if dry_run:
         costs = [paper.dry_run(name, wanted, engine, out=out) for name in names]
         return Reply(table("\n".join(map(str, costs))), {"figures": [cost.values for cost in costs]})
@@ -76,17 +78,14 @@ def reproduce(
         refuse_other_scale(publish, names, wanted)
         refuse(bool(missing_pictures()), f"--publish shows the picture: {missing_pictures()}")
     note_missing_pictures()
-    return _carried_out(names, wanted, engine, out=out, data_dir=data_dir, publish=publish)
+    carry_out = partial(paper.reproduce, scale=wanted, how=engine, out=out, data_dir=data_dir, published=publish, so_far=so_far)
+    return _carried_out(names, carry_out, wanted, publish)
 
 
-def _carried_out(
-    names: Sequence[str], wanted: Scale, engine: EngineConfig, *, out: str, data_dir: str | None, publish: str | None
-) -> Reply:
-    from smupar.paper.reproduce import reproduce as carry_out
-
+def _carried_out(names: Sequence[str], carry_out: Callable[[str], Reproduced], wanted: Scale, publish: str | None) -> Reply:
     ended = []
     for name in names:
-        ended.append(carry_out(name, wanted, engine, out=out, data_dir=data_dir))
+        ended.append(carry_out(name))
         if len(names) > 1:
             say(f"{ended[-1].verdict} {name}: {ended[-1].claim.text}")
         _publish(ended[-1], wanted, publish)
@@ -107,7 +106,8 @@ def _reproduced(done: Reproduced) -> list[Told]:
     from smupar.paper.reproduce import verdict_of
 
     parts = done.claim.parts or (done.claim,)
-    lines = [Told(f"{done.name}: {done.title}", done.verdict, _TONES[done.claim.holds])]
+    missing = f" ({done.missing} runs are missing)" if done.missing else ""
+    lines = [Told(f"{done.name}: {done.title}{missing}", done.verdict, _TONES[done.claim.holds])]
     several = len(parts) > 1
     lines += [Told(part.text, verdict_of(part) if several else "", _TONES[part.holds], indent="  ") for part in parts]
     return [*lines, Told(str(done.folder))]

@@ -83,6 +83,44 @@ class BatchedLoss:
             for handle in hooks:
                 handle.remove()
 
+    def output_gradients(
+        self,
+        params: Tensors,
+        buffers: Tensors,
+        batch: tuple[Tensor, ...],
+        names: Iterable[str],
+        take: Callable[[Tensor], Tensor],
+    ) -> Tensors:
+        """``take`` applied to the gradient of the output of each weight's layer, by name of the weight."""
+        layers = {name: self.template.model.get_submodule(parent_path(name)) for name in names}
+        added: Tensors = {}  # zeros that are added to the outputs; the gradients of the loss for them are those of the outputs
+        seen: Tensors = {}
+
+        def hook(name: str) -> Callable[[nn.Module, Any, Tensor], Tensor]:
+            def add(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+                seen[name] = torch.zeros_like(output)
+                return output + added[name] if name in added else output
+
+            return add
+
+        def run(params: Tensors, buffers: Tensors, batch: tuple[Tensor, ...]) -> Tensors:
+            def loss(zeros: Tensors) -> Tensor:
+                added.update(zeros)
+                return self._of_one(params, buffers, batch)
+
+            added.clear()
+            self._of_one(params, buffers, batch)
+            grads = torch.func.grad(loss)(dict(seen))
+            added.clear()
+            return {name: take(grad) for name, grad in grads.items()}
+
+        hooks = [layer.register_forward_hook(hook(name)) for name, layer in layers.items()]
+        try:
+            return self._apply(run, params, buffers, batch)
+        finally:
+            for handle in hooks:
+                handle.remove()
+
     def _of_one(self, params: Tensors, buffers: Tensors, batch: tuple[Tensor, ...]) -> Tensor:
         tensors = {f"model.{name}": value for name, value in {**params, **buffers}.items()}
         tensors |= {f"model.{alias}": params[name] for alias, name in self.aliases.items()}

@@ -11,6 +11,7 @@ makes the groups. If you use a scheduler, it must be built on the groups: write
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Unpack
 
 import torch
@@ -30,6 +31,9 @@ from smupar.plan.make import Settings
 from smupar.plan.plan import Plan
 from smupar.plan.settings import refuse
 from smupar.updates.meter import Follower, Recorder
+from smupar.updates.observation import OBSERVED_FILE
+from smupar.updates.observer import Observer
+from smupar.updates.observer import observe as _observe
 
 
 class SmuparCallback(Callback):
@@ -41,6 +45,7 @@ class SmuparCallback(Callback):
     sparsifier  (module, plan, optimizers) -> RigL, SET, GMP or IMP, such as functools.partial(smupar.RigL, every=100, stop=750)
     updates     (module, plan, optimizers) -> what smupar.record_updates or follow_updates returns
     prepare     function (module, plan) that sets what only you can set, such as the attention scale
+    observe     record sizes of hidden layers over the run: ``observer.observation``, and observed.json in the Trainer's folder
     settings    settings of ``smupar.parameterize``
 
     The module finds this callback as ``self.smupar``, with ``plan`` and ``param_groups``. Lightning's checkpoints hold the
@@ -55,6 +60,7 @@ class SmuparCallback(Callback):
         sparsifier: Callable[[nn.Module, Plan, Any], Sparsifier] | None = None,
         updates: Callable[[nn.Module, Plan, Any], Recorder | Follower] | None = None,
         prepare: Callable[[nn.Module, Plan], None] | None = None,
+        observe: bool = False,
         **settings: Unpack[Settings],
     ) -> None:
         refuse(
@@ -65,11 +71,13 @@ class SmuparCallback(Callback):
         self._make: dict[str, Callable[[nn.Module, Plan, Any], Any] | None] = {
             "sparsifier": sparsifier,
             "measured updates": updates,
+            "observation": _observe if observe else None,
         }
         self._module: LightningModule | None = None
         self._watched: list[torch.optim.Optimizer] = []
         self.sparsifier: Sparsifier | None = None
         self.updates: Recorder | Follower | None = None
+        self.observer: Observer | None = None
 
     @property
     def plan(self) -> Plan:
@@ -87,10 +95,10 @@ class SmuparCallback(Callback):
         hidden weights get groups of their own: then call it in ``configure_optimizers``, before you make a scheduler."""
         assert self._module is not None, "called by the module's configure_optimizers, after setup"
         self._watched = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-        if self.updates is not None:  # left from an earlier fit
-            self.updates.remove()
+        for left in filter(None, (self.updates, self.observer)):  # from an earlier fit
+            left.remove()
         parts = {name: make and make(self._module, self.plan, self._watched) for name, make in self._make.items()}
-        self.sparsifier, self.updates = parts["sparsifier"], parts["measured updates"]
+        self.sparsifier, self.updates, self.observer = parts.values()
         carry_state(self._watched[0], parts)
         if self.sparsifier is not None:
             move = self.sparsifier.step
@@ -127,6 +135,10 @@ class SmuparCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         where = "in prepare=, a function (module, plan) for this callback"
         check_start(pl_module, self.plan, trainer.optimizers, trained=trainer.global_step > 0, where=where)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.observer is not None and trainer.is_global_zero:
+            self.observer.observation.save(Path(trainer.log_dir or trainer.default_root_dir) / OBSERVED_FILE)
 
     def _base_model(self) -> nn.Module:
         if isinstance(self._base, nn.Module):

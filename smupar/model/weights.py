@@ -8,12 +8,13 @@ it or does to it.
 Optimizer groups, learning rates and traces go by the parameter's name and need none of this. Code that needs the matrix, the
 mask, the optimizer state or the dense gradient asks ``weight_of(model, name)`` or ``hidden_weights(model, plan)``. Masks are
 moved and updates are measured on tensors with a row for each model, so that one model and a stack of many share the code. For
-this all three classes have ``shape``, ``rows``, ``set_mask``, ``dense_grad``, ``multiply``, ``scale``, ``snapshot`` and
-``restore``.
+this all three classes have ``shape``, ``rows``, ``set_mask``, ``dense_grad``, ``multiply``, ``input_gradient``, ``num_kept``,
+``scale``, ``snapshot`` and ``restore``.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -150,6 +151,14 @@ class ModelWeight(ABC):
     def multiply(self, x: Tensor, *, in_dim: int = 1) -> Tensor:
         """The layer's output for ``x`` without bias, in the dtype of ``x``; under FSDP2 this rank's part of it."""
 
+    @abstractmethod
+    def input_gradient(self, x: Tensor, output_grad: Tensor, *, in_dim: int = 1) -> Tensor:
+        """The gradient of the layer's input ``x`` through this layer alone, for a gradient of its whole output."""
+
+    @abstractmethod
+    def num_kept(self) -> Tensor:
+        """The number of weights on the mask, under FSDP2 of this rank's part."""
+
     # Values from elsewhere
 
     def scale(self, factor: float, model: int = 0) -> None:
@@ -251,6 +260,17 @@ class DenseWeight(ModelWeight):
         part = local if in_dim == 1 and not kind.is_registered else whole
         return kind.multiply(self.module, part(self.parameter.detach()).to(x.dtype), x, in_dim)
 
+    def input_gradient(self, x: Tensor, output_grad: Tensor, *, in_dim: int = 1) -> Tensor:
+        matrix = self.full().to(x.dtype)
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (grad,) = torch.autograd.grad(kind_of(self.module).multiply(self.module, matrix, x, in_dim), x, output_grad)
+        return grad
+
+    def num_kept(self) -> Tensor:
+        shard, mask = local(self.parameter), self.mask
+        return shard.new_tensor(shard.numel()) if mask is None else local(mask).sum()
+
     def snapshot(self) -> Tensor:
         return self.parameter.detach().clone()
 
@@ -316,6 +336,12 @@ class CompressedWeight(ModelWeight):
     def multiply(self, x: Tensor, *, in_dim: int = 1) -> Tensor:
         return self.module.product(x)
 
+    def input_gradient(self, x: Tensor, output_grad: Tensor, *, in_dim: int = 1) -> Tensor:
+        return output_grad @ self.full().to(output_grad.dtype)
+
+    def num_kept(self) -> Tensor:
+        return self.parameter.new_tensor(self.parameter.numel())
+
     def snapshot(self) -> Tensor:
         return self.full()
 
@@ -363,6 +389,13 @@ class StackedWeight:
 
     def multiply(self, x: Tensor, *, in_dim: int = 1) -> Tensor:
         return x @ (self.values.mT if in_dim == 1 else self.values)
+
+    def input_gradient(self, x: Tensor, output_grad: Tensor, *, in_dim: int = 1) -> Tensor:
+        return output_grad @ (self.values if in_dim == 1 else self.values.mT)
+
+    def num_kept(self) -> Tensor:
+        entries = torch.full((len(self.values),), math.prod(self.shape), device=self.values.device)
+        return entries if self.mask is None else self.mask.flatten(1).sum(1)
 
     def scale(self, factor: float, model: int = 0) -> None:
         self.values[model] *= factor

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from smupar.lm.config.run import RunConfig
-from smupar.lm.run.folder import Summary, versions
+from smupar.lm.run.folder import versions
 from smupar.output.files import write_atomic
-from smupar.output.json_files import DamagedFileError, as_record, read_object, read_text
+from smupar.output.json_files import read_object, read_text
 from smupar.paper.figure import Claim, Figure
+from smupar.paper.published import read_published, results
 from smupar.paper.reproduce import FIGURES, FINDINGS, MADE_ON, Reproduced, figure
 from smupar.paper.settings import CLIP, Scale
 from smupar.study.curves import draw_png
@@ -28,7 +29,6 @@ _NOTHING_YET = "Nothing to note yet."
 _ANSWERS = {True: "yes", False: "**no**", None: "cannot tell"}
 _VERDICTS = {True: "Holds", False: "Does not hold", None: "Cannot tell"}
 _RUN_AGAIN = "delete it, and run the figure again"
-_PUBLISH_AGAIN = "publish the figure again, or restore it from a copy"
 
 
 def publish(done: Reproduced, scale: Scale, into: str | Path) -> Path:
@@ -63,65 +63,6 @@ def measured_in(facts: dict[str, Any]) -> Any:
     """What the figure's ``draw`` and ``claim`` take, from published facts."""
     from_facts = figure(facts["figure"]).from_facts
     return from_facts(facts) if from_facts else results(facts)
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """The part of a published file that runs are read from."""
-
-    common: dict[str, Any]
-    varies: list[str]
-    rows: list[dict[str, Any]]
-
-
-def read_published(path: Path) -> dict[str, Any]:
-    """The facts in a published file. It has no seal, since people read and compare it as text."""
-    facts = read_object(path, remedy=_PUBLISH_AGAIN)
-    if not isinstance(facts.get("scale"), str):
-        raise DamagedFileError(f"{path} is damaged (it does not say at which scale it was made): {_PUBLISH_AGAIN}")
-    part = {name: facts[name] for name in ("common", "varies", "rows") if name in facts}
-    if part.get("rows"):
-        table = as_record(_Rows, part, source=str(path), remedy=_PUBLISH_AGAIN)
-        needed = {*table.varies, "id", "status", "train_loss", "valid_loss", "gpu_seconds", "commit"}
-        for number, row in enumerate(table.rows):
-            if missing := needed - row.keys():
-                raise DamagedFileError(f"{path} is damaged (row {number} has no {min(missing)!r}): {_PUBLISH_AGAIN}")
-        try:
-            results(facts)
-        except ValueError as error:
-            raise DamagedFileError(f"{path} is damaged ({error}): {_PUBLISH_AGAIN}") from error
-    return facts
-
-
-def results(facts: dict[str, Any]) -> list[Result]:
-    """The results in a published file. Their summaries have only the fields that the file holds."""
-    return [_result(facts, row) for row in facts.get("rows", [])]
-
-
-def _result(facts: dict[str, Any], row: dict[str, Any]) -> Result:
-    values = {**facts["common"], **{name: row[name] for name in facts["varies"]}}
-    values["model"] = {name.removeprefix("model."): values.pop(name) for name in list(values) if name.startswith("model.")}
-    config = RunConfig.from_json(json.dumps(values), source=f"run {row['id']}")
-    summary = Summary(
-        id=row["id"],
-        status=row["status"],
-        folder="",
-        steps=config.steps,
-        num_tokens=config.num_tokens,
-        num_parameters=0,
-        sparsity=config.sparsity or 0.0,
-        train_loss=row["train_loss"],
-        valid_loss=row["valid_loss"],
-        best_valid_loss=None,
-        best_step=None,
-        seconds=row["gpu_seconds"],
-        tokens_per_second=0.0,
-        device="",
-        num_ranks=1,
-        num_threads=1,
-        versions={"commit": row["commit"]},
-    )
-    return Result(config, summary)
 
 
 def refuse_other_scale(into: str | Path, names: Iterable[str], scale: Scale) -> None:
@@ -188,6 +129,7 @@ def _facts(done: Reproduced, scale: Scale) -> dict[str, Any]:
         "commits": sorted({versions.get("commit", "unknown") for _, versions in origins}),
         "devices": sorted({f"{device}, torch {versions['torch']}" for device, versions in origins}),
         "files": done.files,
+        **({"missing": done.missing} if done.missing else {}),
         "common": {name: configs[0][name] for name in names if name not in varies},
         "varies": varies,
         **_table(done),
@@ -351,7 +293,7 @@ def _what_was_run(facts: dict[str, Any]) -> list[str]:
     ended_early = f", {diverged} of which diverged" if diverged else ""
     batches = " and ".join(sorted({f"{config.batch_size} x {config.seq_len}" for config in configs}))
     return [
-        f"{len(configs)} runs{ended_early}: GPTs of {_some(configs, 'model.depth')} layers, "
+        f"{len(configs)} runs{ended_early}{_missing(facts)}: GPTs of {_some(configs, 'model.depth')} layers, "
         f"width {_some(configs, 'model.width')} (base {first.base_width}), heads of {first.model.head_dim}, vocabulary "
         f"{first.model.vocab_size}, {_some(configs, 'steps')} steps of {batches} tokens of `{first.data}`, {first.dtype}; "
         f"density {_densities(configs)}; seeds {_some(configs, 'seed')}; {_optimizer(configs)}.",
@@ -359,6 +301,10 @@ def _what_was_run(facts: dict[str, Any]) -> list[str]:
         f"several figures share are counted in each. Made by commit {', '.join(facts['commits'])}. Every run with its "
         f"configuration and hash: [{facts['figure']}.json]({facts['figure']}.json).",
     ]
+
+
+def _missing(facts: dict[str, Any]) -> str:
+    return f" ({facts['missing']} more are planned)" if facts.get("missing") else ""
 
 
 def _optimizer(configs: Sequence[RunConfig]) -> str:

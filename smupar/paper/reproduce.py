@@ -27,7 +27,9 @@ from smupar.output.files import write_atomic
 from smupar.output.page import write_page
 from smupar.output.page.document import Answer, Document, Tone
 from smupar.output.pictures import missing_pictures
+from smupar.output.terminal import say
 from smupar.paper.figure import Claim, Figure, Place
+from smupar.paper.published import restore
 from smupar.paper.settings import Scale, ScaleName
 from smupar.study.config import EngineConfig
 from smupar.study.curves import chart_of, draw_png
@@ -35,7 +37,7 @@ from smupar.study.definition import Stage, StudyDefinition, with_more_seeds
 from smupar.study.engines import run_study
 from smupar.study.forecast import forecast
 from smupar.study.space import unique
-from smupar.study.store import Result, row_of, write_rows
+from smupar.study.store import Result, Study, row_of, write_rows
 from smupar.study.sweep import sweep_from_json
 from smupar.study.view import result_rows, table_of
 
@@ -67,6 +69,7 @@ class Reproduced:
     folder: Path
     rows: Sequence[Result] = ()
     files: dict[str, str] = field(default_factory=dict)  # sha256 of the texts and traces that the runs read
+    missing: int = 0  # number of runs that have not ended
 
     @property
     def title(self) -> str:
@@ -81,7 +84,7 @@ class Reproduced:
         """As plain values, for programs."""
         claim, parts = self.claim, [{"holds": part.holds, "text": part.text} for part in self.claim.parts]
         about = {"figure": self.name, "title": self.title, "holds": claim.holds, "text": claim.text, "parts": parts}
-        return {**about, "folder": str(self.folder), "runs": len(self.rows)}
+        return {**about, "folder": str(self.folder), "runs": len(self.rows), "missing": self.missing}
 
 
 def verdict_of(claim: Claim) -> str:
@@ -132,12 +135,31 @@ def make_scale(name: ScaleName, data: str | None, *, reads: bool = True, **decay
     return replace(scale, data=name_of_text(data), vocab_size=padded_vocab(read_index(data).tokenizer.vocab_size))
 
 
-def reproduce(name: str, scale: Scale, how: EngineConfig, *, out: str, data_dir: str | None = None) -> Reproduced:
+def reproduce(
+    name: str,
+    scale: Scale,
+    how: EngineConfig,
+    *,
+    out: str,
+    data_dir: str | None = None,
+    published: str | None = None,
+    so_far: bool = False,
+) -> Reproduced:
     """Runs the missing runs of a figure, draws it and decides its claim. Writes picture.png, rows.csv, rows.json and claim.json
-    to ``out``/scale/name; runs are in ``out``/scale/study. ``data_dir`` holds local copies of the tasks of Table 2."""
+    to ``out``/scale/name; runs are in ``out``/scale/study.
+
+    data_dir    local copies of the tasks of Table 2
+    published   folder of pages; runs that it has rows of are not run again
+    so_far      trains nothing, and reads the runs that have ended
+    """
     fig, root = figure(name), Path(out) / scale.folder
     place = Place(scale, root / name, root / "study" / "runs", how.device, data_dir)
-    rows, files = _trained(name, fig, fig.runs(scale), place, how) if fig.runs else ([], {})
+    rows: list[Result] = []
+    files: dict[str, str] = {}
+    missing = 0
+    if fig.runs:
+        stages = _stages(fig, fig.runs(scale), scale, published)
+        rows, files, missing = _ended(fig, stages, place) if so_far else _trained(name, fig, stages, place, how)
     place.folder.mkdir(parents=True, exist_ok=True)
     if rows:
         measures = [{**row_of(row), "seconds": row.summary.seconds, "device": row.summary.device} for row in rows]
@@ -155,7 +177,7 @@ def reproduce(name: str, scale: Scale, how: EngineConfig, *, out: str, data_dir:
     facts: dict[str, Any] = {"figure": name, "scale": asdict(scale), "smupar": __version__, "runs": len(rows), **asdict(claim)}
     write_atomic(place.folder / "claim.json", json.dumps(facts, indent=1))
     write_page(place.folder / "report.html", _document(name, fig, claim, place, rows, measured))
-    return Reproduced(name, claim, place.folder, rows, files)
+    return Reproduced(name, claim, place.folder, rows, files, missing)
 
 
 def _document(name: str, fig: Figure, claim: Claim, place: Place, rows: Sequence[Result], measured: Any) -> Document:
@@ -192,30 +214,66 @@ def _answer(claim: Claim) -> Answer:
     }
 
 
-def _trained(
-    name: str, fig: Figure, configs: Sequence[RunConfig], place: Place, how: EngineConfig
-) -> tuple[list[Result], dict[str, str]]:
-    """The results of a figure's runs, and the sha256 of the files that they read. ``configs`` are the first runs."""
+# Results, the sha256 of the files that their runs read, and how many runs have not ended.
+_Ended = tuple[list[Result], dict[str, str], int]
+
+
+def _trained(name: str, fig: Figure, stages: Sequence[Stage], place: Place, how: EngineConfig) -> _Ended:
+    """The results of all runs of a figure, once they have ended."""
     scale = place.scale
-    if how.engine != "ray":  # Ray runs them on other machines
-        _refuse_device(name, scale, configs, pick_device(how.device), asked=how.device != "auto")
+    if how.engine != "ray" and fig.runs:  # Ray runs them on other machines
+        _refuse_device(name, scale, fig.runs(scale), pick_device(how.device), asked=how.device != "auto")
     if fig.prepare:
         fig.prepare(place.data_dir)
-    definition, command = _definition(fig, configs, scale), f"smupar reproduce --scale {scale.name}"
-    with run_study(place.runs.parent, definition, command, how, keeps_weights=fig.keeps_weights) as (study, ended):
-        return study.results(ended), study.files(ended)
+    definition, command = _definition(stages, scale), _command(scale)
+    with run_study(place.runs.parent, definition, command, how, keeps_weights=fig.keeps_weights) as (study, configs):
+        return study.results(configs), study.files(configs), 0
 
 
-def _definition(fig: Figure, configs: Sequence[RunConfig], scale: Scale) -> StudyDefinition:
-    """The study of a figure: its runs, runs that depend on their results, and in a sweep more seeds around each optimum. All
-    figures of a scale share one study, so the stored description is the same for all."""
+def _ended(fig: Figure, stages: Sequence[Stage], place: Place) -> _Ended:
+    """The results of those runs of a figure that have ended."""
+    stored, command = _definition(stages, place.scale).stored, _command(place.scale)
+    configs: list[RunConfig] = []
+    with Study.open(place.runs.parent, stored, command, keeps_weights=fig.keeps_weights) as study:
+        try:
+            for propose in stages:
+                configs += propose(study)
+        except ValueError as error:  # runs that depend on results that are missing
+            say(str(error))
+        results = study.results(unique(configs))
+        if not results:
+            raise ValueError(f"no run of this figure has ended in {study.folder}: leave out --so-far to train them")
+        return results, study.files(configs), len(study.missing(configs))
+
+
+def _stages(fig: Figure, configs: Sequence[RunConfig], scale: Scale, published: str | None) -> list[Stage]:
+    """The runs of a figure, runs that depend on their results, and in a sweep more seeds around each optimum. What is
+    published is taken from there."""
     stages: list[Stage] = [lambda study: configs]
     if fig.then:
         stages.append(partial(fig.then, scale))
     if fig.swept:
         experiment, axis = fig.swept
         stages = with_more_seeds(stages, axis, scale.size(experiment).seeds)
+    if published and not (fig.measure and fig.keeps_weights):  # rows cannot replace weights
+        stages = [partial(_restored, stage, published, scale) for stage in stages]
+    return stages
+
+
+def _restored(stage: Stage, published: str, scale: Scale, study: Study) -> Sequence[RunConfig]:
+    configs = stage(study)
+    if num_restored := restore(study, published, scale, configs) if study.may_write else 0:
+        say(f"{num_restored} runs are taken from the rows in {published}")
+    return configs
+
+
+def _definition(stages: Sequence[Stage], scale: Scale) -> StudyDefinition:
+    """All figures of a scale share one study, so the stored description is the same for all."""
     return replace(sweep_from_json({"kind": "reproduce", "scale": scale.name, "data": scale.data}), stages=stages)
+
+
+def _command(scale: Scale) -> str:
+    return f"smupar reproduce --scale {scale.name}"
 
 
 def _refuse_device(name: str, scale: Scale, configs: Sequence[RunConfig], device: torch.device, *, asked: bool) -> None:
@@ -258,7 +316,9 @@ def dry_run(name: str, scale: Scale, how: EngineConfig, *, out: str) -> FigureCo
     data = "" if scale.data == STANDARD_LIBRARY else f" --data {scale.data}"
     command = f"smupar reproduce {name} --scale {scale.name}{data}"
     if scale.name == "cpu" and how.engine != "ray":
-        expected = forecast(Path(out) / scale.folder / "study", _definition(fig, fig.runs(scale), scale), how)
+        expected = forecast(
+            Path(out) / scale.folder / "study", _definition(_stages(fig, fig.runs(scale), scale, None), scale), how
+        )
         return FigureCost(name, fig.title, {**expected.lines, "command": command}, {"figure": name, **expected.values})
     return _cost_on_gpus(name, fig, scale, f"{command} --engine ray --address auto" if scale.name == "paper" else command)
 

@@ -30,42 +30,35 @@ class UpdatesWarning(UserWarning):
     """A trace is doubtful, or cannot be followed fully."""
 
 
-class _Meter:
-    """Measures what each step of the optimizer did to every hidden layer's output."""
+class Meter:
+    """Looks at hidden layers before and after some steps of the optimizer. Subclasses say at which steps, and what to do."""
 
-    def __init__(self, model: nn.Module, plan: Plan, optimizer: Any, period: int | None) -> None:
-        """Refuses what cannot be measured, and changes nothing. ``period``: steps after which the run starts again."""
-        self.model, self.plan, self.period = unwrapped(model), plan, period
+    what = "updates of this model are measured"  # already, if there is a second one
+    called = "record_updates and follow_updates"
+    buffer = "smupar_input"  # where inputs of layers are kept, beside their weights
+
+    def __init__(self, model: nn.Module, plan: Plan, optimizer: Any) -> None:
+        """Refuses what cannot be measured, and changes nothing."""
+        self.model, self.plan = unwrapped(model), plan
         self.optimizers = optimizers(optimizer)
         check_parameterized(self.model, "first, and build the optimizer from param_groups")
         check_not_compiled(self.model, "and would ignore new hooks: compile afterwards")
-        refuse_measured(self.model)
+        refuse_measured(self.model, self.buffer, self.what)
         refuse(not self.optimizers, "no optimizer was given")
         optimizer_of = {id(p): each for each in self.optimizers for group in each.param_groups for p in group["params"]}
         hidden = hidden_weights(self.model, plan)
         trained = {name: weight for name, weight in hidden.items() if id(weight.parameter) in optimizer_of}
         self.names = [name for name, weight in trained.items() if weight.can_multiply(plan[name].in_dims)]
         refuse(not self.names, "no hidden weight can be measured: the plan has none in linear layers or convolutions")
-        self.cautions: list[str] = []
-        if unmeasured := [name for name in hidden if name not in self.names]:
-            self.cautions.append(
-                f"{len(unmeasured)} hidden weights cannot be measured ({', '.join(unmeasured[:3])}): their layers are neither "
-                "linear nor convolutions, or no optimizer has them. They keep the plan's factor."
-            )
+        self.unmeasured = [name for name in hidden if name not in self.names]
         used = {optimizer_of[id(weight.parameter)] for weight in trained.values()}
-        self.trace = Trace(
-            shapes={name: plan[name].shape for name in self.names},
-            optimizer="+".join(name_of(each).lower() for each in self.optimizers if each in used),
-        )
+        self.optimizer_names = "+".join(name_of(each).lower() for each in self.optimizers if each in used)
+        self.cautions: list[str] = []
         self.step, self.num_missing = 0, len(self.optimizers)  # optimizers that have not made this step yet
-        # Of a measured step: RMS of the change of a layer's output over the layer's learning rate, and that rate over the base.
-        self.gains: dict[str, float] = {}
-        self.factors: dict[str, float] = {}
 
     def install(self) -> None:
-        self.rates = layer_rates(self.model, self.plan, self.optimizers)  # the last to refuse, before it changes anything
         remove_copied_probes(self.model)
-        self.probes = {name: LayerProbe(name, self.model, self.plan) for name in self.names}
+        self.probes = {name: LayerProbe(name, self.model, self.plan, self.buffer) for name in self.names}
         for probe in self.probes.values():
             probe.reader = weakref.ref(self)
         buffers = (f"{parent_path(name)}.{probe.buffer}".lstrip(".") for name, probe in self.probes.items())
@@ -80,56 +73,122 @@ class _Meter:
             probe.remove()
 
     @property
-    def place(self) -> int:
-        """The number of the step, which starts again at 0 after each period."""
-        return self.step % self.period if self.period else self.step
+    def is_due(self) -> bool:
+        """Whether the next step, or the one that is being made, is looked at."""
+        raise NotImplementedError
+
+    def groups(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+        """Name of a hidden weight -> its group."""
+        raise NotImplementedError
+
+    def look(self, name: str, group: Mapping[str, Any]) -> None:
+        """Looks at a layer before the update."""
+        raise NotImplementedError
+
+    def measure(self, optimizer: torch.optim.Optimizer, groups: Mapping[str, Mapping[str, Any]]) -> None:
+        """Measures the layers of an optimizer that were looked at, after its update."""
+        raise NotImplementedError
+
+    def end_step(self) -> None:
+        """Called when all optimizers have made their updates."""
+        raise NotImplementedError
 
     @torch.no_grad()
     def _look(self, step: Step) -> None:
-        if is_measured(self.place):
+        if self.is_due:
             with exact():
-                for name, group in group_of_weight(step.optimizer).items():
-                    if name in self.probes and float(group["lr"]) > 0:
-                        self.probes[name].look()
+                for name, group in self.groups(step.optimizer).items():
+                    if name in self.probes:
+                        self.look(name, group)
 
     @torch.no_grad()
     def _measure(self, step: Step) -> None:
         """Measures after the update of an optimizer. The step ends when the last optimizer has made its update."""
         if step.was_noop:
             return
-        if is_measured(self.place):
-            self._read_probes(step.optimizer)
+        if self.is_due:
+            groups = self.groups(step.optimizer)
+            seen = {n: g for n, g in groups.items() if n in self.probes and self.probes[n].before is not None}
+            if seen:
+                with exact():
+                    self.measure(step.optimizer, seen)
         self.num_missing -= 1
         if self.num_missing == 0:
-            self._end_step()
+            self.end_step()
+            self.num_missing = len(self.optimizers)
 
-    def _read_probes(self, optimizer: torch.optim.Optimizer) -> None:
-        """Records gains and factors of the layers that were looked at before the update."""
-        groups = {n: g for n, g in group_of_weight(optimizer).items() if n in self.probes and self.probes[n].before is not None}
-        if not groups:
-            return
-        with exact():
-            # (layers, 2): the sum of the squares of an output's change, and of how many numbers
-            sums = torch.stack([self._squares(optimizer, name, group) for name, group in groups.items()]).double()
+    def change(self, optimizer: torch.optim.Optimizer, name: str, group: Mapping[str, Any]) -> Tensor:
+        """The change of a layer's output by the update, without what decoupled weight decay did."""
+        return self.probes[name].change(decayed_share(optimizer, group))
+
+    def refuse_unseen(self, name: str) -> None:
+        refuse(self.probes[name].missed(), f"no input of {name!r} was seen: call {self.called} before torch.compile")
+
+
+def decayed_share(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> float:
+    """The share of a weight that decoupled weight decay takes in one step."""
+    return float(group["lr"]) * group["weight_decay"] if decouples_decay(optimizer, group) else 0.0
+
+
+class _UpdateMeter(Meter):
+    """Measures what each step of the optimizer did to every hidden layer's output."""
+
+    def __init__(self, model: nn.Module, plan: Plan, optimizer: Any, period: int | None) -> None:
+        """``period``: steps after which the run starts again."""
+        super().__init__(model, plan, optimizer)
+        self.period = period
+        if self.unmeasured:
+            self.cautions.append(
+                f"{len(self.unmeasured)} hidden weights cannot be measured ({', '.join(self.unmeasured[:3])}): their layers "
+                "are neither linear nor convolutions, or no optimizer has them. They keep the plan's factor."
+            )
+        self.trace = Trace(shapes={name: plan[name].shape for name in self.names}, optimizer=self.optimizer_names)
+        # Of a measured step: RMS of the change of a layer's output over the layer's learning rate, and that rate over the base.
+        self.gains: dict[str, float] = {}
+        self.factors: dict[str, float] = {}
+
+    def install(self) -> None:
+        self.rates = layer_rates(self.model, self.plan, self.optimizers)  # the last to refuse, before it changes anything
+        super().install()
+
+    @property
+    def place(self) -> int:
+        """The number of the step, which starts again at 0 after each period."""
+        return self.step % self.period if self.period else self.step
+
+    @property
+    def is_due(self) -> bool:
+        return is_measured(self.place)
+
+    def groups(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+        return group_of_weight(optimizer)
+
+    def look(self, name: str, group: Mapping[str, Any]) -> None:
+        if float(group["lr"]) > 0:
+            self.probes[name].look()
+
+    def measure(self, optimizer: torch.optim.Optimizer, groups: Mapping[str, Mapping[str, Any]]) -> None:
+        """Records gains and factors."""
+        # (layers, 2): the sum of the squares of an output's change, and of how many numbers
+        sums = torch.stack([self._squares(optimizer, name, group) for name, group in groups.items()]).double()
         if num_ranks() > 1:
             dist.all_reduce(sums)
         for (name, group), (total, count) in zip(groups.items(), sums.tolist(), strict=True):
             lr, base = float(group["lr"]), float(group["scheduled_lr"]) / group["lr_factor"]
             self.gains[name] = math.sqrt(total / count) / lr if math.isfinite(total) else math.nan
             self.factors[name] = lr / base
-            if total == 0 and self.probes[name].missed():
-                raise ValueError(f"no input of {name!r} was seen: call record_updates and follow_updates before torch.compile")
+            if total == 0:
+                self.refuse_unseen(name)
 
     def _squares(self, optimizer: torch.optim.Optimizer, name: str, group: Mapping[str, Any]) -> Tensor:
-        decayed = float(group["lr"]) * group["weight_decay"] if decouples_decay(optimizer, group) else 0.0
-        change = self.probes[name].change(decayed)
+        change = self.change(optimizer, name, group)
         return torch.stack([change.square().sum(), change.new_tensor(float(change.numel()))])
 
-    def _end_step(self) -> None:
-        if is_measured(self.place) and self.gains.keys() == self.probes.keys():  # else the learning rate was 0
+    def end_step(self) -> None:
+        if self.is_due and self.gains.keys() == self.probes.keys():  # else the learning rate was 0
             self.trace.add(self.step, {name: gain * self.factors[name] for name, gain in self.gains.items()})
             self.follow()
-        self.gains, self.factors, self.num_missing = {}, {}, len(self.optimizers)
+        self.gains, self.factors = {}, {}
         self.step += 1
         self.trace.num_steps = self.step
         if self.place == 0:
@@ -150,7 +209,7 @@ class _Meter:
         vars(self.trace).update(vars(Trace.from_json(state["trace"])))  # the one that was handed out goes on
 
 
-class Recorder(_Meter):
+class Recorder(_UpdateMeter):
     """What ``record_updates`` returns. As a context manager it returns the trace, and removes its hooks at the end."""
 
     def __enter__(self) -> Trace:
@@ -172,7 +231,7 @@ def record_updates(model: nn.Module, plan: Plan, optimizer: Any, *, period: int 
     return recorder
 
 
-class Follower(_Meter):
+class Follower(_UpdateMeter):
     """What ``follow_updates`` returns: ``trace`` is the target's own trace, ``proxy`` is the trace that it follows."""
 
     def __init__(
@@ -255,7 +314,7 @@ def follow_updates(
     return follower
 
 
-def _start(meter: _Meter) -> None:
+def _start(meter: Meter) -> None:
     for caution in meter.cautions:
         warnings.warn(caution, UpdatesWarning, stacklevel=3)  # first, since a user may have made it an error
     meter.install()

@@ -18,7 +18,6 @@ from smupar.plan.plan import Plan
 from smupar.plan.settings import refuse
 
 NUM_TOKENS = 128
-_INPUT = "smupar_input"
 
 
 def some_rows(x: Tensor) -> Tensor:
@@ -77,16 +76,22 @@ class LayerProbe(Probe):
 
     weight: ModelWeight
 
-    def __init__(self, name: str, model: nn.Module, plan: Plan) -> None:
+    def __init__(self, name: str, model: nn.Module, plan: Plan, buffer: str) -> None:
         weight, in_dim = weight_of(model, name), plan[name].in_dims[0]
         super().__init__(weight, in_dim)
         self.name, self.module = name, weight.module
         self.is_conv = kind_of(self.module).reads == IMAGES
-        self.buffer = f"{weight.leaf}_{_INPUT}"
+        self.buffer = f"{weight.leaf}_{buffer}"
         self.reader: weakref.ref[Any] | None = None  # who reads what it measures
         if not self.is_conv:
             self._make(torch.zeros(NUM_TOKENS, plan[name].shape[in_dim], device=local(weight.parameter).device))
-        self.hook = self.module.register_forward_pre_hook(self._keep, with_kwargs=True)
+        self.output_grad: Tensor | None = None  # for the inputs that are kept, where gradients are watched
+        self._waits = False  # whether no gradient of the last forward pass has arrived yet
+        self.hooks = [self.module.register_forward_pre_hook(self._keep, with_kwargs=True)]
+
+    def watch_gradient(self) -> None:
+        """Keeps the gradient of the output for the inputs that are kept, at steps at which the reader looks."""
+        self.hooks.append(self.module.register_forward_hook(self._watch))
 
     @property
     def inputs(self) -> Tensor:  # type: ignore[override]
@@ -102,11 +107,37 @@ class LayerProbe(Probe):
         args = args or tuple(kwargs.values())
         if not (args and torch.is_grad_enabled() and args[0].numel()):  # validation, or an expert without tokens
             return
+        if not (torch.compiler.is_compiling() or self._is_due):  # what is compiled is compiled once for all steps
+            return
         x = args[0].detach()
         some = x[: -(-NUM_TOKENS // math.prod(x.shape[2:]))].float() if self.is_conv else some_rows(x)
         if self.is_conv and (getattr(module, self.buffer, None) is None or self.inputs.shape != some.shape):
             self._make(torch.zeros_like(some))
         self.inputs.copy_(some)
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() < 0:  # not again, in a backward pass
+            self._waits, self.output_grad = True, None
+
+    def _watch(self, module: nn.Module, args: Any, output: Any) -> None:
+        # A compiled layer has no hooks on its gradients.
+        if torch.compiler.is_compiling() or not (isinstance(output, Tensor) and output.requires_grad and self._waits):
+            return
+        if self._is_due:
+            output.register_hook(self._keep_gradient)
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether the reader looks at the step that is being made."""
+        meter = None if self.reader is None else self.reader()
+        return meter is not None and bool(meter.is_due)
+
+    def _keep_gradient(self, grad: Tensor) -> None:
+        """Keeps the first gradient that arrives after a forward pass: a layer that is used twice keeps its last inputs, and
+        their gradient comes first."""
+        if not self._waits:
+            return
+        self._waits = False
+        shape = self.inputs.shape
+        self.output_grad = grad[: shape[0]].float() if self.is_conv else some_rows(grad.detach()).float()
 
     def missed(self) -> bool:
         """Whether no input was seen although the layer was used, as its gradient shows."""
@@ -114,7 +145,8 @@ class LayerProbe(Probe):
         return grad is not None and bool(local(grad).any()) and not bool(self.inputs.any())
 
     def remove(self) -> None:
-        self.hook.remove()
+        for hook in self.hooks:
+            hook.remove()
         if hasattr(self.module, self.buffer):
             delattr(self.module, self.buffer)
 
@@ -123,20 +155,28 @@ class LayerProbe(Probe):
         return {**self.__dict__, "reader": None}
 
 
-def refuse_measured(model: nn.Module) -> None:
-    """Refuses a model whose probes are read by a meter."""
+def refuse_measured(model: nn.Module, buffer: str, what: str) -> None:
+    """Refuses a model with probes of this kind that are read by a meter."""
+    probes = (probe for _, _, probe in _probes(model) if probe.buffer.endswith(buffer))
     refuse(
-        any(probe.reader is not None and probe.reader() is not None for _, _, probe in _probes(model)),
-        "the updates of this model are measured already: call remove() on what measures them",
+        any(probe.reader is not None and probe.reader() is not None for probe in probes),
+        f"the {what} already: call remove() on what measures them",
     )
 
 
 def remove_copied_probes(model: nn.Module) -> None:
     """Removes probes that came with a deepcopy, which no meter reads."""
     for module, key, probe in _probes(model):
-        del module._forward_pre_hooks[key]
-        module._buffers.pop(probe.buffer, None)
-        module._non_persistent_buffers_set.discard(probe.buffer)
+        if probe.reader is None or probe.reader() is None:
+            del module._forward_pre_hooks[key]
+            module._forward_hooks.pop(_watching(module, probe), None)
+            module._buffers.pop(probe.buffer, None)
+            module._non_persistent_buffers_set.discard(probe.buffer)
+
+
+def _watching(module: nn.Module, probe: LayerProbe) -> int:
+    """The key of the hook by which a probe watches gradients; -1 if it does not."""
+    return next((key for key, hook in module._forward_hooks.items() if getattr(hook, "__self__", None) is probe), -1)
 
 
 def _probes(model: nn.Module) -> list[tuple[nn.Module, int, LayerProbe]]:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import smupar
 from smupar.integrations.lightning import SmuparCallback
 from smupar.model.parameterize import is_parameterized, mask_of
+from smupar.updates.observation import Observation
 
 HIDDEN = "layers.2.weight"
 # Lightning's advice about workers and its use of torch's deprecated names.
@@ -76,6 +77,7 @@ def callback(what=None, **settings):
         "RigL": {"density": 0.25, "sparsifier": partial(smupar.RigL, every=2, stop=9)},
         "GMP": {"sparsifier": partial(smupar.GMP, density=0.25, every=2, stop=9)},
         "record": {"density": 0.25, "updates": smupar.record_updates},
+        "observe": {"density": 0.25, "observe": True},
     }
     return SmuparCallback(base=lambda: MLP(32), **{**made[what], **settings})
 
@@ -123,8 +125,9 @@ def test_run_is_that_of_a_plain_loop():
 
 
 @pytest.mark.parametrize("configure", ["plain", "watched"])
-@pytest.mark.parametrize("what", ["RigL", "GMP", "record"])
-def test_run_resumed_from_a_checkpoint_is_the_uninterrupted_one(what, configure, tmp_path):
+@pytest.mark.parametrize("what", ["RigL", "GMP", "record", "observe"])
+def test_run_resumed_from_a_checkpoint_is_the_uninterrupted_one(what, configure, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # an observation is written to the folder of the Trainer
     whole, sparse, _ = fit(what, configure=configure)
     _, _, half = fit(what, configure=configure, steps=6)
     half.save_checkpoint(tmp_path / "half.ckpt")
@@ -135,6 +138,9 @@ def test_run_resumed_from_a_checkpoint_is_the_uninterrupted_one(what, configure,
     assert not rest.get_parameter(HIDDEN)[~mask].any()
     if what == "record":
         assert sparse.updates.trace == again.updates.trace
+    elif what == "observe":
+        assert Observation.load("observed.json").at == sparse.observer.observation.at == [1, 2, 3, 4, 6, 8, 11]
+        assert again.observer.observation.sizes["dY"] == sparse.observer.observation.sizes["dY"]
     else:
         assert sparse.sparsifier.num_steps == again.sparsifier.num_steps == 12
 

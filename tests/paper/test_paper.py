@@ -16,6 +16,7 @@ from smupar.check.coordinates.verdict import Slope
 from smupar.lm.config.commands import ExportConfig
 from smupar.lm.config.presets import TABLE_3
 from smupar.lm.config.run import ModelConfig, RunConfig
+from smupar.lm.data.batches import open_text
 from smupar.lm.model.gpt import plan_on_meta
 from smupar.lm.run.folder import Summary
 from smupar.lm.use.export import export
@@ -24,6 +25,7 @@ from smupar.paper import fig12 as fig12_module
 from smupar.paper import publish, tab02, tab03
 from smupar.paper.fig14 import WITH_ABLATIONS
 from smupar.paper.figure import RULES, USUAL_SPREAD, Claim, Place, all_of, curve, curves
+from smupar.paper.published import restore
 from smupar.paper.reproduce import FIGURES, FINDINGS, Reproduced, dry_run, figure, listed, make_scale, reproduce
 from smupar.paper.settings import TABLE_4, Scale, iso_width, wpn_width
 from smupar.study.config import EngineConfig
@@ -540,6 +542,43 @@ def test_figure_is_drawn_from_the_runs_that_are_there(tmp_path):
         }
     publish.publish(done, CPU, tmp_path / "pages")
     assert list(json.loads((tmp_path / "pages" / "fig11.json").read_text())["files"]) == ["text stdlib"]
+
+
+def test_rows_of_a_published_page_stand_for_their_runs(tmp_path, capsys):
+    """Nothing is trained: all runs but the last are published, and that one is missing."""
+    with Study.open(tmp_path / "a" / "cpu" / "study", {"kind": "reproduce", "scale": "cpu", "data": "stdlib"}, "") as study:
+        for row in parabolas(fig11.runs(CPU), lambda run: -7)[:-1]:
+            study.add(row.config, row.summary)
+        study.remember("text", "stdlib", open_text(row.config).facts.sha256)
+    made = reproduce("fig11", CPU, EngineConfig(), out=str(tmp_path / "a"), so_far=True)
+    pages = tmp_path / "pages"
+    page = publish.publish(made, CPU, pages)
+    assert made.missing == 1
+    assert f"{len(made.rows)} runs (1 more are planned)" in page.read_text()
+
+    again = reproduce("fig11", CPU, EngineConfig(), out=str(tmp_path / "b"), published=str(pages), so_far=True)
+    assert f"{len(made.rows)} runs are taken from the rows in {pages}" in capsys.readouterr().out
+    assert [(row.config, row.loss) for row in again.rows] == [(row.config, row.loss) for row in made.rows]
+    assert (again.missing, again.claim) == (1, made.claim)
+    publish.publish(again, CPU, tmp_path / "copies")
+    facts = [json.loads((folder / "fig11.json").read_text()) for folder in (pages, tmp_path / "copies")]
+    assert facts[0] == facts[1]
+
+    for field, value in (("files", {"text stdlib": "of another text"}), ("scale", "small")):
+        (pages / "fig11.json").write_text(json.dumps({**facts[0], field: value}))
+        with pytest.raises(ValueError, match="no run of this figure has ended"):
+            reproduce("fig11", CPU, EngineConfig(), out=str(tmp_path / field), published=str(pages), so_far=True)
+
+
+def test_rows_never_stand_for_runs_that_record_or_follow_a_trace(tmp_path):
+    row = parabolas(fig11.runs(CPU), lambda run: -7)[0]
+    configs = [replace(row.config, record=True), replace(row.config, follow="proxy.json"), row.config]
+    rows = [replace(row, config=config, summary=replace(row.summary, id=config.id)) for config in configs]
+    files = {"text stdlib": open_text(row.config).facts.sha256}
+    publish.publish(Reproduced("fig11", Claim(True, "said"), tmp_path, rows, files), CPU, tmp_path / "pages")
+    with Study.open(tmp_path / "study", {"kind": "test"}, "") as study:
+        assert restore(study, tmp_path / "pages", CPU, configs) == 1
+        assert [result.config for result in study.results(configs)] == [row.config]
 
 
 def test_unknown_figure_and_missing_text_are_named():

@@ -19,6 +19,7 @@ from smupar.lm.config.run import Execution, ModelConfig, RunConfig
 from smupar.lm.data import batches as data
 from smupar.lm.run.distributed import World
 from smupar.lm.run.step import Stepper
+from smupar.updates.observation import Observation
 from smupar.updates.trace import Trace
 from tests.loops import adamw
 from tests.models import CLASSES, Conv1D
@@ -108,6 +109,19 @@ def decay_of(plan, name):
     return 0.01 * plan[name].lr_factor("adam") * 0.1 * plan[name].decay_factor("adam")
 
 
+def observed(layout, rank=None):
+    """The observation of four steps."""
+    model, plan, optimizer = made(layout)
+    with smupar.observe(model, plan, optimizer) as seen:
+        forward = DistributedDataParallel(model) if layout == "ddp" else model
+        for step in range(STEPS):
+            x, y = batch(step, rank)
+            optimizer.zero_grad()
+            F.nll_loss(forward(x), y).backward()
+            optimizer.step()
+    return seen.to_json()
+
+
 def proxy_trace():
     model, plan, optimizer = made("one process", density=1.0, width=5)
     with smupar.record_updates(model, plan, optimizer) as trace:
@@ -157,6 +171,7 @@ def work(rank, folder, trace):
             "record": run(layout, rank),
             "follow": run(layout, rank, trace),
             "same data": run(layout, rank, same_data=True),
+            "observed": observed(layout, rank),
             **{f"gpt, {kind}": train(config, world) for kind, config in gpt_runs(f"{folder}/gpt.json").items()},
         }
     return found
@@ -244,6 +259,22 @@ def test_ddp_records_the_trace_of_one_process_with_all_data(both, one):
 def test_fsdp_records_the_trace_of_one_process_up_to_the_choice_of_tokens(both, one):
     for name, values in effects(one).items():
         assert effects(both[0]["fsdp"]["record"])[name] == pytest.approx(values, rel=0.2)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_observe_what_one_process_with_all_data_does(both, layout):
+    """Up to the choice of tokens and random signs, and under DDP of rows that a rank repeats."""
+    alone, (first, second) = Observation.from_json(observed("one process")), (found[layout]["observed"] for found in both)
+    assert first == second
+    seen = Observation.from_json(first)
+    assert seen.at == alone.at == [1, 2, 3, 4]
+    for quantity, rows in alone.sizes.items():
+        # The loss of a rank is the mean over half of the batch, so its gradients are twice as large.
+        factor = 2 if quantity == "grad X" else 1
+        for name, values in rows.items():
+            expected = [factor * value for value in values]
+            tolerance = 0.25 if quantity in ("Y", "grad X", "dY", "alignment") else 0.02
+            assert seen.sizes[quantity][name] == pytest.approx(expected, rel=tolerance), (quantity, name)
 
 
 def test_ranks_with_the_same_data_record_the_trace_of_one_process_with_it(ranks):

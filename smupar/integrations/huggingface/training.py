@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from smupar.optim.groups import param_groups
 from smupar.plan.plan import Plan
 from smupar.plan.settings import refuse
 from smupar.updates.meter import Follower, Recorder
+from smupar.updates.observation import OBSERVED_FILE
+from smupar.updates.observer import Observer
 
 
 def make_optimizer(model: PreTrainedModel, plan: Plan, args: TrainingArguments, **settings: Any) -> torch.optim.Optimizer:
@@ -41,23 +44,35 @@ class SmuparCallback(TrainerCallback):
 
     sparsifier   smupar.RigL(model, plan, optimizer, ...), SET, GMP or IMP
     updates      what smupar.record_updates or smupar.follow_updates returned
+    observer     what smupar.observe returned; at the end the observation is written to observed.json in the output folder
     """
 
-    def __init__(self, plan: Plan, *, sparsifier: Sparsifier | None = None, updates: Recorder | Follower | None = None) -> None:
-        self.plan, self.sparsifier, self.updates = plan, sparsifier, updates
-        for name, part in (("sparsifier", sparsifier), ("measured updates", updates)):
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        sparsifier: Sparsifier | None = None,
+        updates: Recorder | Follower | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        self.plan, self.sparsifier, self.updates, self.observer = plan, sparsifier, updates, observer
+        for name, part in (("sparsifier", sparsifier), ("measured updates", updates), ("observation", observer)):
             if part is not None:
                 carry_state(part.optimizers[0], {name: part})
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         model, optimizer = kwargs["model"], unwrap_optimizer(kwargs["optimizer"])
-        for part in (self.sparsifier, self.updates):
+        for part in (self.sparsifier, self.updates, self.observer):
             refuse(
                 part is not None and optimizer not in part.optimizers,
-                "the Trainer's optimizer is not the one that the sparsifier or the measured updates got: make one with "
-                "make_optimizer and pass it to them and to Trainer(optimizers=(optimizer, None))",
+                "the Trainer's optimizer is not the one that the sparsifier, the measured updates or the observer got: make "
+                "one with make_optimizer and pass it to them and to Trainer(optimizers=(optimizer, None))",
             )
         check_start(model, self.plan, optimizer, trained=state.global_step > 0, where="before trainer.train()")
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.observer is not None and state.is_world_process_zero:
+            self.observer.observation.save(Path(str(args.output_dir)) / OBSERVED_FILE)
 
     def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.sparsifier is None:

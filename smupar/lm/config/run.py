@@ -397,6 +397,9 @@ class Execution:
     """Steps between lines of metrics.jsonl; the GPU waits for the host only then."""
     tensorboard: bool = False
     """Write the metrics for TensorBoard too, into the run's folder."""
+    observe: bool = False
+    """Record sizes of outputs, gradients, updates and weights of hidden layers at steps 1, 2, 3, 4, 6, 8, 11, 16, ... and write
+    them to observed.json."""
     wandb: bool = False
     """Write the metrics to Weights & Biases too; WANDB_MODE=offline keeps them in the run's folder."""
     full: bool = False

@@ -6,7 +6,8 @@ trace.json       what updates did to hidden layers, where that was measured; fol
 tokenizer.json   where the data has one
 metrics.jsonl    one line for every few steps
 checkpoints/     step-00000100, ...
-sums.json        checksums of metrics.jsonl, tokenizer.json and trace.json, when it ended
+observed.json    sizes of hidden layers over the run, where it was observed
+sums.json        checksums of metrics.jsonl, tokenizer.json, trace.json and observed.json, when it ended
 summary.json     when it ended, finished or diverged
 
 The JSON files carry a seal (output/json_files.py): only smupar writes them, and nothing is gained by editing them. In
@@ -41,6 +42,7 @@ from smupar.output.files import locked, refuse_other_files, write_atomic, writin
 from smupar.output.json_files import parse_json, read_record, read_text, write_sealed
 from smupar.output.sums import SUMS, write_sums
 from smupar.plan.settings import refuse
+from smupar.updates.observation import OBSERVED_FILE, Observation
 from smupar.updates.trace import Trace
 
 Status = Literal["finished", "diverged", "interrupted", "terminated"]
@@ -48,6 +50,7 @@ Row = Mapping[str, float | None]  # metrics of a run at a step
 
 TRACE_FILE, FOLLOWED_FILE, METRICS_FILE, SUMMARY_FILE = "trace.json", "followed.json", "metrics.jsonl", "summary.json"
 _NAMED = ("depth", "lr", "steps", "batch_size", "seed")  # fields that a folder's name tells if they differ from the default
+_MEASURED = (METRICS_FILE, TOKENIZER_FILE, TRACE_FILE, OBSERVED_FILE)
 _TEMPORARY = re.compile(r"[\w-]+\.jsonl?\.\d+\.tmp")  # what write_atomic leaves if the process is killed
 
 
@@ -73,11 +76,13 @@ class Summary:
     num_threads: int
     versions: dict[str, str]
 
-    def write(self, folder: Path, trace: Trace | None) -> None:
+    def write(self, folder: Path, trace: Trace | None, observation: Observation | None = None) -> None:
         """Ends a run's folder, with what was measured in the run, where it was: a run whose summary is there is finished."""
         if trace is not None:
             trace.save(folder / TRACE_FILE)
-        write_sums(folder, [name for name in (METRICS_FILE, TOKENIZER_FILE, TRACE_FILE) if (folder / name).exists()])
+        if observation is not None:
+            observation.save(folder / OBSERVED_FILE)
+        write_sums(folder, [name for name in _MEASURED if (folder / name).exists()])
         write_sealed(folder / SUMMARY_FILE, asdict(self))
 
 
@@ -180,7 +185,7 @@ class RunFolder:
         )
         if step:
             checkpoint.check(folder / checkpoint.folder_name(step), ALONE)
-        for name in (SUMMARY_FILE, SUMS, TRACE_FILE):
+        for name in (SUMMARY_FILE, SUMS, TRACE_FILE, OBSERVED_FILE):
             (self.path / name).unlink(missing_ok=True)
         checkpoint.drop_after(folder, step)
 

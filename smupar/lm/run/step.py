@@ -27,6 +27,7 @@ from smupar.lm.run.schedule import lr_share
 from smupar.plan.optimizers import facts_of
 from smupar.plan.settings import refuse
 from smupar.updates.meter import Follower, Recorder, follow_updates, record_updates
+from smupar.updates.observer import observe
 from smupar.updates.trace import Trace
 
 
@@ -57,8 +58,8 @@ class Stepper:
         self.num_parameters = sum(math.prod(row.shape) for row in self.plan)
         self.storage = self._keep_nonzeros(how)
         on_gpu = world.device.type == "cuda"
-        compiled = on_gpu if how.compile is None else how.compile
-        moving = config.dynamic != "none" or config.follow or config.record
+        self.compiled = compiled = on_gpu if how.compile is None else how.compile
+        moving = config.dynamic != "none" or config.follow or config.record or how.observe
         one_graph = on_gpu and world.size == 1 and self.num_micro == 1 and facts_of(config.optimizer).capturable and not moving
         refuse(
             how.graph and not one_graph,
@@ -68,6 +69,7 @@ class Stepper:
         self.optimizers = make_optimizers(self.model, self.plan, config, capturable=how.graph)
         audit(self.model, self.plan, self.optimizers)
         self.updates = self._updates(trace or read_trace(config))
+        self.observer = observe(self.model, self.plan, self.optimizers, steps=config.steps) if how.observe else None
         self.sparsifier = make_sparsifier(self.model, self.plan, self.optimizers, config)
         self.forward = wrap(self.model, world)
         self.loss_fn = next_token_loss
@@ -100,7 +102,7 @@ class Stepper:
     def state_dict(self) -> dict[str, Any]:
         """The state of sparsifier and measured updates as JSON. Masks are in the model. The weights that IMP goes back to are
         not saved, since a new model starts with them."""
-        parts = {"updates": self.updates, "sparsifier": self.sparsifier}
+        parts = {"updates": self.updates, "sparsifier": self.sparsifier, "observer": self.observer}
         return {
             name: {key: value for key, value in part.state_dict().items() if key != "weights"}
             for name, part in parts.items()
@@ -111,6 +113,8 @@ class Stepper:
         for name, part in (("updates", self.updates), ("sparsifier", self.sparsifier)):
             if part is not None:
                 part.load_state_dict(state[name])
+        if self.observer is not None and "observer" in state:  # else it begins now
+            self.observer.load_state_dict(state["observer"])
 
     @property
     def sparsities(self) -> list[float]:
@@ -124,6 +128,11 @@ class Stepper:
     def traces(self) -> list[Trace | None]:
         return [None if self.updates is None else self.updates.trace]
 
+    def _seen(self) -> contextlib.AbstractContextManager[object]:
+        """Runs a step that is observed without compiled code, which has no hooks on gradients."""
+        looks = self.observer is not None and self.observer.is_due
+        return torch.compiler.set_stance("force_eager") if looks and self.compiled else contextlib.nullcontext()
+
     def _compile(self, *, flex: bool) -> None:
         if flex:
             use_flex_attention(self.model, self.config.seq_len)
@@ -136,7 +145,8 @@ class Stepper:
 
     def step(self, step: int) -> Tensor:
         set_lr(self.optimizers, lr_share(step, self.config))
-        return self._update(*self._batch(self.corpus.train, self.config.seed, step)).clone()
+        with self._seen():
+            return self._update(*self._batch(self.corpus.train, self.config.seed, step)).clone()
 
     def _passes(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Makes the step: all micro-batches, then the optimizers, then masks that move."""

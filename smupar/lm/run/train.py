@@ -92,7 +92,8 @@ def _train(
     if summary.status == "diverged":
         _doubt_checkpoint(path / "checkpoints", first, world)
     if folder and summary.status in ("finished", "diverged"):
-        summary.write(path, *stepper.traces())
+        [trace], observer = stepper.traces(), stepper.observer
+        summary.write(path, trace, None if observer is None else observer.observation)
     world.wait()
     return summary
 
@@ -110,6 +111,8 @@ def _resumed(stepper: Stepper, path: Path, folder: RunFolder | None) -> Progress
         with checkpoint.named(last):
             stepper.load_state_dict(state.pop("moving", {}))
             progress = as_record(Progress, state, source=f"{last / checkpoint.STATE}", remedy="restore it")
+        if stepper.observer is not None:
+            stepper.observer.step = progress.step
     if folder:
         # If losses wait for a row, the checkpoint's own step has no row yet.
         folder.resume_metrics(progress.step - bool(progress.since_row))

@@ -24,6 +24,7 @@ from transformers import (
 import smupar
 from smupar.integrations import huggingface
 from smupar.model.parameterize import mask_of
+from smupar.updates.observation import Observation
 
 VOCAB, STEPS = 32, 12
 SPECIAL = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
@@ -99,7 +100,9 @@ class Run:
             self.updates = smupar.record_updates(self.model, self.plan, self.optimizer)
         if what == "follow":
             self.updates = smupar.follow_updates(self.model, self.plan, self.optimizer, trace=trace)
-        callback = huggingface.SmuparCallback(self.plan, sparsifier=self.sparsifier, updates=self.updates)
+        self.observer = smupar.observe(self.model, self.plan, self.optimizer) if what == "observe" else None
+        parts = {"sparsifier": self.sparsifier, "updates": self.updates, "observer": self.observer}
+        callback = huggingface.SmuparCallback(self.plan, **parts)
         self.trainer = Trainer(
             model=self.model,
             args=args,
@@ -149,7 +152,7 @@ def test_optimizer_has_the_plans_rates_and_the_trainers_decay(tmp_path):
         assert group["eps"] == 1e-7
 
 
-@pytest.mark.parametrize("what", [None, *SPARSIFIERS, "record", "follow", "RigL and record"])
+@pytest.mark.parametrize("what", [None, *SPARSIFIERS, "record", "follow", "RigL and record", "observe"])
 def test_run_resumed_from_a_checkpoint_is_the_uninterrupted_one(what, tmp_path):
     trace = None
     if what == "follow":
@@ -166,6 +169,10 @@ def test_run_resumed_from_a_checkpoint_is_the_uninterrupted_one(what, tmp_path):
     if whole.updates is not None:
         assert whole.updates.trace == rest.updates.trace
         assert whole.updates.trace.num_steps == STEPS
+    if whole.observer is not None:
+        seen = [Observation.load(tmp_path / name / "observed.json") for name in ("whole", "rest")]
+        assert seen[0].at == seen[1].at == [1, 2, 3, 4, 6, 8, 11]
+        assert seen[0].sizes["dY"] == seen[1].sizes["dY"]
     # A checkpoint, and what save_model writes, are models to load.
     again, plan = huggingface.load(tmp_path / "whole" / "checkpoint-12")
     assert same(again.state_dict(), whole.state)

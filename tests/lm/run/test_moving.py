@@ -23,6 +23,7 @@ from smupar.lm.use.export import export
 from smupar.lm.use.generate import generate
 from smupar.lm.use.load import load_model, load_run
 from smupar.model.parameterize import mask_of
+from smupar.updates.observation import Observation
 from smupar.updates.trace import Trace
 from tests.lm.run.runs import CPU, HOW, assert_same_run, resumable, rows, stepper_of, tensors
 
@@ -369,3 +370,28 @@ def test_micro_batches_measure_the_last_of_them(config, proxy):
 def test_configuration_that_makes_no_sense_is_refused(config, fields, message):
     with pytest.raises(ValueError, match=message):
         replace(config, **fields)
+
+
+def test_observed_run_goes_on_and_leaves_its_observation(config, tmp_path):
+    how = replace(HOW, observe=True)
+    whole = train(config, replace(how, out=str(tmp_path / "whole")))
+    half = train(replace(config), replace(HOW, out=str(tmp_path / "plain")))
+    assert whole.train_loss == half.train_loss
+    seen = Observation.load(tmp_path / "whole" / "observed.json")
+    assert seen.at == [1, 2, 3, 4, 6, 8, 11, 16, 23, 30]
+    folder = resumable(tmp_path / "whole", tmp_path / "rest", 27)
+    train(config, replace(how, out=str(folder)))
+    again = Observation.load(folder / "observed.json")
+    assert again.at == seen.at
+    assert again.sizes["dY"] == seen.sizes["dY"]
+    assert main(["verify", str(folder)]) is None
+    (folder / "observed.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        main(["verify", str(folder)])
+
+
+def test_run_that_is_observed_from_a_checkpoint_on_counts_its_steps(config, tmp_path):
+    train(config, replace(HOW, out=str(tmp_path / "run")))
+    folder = resumable(tmp_path / "run", tmp_path / "rest", 27)
+    train(config, replace(HOW, out=str(folder), observe=True))
+    assert Observation.load(folder / "observed.json").at == [30]

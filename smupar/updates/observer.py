@@ -1,0 +1,289 @@
+"""``observe``: a passive recorder of sizes at hidden layers, at log-spaced steps of a run.
+
+At a look it measures on some inputs X of each layer, where W is the weight before and dW the update of the step:
+
+    Y = X W                         the layer's output
+    grad X                          the gradient of X through this layer alone
+    dY = X dW                       what the update does to the output, without decoupled weight decay
+    alignment                       RMS(X dW) over RMS((X s) dW) with random signs s: 1 if nothing agrees, sqrt(n) if all n
+                                    inputs of a neuron do
+    weights, top singular value     RMS of the kept weights; the norm of W by a few power iterations
+    attention entropy               where attention is seen (``entropy``)
+
+It uses the probes of measured updates and the same phases of a step. ``StackedObserver`` does the same for a stack of models.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from smupar.execute.stacked import Stack
+from smupar.model.sharding import local, num_ranks
+from smupar.model.weights import ModelWeight, Weight
+from smupar.plan.optimizers import decouples_decay
+from smupar.plan.plan import Plan
+from smupar.updates.entropy import AttentionWatch
+from smupar.updates.meter import Meter, UpdatesWarning, decayed_share
+from smupar.updates.observation import (
+    ALIGNMENT,
+    DECAY,
+    DY,
+    ENTROPY,
+    GRAD_X,
+    LR,
+    MOVED,
+    TOP,
+    WEIGHTS,
+    Observation,
+    Y,
+    is_looked_at,
+)
+from smupar.updates.probe import Probe, exact, some_rows
+
+_ITERATIONS = (8, 2)  # of the power method: at the first look, and at later ones, which start where the last one ended
+_RANDOM = "dY with random signs"
+_MEANS = (Y, GRAD_X, DY, _RANDOM, WEIGHTS, TOP)  # what is measured as a mean of squares
+
+
+class _LayerLook:
+    """Looks at one layer, of one model or of all models of a stack. Numbers have a leading dimension of models, 1 for a single
+    one. Each is a pair: the sum of squares, and of how many numbers."""
+
+    def __init__(self, probe: Probe) -> None:
+        self.probe = probe
+        self.random = Probe(probe.weight, probe.in_dim)
+        self.direction: Tensor | None = None  # the right singular vector that belongs to the largest singular value
+        self.mask: Tensor | None = None  # a number of the mask at the last look
+        self.found: dict[str, Tensor] = {}
+
+    def before(self, step: int, output_grad: Tensor | None) -> None:
+        probe, weight = self.probe, self.probe.weight
+        x = probe.inputs
+        shape = x.shape[1:] if self._is_stack else x.shape
+        signs = torch.randint(2, shape, generator=torch.Generator().manual_seed(step)).to(x.device, x.dtype)
+        self.random.inputs = x * (2 * signs - 1)
+        probe.look()
+        self.random.look()
+        assert probe.before is not None
+        values, kept = _values(weight), weight.num_kept().to(torch.float64).reshape(-1)
+        self.found = {
+            Y: self._total(probe.before),
+            WEIGHTS: torch.stack([_flat(values, self._is_stack).double().square().sum(1), kept], dim=-1),
+            TOP: self._top_singular_value(),
+        }
+        if output_grad is not None:
+            self.found[GRAD_X] = self._total(weight.input_gradient(x, output_grad.to(x.dtype), in_dim=probe.in_dim))
+        self.moved = self._moved()
+
+    def after(self, decayed: float | Tensor) -> dict[str, Tensor]:
+        self.found[DY] = self._total(self.probe.change(decayed))
+        self.found[_RANDOM] = self._total(self.random.change(decayed))
+        return self.found
+
+    @property
+    def _is_stack(self) -> bool:
+        return not isinstance(self.probe.weight, ModelWeight)
+
+    def _total(self, values: Tensor) -> Tensor:
+        flat = _flat(values, self._is_stack).double()
+        return torch.stack([flat.square().sum(1), flat.new_full((len(flat),), flat.shape[1])], dim=-1)
+
+    def _top_singular_value(self) -> Tensor:
+        weight = self.probe.weight
+        matrix = weight.full() if isinstance(weight, ModelWeight) else weight.values
+        matrix = matrix.detach().float()
+        matrix = matrix.flatten(2) if self._is_stack else matrix.flatten(1)[None]
+        later = self.direction is not None and self.direction.shape == (len(matrix), matrix.shape[2], 1)
+        if not later:
+            start = torch.randn(matrix.shape[2], 1, generator=torch.Generator().manual_seed(0))
+            self.direction = start.to(matrix.device).expand(len(matrix), -1, -1)
+        assert self.direction is not None
+        for _ in range(_ITERATIONS[later]):
+            self.direction = nn.functional.normalize(matrix.mT @ (matrix @ self.direction), dim=1)
+        square = (matrix @ self.direction).double().square().sum((1, 2))
+        return torch.stack([square, torch.ones_like(square)], dim=-1)
+
+    def _moved(self) -> Tensor:
+        """Whether the mask has changed since the last look, by a number that depends on every entry."""
+        weight = self.probe.weight
+        mask = weight.mask if weight.mask is None else local(weight.mask)
+        if mask is None:
+            return torch.zeros(1, device=self.probe.inputs.device, dtype=torch.float64)
+        flat = _flat(mask, self._is_stack).double()
+        number = flat @ torch.arange(1, flat.shape[1] + 1, device=flat.device, dtype=torch.float64).sqrt()
+        moved = torch.zeros_like(number) if self.mask is None else (number != self.mask).double()
+        self.mask = number
+        return moved
+
+
+class Observer(Meter):
+    """What ``observe`` returns. As a context manager it returns the ``Observation``, and removes its hooks at the end."""
+
+    what = "model is observed"
+    called = "observe"
+    buffer = "smupar_observed"
+
+    def __init__(self, model: nn.Module, plan: Plan, optimizer: Any, steps: int | None) -> None:
+        super().__init__(model, plan, optimizer)
+        self.last = steps
+        per_neuron = {name: _per_neuron(plan, name) for name in self.names}
+        self.observation = Observation(per_neuron=per_neuron, unmeasured=self.unmeasured)
+        if self.unmeasured:
+            self.cautions.append(
+                f"{len(self.unmeasured)} hidden weights are not observed ({', '.join(self.unmeasured[:3])}): their layers are "
+                "neither linear nor convolutions, or no optimizer has them"
+            )
+        self._looks: dict[str, dict[str, float]] = {}
+
+    def install(self) -> None:
+        super().install()
+        self.layers = {name: _LayerLook(probe) for name, probe in self.probes.items()}
+        for probe in self.probes.values():
+            probe.watch_gradient()
+        self.attention = AttentionWatch(self.model, lambda: self.is_due)
+
+    def remove(self) -> None:
+        super().remove()
+        self.attention.remove()
+
+    @property
+    def is_due(self) -> bool:
+        return is_looked_at(self.step + 1, self.last)
+
+    def groups(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+        names = {id(probe.weight.parameter): name for name, probe in self.probes.items()}
+        return {names[id(p)]: group for group in optimizer.param_groups for p in group["params"] if id(p) in names}
+
+    def look(self, name: str, group: Mapping[str, Any]) -> None:
+        self.layers[name].before(self.step, self.probes[name].output_grad)
+        self.probes[name].output_grad = None
+
+    def measure(self, optimizer: torch.optim.Optimizer, groups: Mapping[str, Mapping[str, Any]]) -> None:
+        rows = []
+        for name, group in groups.items():
+            layer = self.layers[name]
+            found = layer.after(decayed_share(optimizer, group))
+            pairs = [found.get(quantity, layer.found[Y].new_zeros(1, 2)) for quantity in _MEANS]
+            moved = torch.stack([layer.moved, torch.ones_like(layer.moved)], dim=-1)
+            rows.append(torch.cat([*pairs, moved.to(pairs[0])]))
+        sums = torch.stack(rows)  # (layers, quantities, 2)
+        if num_ranks() > 1:
+            dist.all_reduce(sums)
+        for (name, group), pairs in zip(groups.items(), sums.tolist(), strict=True):
+            *means, moved = pairs
+            row = _row(dict(zip(_MEANS, means, strict=True)))
+            row |= {LR: float(group["lr"]), DECAY: float(group["lr"]) * group.get("weight_decay", 0.0)}
+            row[MOVED] = float(moved[0] > 0)
+            for quantity, value in row.items():
+                self._looks.setdefault(quantity, {})[name] = value
+            if row[DY] == 0:
+                self.refuse_unseen(name)
+
+    def end_step(self) -> None:
+        self.step += 1
+        self.observation.num_steps = self.step
+        if self._looks:
+            if entropies := self.attention.take():
+                self._looks[ENTROPY] = entropies
+            self.observation.add(self.step, self._looks)
+        self._looks = {}
+
+    def __enter__(self) -> Observation:
+        return self.observation
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as JSON."""
+        return {"step": self.step, "observation": self.observation.to_json()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.step = state["step"]
+        vars(self.observation).update(vars(Observation.from_json(state["observation"])))
+
+
+def observe(model: nn.Module, plan: Plan, optimizer: Any, *, steps: int | None = None) -> Observer:
+    """Records sizes at hidden layers while a model trains: outputs, gradients, what updates do, weights, alignment.
+
+    ``with observe(model, plan, optimizer) as seen: ...train...`` and then ``print(seen)`` or ``seen.save("observed.json")``. It
+    looks at steps 1, 2, 3, 4, 6, 8, 11, 16, ... and at the last one, if ``steps`` says which that is. Call it after
+    ``param_groups``, and before DDP and torch.compile. The training itself is not changed.
+    """
+    observer = Observer(model, plan, optimizer, steps)
+    for caution in observer.cautions:
+        warnings.warn(caution, UpdatesWarning, stacklevel=2)
+    observer.install()
+    return observer
+
+
+class StackedObserver:
+    """Observes all models of a stack. Call ``before`` at each step with the start of its batch, and ``after`` with the shares
+    of the learning rate that it used; both take the number of the step, from 0 on."""
+
+    def __init__(self, stack: Stack, plans: Sequence[Plan], steps: int | None = None) -> None:
+        self.stack, self.last = stack, steps
+        names = [row.name for row in plans[0] if row.role == "hidden"]
+        self.layers = {name: _LayerLook(Probe(stack.weights[name])) for name in names}
+        self.observations = [Observation(per_neuron={name: _per_neuron(plan, name) for name in names}) for plan in plans]
+        self.decouples = decouples_decay(stack.kind)
+
+    @torch.no_grad()
+    def before(self, step: int, batch: Sequence[Tensor]) -> None:
+        if not is_looked_at(step + 1, self.last):
+            return
+        inputs, grads = self.stack.inputs(batch, some_rows), self.stack.output_gradients(batch, some_rows)
+        with exact():
+            for name, layer in self.layers.items():
+                layer.probe.inputs = inputs[name].float()
+                layer.before(step, grads[name].float())
+
+    @torch.no_grad()
+    def after(self, step: int, lr_share: Sequence[float]) -> None:
+        for observation in self.observations:
+            observation.num_steps = step + 1
+        if not is_looked_at(step + 1, self.last):
+            return
+        share = self.stack.upload(torch.tensor(lr_share, dtype=torch.float32))
+        looks: list[dict[str, dict[str, float]]] = [{} for _ in self.observations]
+        for name, layer in self.layers.items():
+            lr, decay, _ = self.stack.tensors.constants[name]
+            used = lr * share * self.stack.tensors.rates[name]
+            decayed = used * decay * self.stack.decay_change(name)
+            found = layer.after(decayed.view(-1, 1, 1) if self.decouples else 0.0)
+            for number, look in enumerate(looks):
+                row = _row({quantity: found[quantity][number].tolist() for quantity in _MEANS})
+                row |= {LR: float(used[number]), DECAY: float(decayed[number])}
+                row[MOVED] = float(layer.moved[min(number, len(layer.moved) - 1)])
+                for quantity, value in row.items():
+                    look.setdefault(quantity, {})[name] = value
+        for observation, look in zip(self.observations, looks, strict=True):
+            observation.add(step + 1, look)
+
+
+def _row(pairs: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """What is kept of a look at a layer, from sums of squares and how many numbers they are of."""
+    row = {quantity: math.sqrt(total / count) if count else math.nan for quantity, (total, count) in pairs.items()}
+    random = row.pop(_RANDOM)
+    row[ALIGNMENT] = row[DY] / random if random else math.nan
+    return row
+
+
+def _per_neuron(plan: Plan, name: str) -> float:
+    row = plan[name]
+    return float(row.density) * math.prod(row.shape[dim] for dim in row.in_dims)
+
+
+def _values(weight: Weight) -> Tensor:
+    return local(weight.parameter.detach()) if isinstance(weight, ModelWeight) else weight.values
+
+
+def _flat(values: Tensor, is_stack: bool) -> Tensor:
+    return values.flatten(1) if is_stack else values.reshape(1, -1)
