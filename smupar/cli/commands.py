@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from smupar import rules as table_1
 from smupar.cli.answers import Reply, Told, table
 from smupar.cli.flags import Arg, Typed
+from smupar.cli.loading import loading
 from smupar.cli.resolve import Request, resolve, resolve_training
 from smupar.lm.config.commands import CheckConfig, ExportConfig, GenerateConfig
 from smupar.lm.config.run import STANDARD_LIBRARY, Execution, MachineConfig, RunConfig
 from smupar.lm.run.signals import TERMINATED
 from smupar.output.page.document import Tone
-from smupar.output.progress import loading
 from smupar.output.tables import aligned
 from smupar.plan.settings import refuse
 
@@ -111,7 +111,7 @@ def check(config: Annotated[Typed, CheckConfig]) -> Reply:
 
 
 def _verdict_lines(report: Report) -> list[Told]:
-    """The verdict of the rules under test first, then those of the baselines."""
+    """The verdict of the rules under test and the reasons, then the baselines, whose reasons the page has."""
     under_test = [rule for rule in report.rules if rule not in _BASELINES] or report.rules
     lines = [Told("", "The check passes." if report.ok else "The check does not pass.", "good" if report.ok else "bad")]
     for rule in [*under_test, *(rule for rule in report.rules if rule not in under_test)]:
@@ -121,7 +121,8 @@ def _verdict_lines(report: Report) -> list[Told]:
         tone = _TONES.get(verdict, "unclear") if is_tested else "plain"
         text = first.replace(f": {verdict.upper()} over", " over", 1)
         lines += [Told(text if is_tested else f"{text}, a baseline", verdict.upper(), tone)]
-        lines += [Told(reason.strip(), indent="      ") for reason in reasons]
+        if is_tested:
+            lines += [Told(reason.strip(), indent="      ") for reason in reasons]
     return lines
 
 

@@ -9,9 +9,9 @@ from typing import Annotated
 from smupar.cli.answers import Reply, Told
 from smupar.cli.commands import Folder
 from smupar.cli.flags import Typed
+from smupar.cli.loading import loading
 from smupar.cli.studies import verify as compare
 from smupar.lm.config.commands import PrepareConfig
-from smupar.output.progress import loading
 
 
 def data() -> None:

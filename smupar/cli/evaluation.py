@@ -8,9 +8,9 @@ from smupar.cli.answers import Reply, Told
 from smupar.cli.answers import table as aligned_lines
 from smupar.cli.commands import Folder
 from smupar.cli.flags import Typed
+from smupar.cli.loading import loading
 from smupar.lm.config.commands import EvalConfig, ScoringConfig, TasksConfig
 from smupar.lm.config.run import changed
-from smupar.output.progress import loading
 
 if TYPE_CHECKING:
     from smupar.integrations.eval_table import Results

@@ -25,7 +25,7 @@ from smupar.cli.parser import Call, Command, did_you_mean, parse_flags
 from smupar.cli.resolve import Request, start
 from smupar.lm.config.run import RunConfig
 from smupar.output.files import sentence_of
-from smupar.output.terminal import replace_what_cannot_be_shown
+from smupar.output.terminal import make_streams_safe
 from smupar.plan.settings import refuse
 from smupar.study.config import TransferConfig, TuneConfig
 
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
     # Idle threads must not spin for long: with another job on the same cores, a step took up to 30 times as long.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # read when torch is loaded
     warnings.showwarning = lambda message, *_, **__: _note(message, sys.stderr)
-    replace_what_cannot_be_shown()
+    make_streams_safe()
     try:
         code = _run(argv)
         sys.stdout.flush()  # here, so that a closed pipe is seen
@@ -86,9 +86,6 @@ def main(argv: list[str] | None = None) -> None:
             raise
         print(f"smupar: {str(error).strip().splitlines()[0]}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("\nsmupar: interrupted", file=sys.stderr)
-        sys.exit(130)
     if code:
         sys.exit(code)
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from smupar.cli.answers import Reply, Told, table
 from smupar.cli.flags import Arg
+from smupar.cli.loading import loading
 from smupar.cli.studies import Engine, note_missing_pictures
 from smupar.output.page.document import Tone
 from smupar.output.pictures import missing_pictures
-from smupar.output.progress import loading
 from smupar.output.terminal import say
 from smupar.plan.settings import refuse
 from smupar.study.config import EngineConfig

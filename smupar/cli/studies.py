@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from smupar.cli.answers import Reply, Told, cards, table
 from smupar.cli.commands import Folder, Run, request_of
 from smupar.cli.flags import Arg, Typed
+from smupar.cli.loading import loading
 from smupar.cli.resolve import resolve
 from smupar.lm.config.run import RunConfig
 from smupar.output.pictures import missing_pictures
-from smupar.output.progress import loading
 from smupar.plan.settings import refuse
 from smupar.study.config import EngineConfig, TransferConfig, TuneConfig
 

@@ -212,6 +212,6 @@ class _Above:
         return getattr(self._stream, name)
 
 
-def loading(what: str = "loading PyTorch") -> Display:
+def waiting(what: str) -> Display:
     """Shows on a terminal that something takes its time before there is any progress."""
     return Display(lambda: Status(words=(what,)), lines=False)

@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import textwrap
+from pathlib import Path
 from typing import TextIO
 
 _STYLES = {"good": "32", "bad": "31", "unclear": "33", "bold": "1", "faint": "2", "name": "36"}
@@ -53,11 +54,14 @@ def can_show(text: str, stream: TextIO) -> bool:
     return True
 
 
-def replace_what_cannot_be_shown() -> None:
-    """Makes standard output and error show a question mark where their encoding lacks a character, and not raise."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
+def make_streams_safe() -> None:
+    """Makes standard output and error show a question mark where their encoding lacks a character, and not raise. A stream that
+    was closed when the process began swallows what is written."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 (open until the process ends)
+        elif hasattr(getattr(sys, name), "reconfigure"):
+            getattr(sys, name).reconfigure(errors="replace")
 
 
 def say(text: str) -> None:

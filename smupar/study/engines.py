@@ -28,7 +28,7 @@ from smupar.lm.run.distributed import device_name, pick_device
 from smupar.lm.run.signals import end_if_stopped, ended_by_sigterm
 from smupar.lm.run.stack import GPTStack, stack_key
 from smupar.lm.run.train import train
-from smupar.output.progress import Display, loading
+from smupar.output.progress import Display, waiting
 from smupar.output.terminal import say
 from smupar.plan.optimizers import family_of
 from smupar.plan.plan import PlanWarning
@@ -66,7 +66,7 @@ def settle(study: Study, propose: Stage, how: EngineConfig) -> Sequence[RunConfi
     while True:
         configs = propose(study)
         missing = study.missing(configs)
-        with loading("looking at runs and text"):
+        with waiting("looking at runs and text"):
             _refuse_other_files(study, configs)
             refuse_impossible(missing)
         if configs:
