@@ -4,14 +4,12 @@ import sys
 
 
 def start() -> None:
-    """Runs the command line. Ctrl-C is answered in one line, also while the command line itself is loaded."""
+    """Runs the command line. Ctrl-C ends it without a traceback also while the command line itself is loaded."""
     try:
         from smupar.cli.main import main
-
-        main()
     except KeyboardInterrupt:
-        print("\nsmupar: interrupted", file=sys.stderr)
         sys.exit(130)
+    main()
 
 
 if __name__ == "__main__":

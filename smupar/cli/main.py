@@ -86,6 +86,9 @@ def main(argv: list[str] | None = None) -> None:
             raise
         print(f"smupar: {str(error).strip().splitlines()[0]}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("\nsmupar: interrupted", file=sys.stderr)
+        sys.exit(130)
     if code:
         sys.exit(code)
 

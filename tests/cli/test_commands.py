@@ -17,8 +17,8 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
 
 
 def test_help_does_not_import_torch():
-    help_ = "main(['--help'])\nassert 'torch' not in sys.modules"
-    code = f"import sys\nfrom smupar.cli.main import main\n{help_}"
+    helps = "for name in ['', *COMMANDS]: main([*name.split(), '--help-all'])"
+    code = f"import sys\nfrom smupar.cli.main import COMMANDS, main\n{helps}\nassert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "train" in done.stdout
