@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from smupar.lm.config.run import RunConfig
-from smupar.lm.run.folder import Row, Summary
+from smupar.lm.run.folder import Summary
 from smupar.lm.run.loop import Cadence, Loop, Progress
+from smupar.lm.run.metrics import Row
 from smupar.lm.run.signals import Stop, end_if_stopped
 from smupar.lm.run.stack import GPTStack
 from smupar.output.progress import Status

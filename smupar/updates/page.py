@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from smupar.output.json_files import read_text
 from smupar.output.page.document import Chart, ChartLine, Document, finite, thinned
 from smupar.plan.settings import layer_glob
+from smupar.updates.stored import REMEDY, parse_trace
 
 _MOST_POINTS = 200
 
@@ -17,10 +18,11 @@ _MOST_POINTS = 200
 def trace_document(target: Mapping[str, Any], proxy: Mapping[str, Any] | None = None, *, folder: str = "") -> Document:
     """The document of a trace, as its JSON, beside that of its proxy, if there is one."""
     num_layers, num_kinds = len(target["effects"]), len({layer_glob(name) for name in target["effects"]})
+    kinds = f" of {num_kinds} kinds" if num_kinds > 1 else ""
     return {
         "kind": "trace",
         "title": "Effects of updates",
-        "headline": f"What updates do to {num_layers} hidden layers of {num_kinds} kinds, over {target['num_steps']} steps.",
+        "headline": f"What updates do to {num_layers} hidden layers{kinds}, over {target['num_steps']} steps.",
         "sentence": "The effect of an update is RMS(X dW), the change of a layer's output, over the base learning rate.",
         "answers": [],
         "charts": trace_charts(target, proxy),
@@ -80,9 +82,8 @@ def _lines(trace: Mapping[str, Any], kind: str, *, is_proxy: bool) -> list[Chart
 
 
 def read_trace(path: Path) -> dict[str, Any] | None:
-    """A trace as plain values; None if the file holds no trace."""
+    """A trace as plain values; None if the file holds no trace, or a damaged one."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        return values if str(values["format"]).startswith("smupar-trace/") else None
-    except (OSError, ValueError, LookupError, TypeError):
+        return vars(parse_trace(read_text(path, remedy=REMEDY), source=str(path)))
+    except ValueError:
         return None

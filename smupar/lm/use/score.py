@@ -32,7 +32,7 @@ from smupar.lm.model.gpt import GPT
 from smupar.lm.run.distributed import pick_device
 from smupar.lm.run.folder import versions
 from smupar.lm.use.load import is_export, load_model, load_run, read_description
-from smupar.output.files import write_atomic, writing
+from smupar.output.files import resolved, write_atomic, writing
 from smupar.output.json_files import DamagedFileError, parse_json, read_text
 from smupar.output.optional import first_line, optional
 from smupar.plan.plan import PLAN_FILE
@@ -89,7 +89,7 @@ class ScoringModel:
 def refuse_without_model(folder: str | Path) -> None:
     path = Path(folder)
     refuse(
-        not read_description(path) and path.resolve().parent.name != "checkpoints",
+        not read_description(path) and resolved(path).parent.name != "checkpoints",
         f"{path} holds no model: give a run, a checkpoint, an export, or a folder that transformers wrote",
     )
 
