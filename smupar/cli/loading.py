@@ -16,7 +16,8 @@ from smupar.output.progress import waiting
 def loading(what: str = "loading PyTorch") -> Iterator[None]:
     """Shows on a terminal that something is loaded. Ctrl-C ends the process at once: libraries that are interrupted while they
     are imported go on in pieces, or with errors of their own. There is nothing to save yet."""
-    with handled({signal.SIGINT: _leave}), waiting(what):
+    is_main = int(os.environ.get("RANK", 0)) == 0  # of the ranks of torchrun, which share a terminal
+    with handled({signal.SIGINT: _leave}), waiting(what) if is_main else contextlib.nullcontext():
         yield
 
 
