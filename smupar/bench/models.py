@@ -46,7 +46,7 @@ def bench_parameterize(*, repeats: int = 3, model: ModelConfig = _610M, planned:
     plain, ours = math.inf, dict.fromkeys(densities, math.inf)
     extra_bytes = {}
     base = on_meta(replace(model, width=_BASE_WIDTH))
-    for density in tqdm(densities * repeats, desc="bench", leave=False):
+    for density in tqdm(densities * repeats, desc="bench", leave=False, disable=None):
         gpt = GPT(model)
         plain = min(plain, seconds_of(partial(_fill, gpt)))
         ours[density] = min(ours[density], seconds_of(partial(parameterize, gpt, base=base, density=density)))

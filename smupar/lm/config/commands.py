@@ -32,6 +32,7 @@ class PrepareConfig:
     split: str = "train"
     """Split of a Hugging Face dataset."""
     encoding: str = "utf-8"
+    """Encoding of the files."""
     errors: Literal["strict", "replace", "ignore"] = "strict"
     """What to do with bytes that are not valid in the encoding."""
     max_tokens: int | None = None
@@ -50,20 +51,33 @@ class CheckConfig:
     rules: tuple[str, ...] = ("sp", "mup", "smupar")
     """Rules to check side by side. sp and mup are baselines; the exit code is about the others."""
     base_width: int = 64
+    """Width at which the hyperparameters were tuned."""
     widths: tuple[int, ...] = (256,)
+    """Widths of the models."""
     sparsities: tuple[float, ...] = (0.0, 0.75, 0.9375)
     """Shares of hidden weights that are zero."""
     pattern: str = "random"
+    """random, bernoulli, fan_in, N:M, N:M-transposable, block-N or neuron."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
+    """Optimizer of the runs."""
     lr: float = 2**-6
+    """Base learning rate."""
     init_std: float = RunConfig.init_std
+    """Init std of hidden weights at base width, and of the embedding."""
     alpha_input: float = RunConfig.alpha_input
+    """Factor on the embedded input."""
     alpha_output: float = RunConfig.alpha_output
+    """Factor on the logits."""
     steps: int = 10
+    """Steps of each run."""
     seeds: int = 3
+    """Number of seeds; more seeds make intervals smaller."""
     depth: int = 2
+    """Number of blocks."""
     head_dim: int = 32
+    """Width of an attention head."""
     batch_size: int = 1
+    """Sequences per step."""
     seq_len: int = 16
     """Few tokens: what the gradients of other tokens do to a token falls with the width under any rule."""
     device: str = "auto"
@@ -86,6 +100,7 @@ class GenerateConfig:
     folder: str
     """Folder of a run, of one of its checkpoints, or of an export."""
     prompt: str = "\n"
+    """Text to continue."""
     tokens: int = 300
     """How many tokens to generate; the text may end earlier."""
     temperature: float = 0.8
@@ -93,6 +108,7 @@ class GenerateConfig:
     top_k: int = 50
     """Choose among this many most likely tokens; 0: among all tokens."""
     seed: int = 0
+    """Seed of the samples."""
     device: str = "auto"
     """auto: a GPU if there is one."""
 
@@ -108,6 +124,7 @@ class ExportConfig:
     format: Literal["dense", "sparse"] = "dense"
     """dense: zeros are stored; sparse: only the kept weights are stored, as CSR."""
     dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type of the stored weights."""
     best: bool = False
     """Take the checkpoint with the lowest validation loss instead of the last."""
 
@@ -144,6 +161,7 @@ class ScoringConfig:
     device: str = "auto"
     """auto: a GPU if there is one."""
     batch_size: int = 16
+    """Sequences in a forward pass."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """bf16 is for products and activations; weights and softmax stay fp32."""
     max_length: int = 2048
