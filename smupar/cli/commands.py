@@ -123,10 +123,11 @@ def verify(folder: tyro.conf.Positional[str]) -> None:
     """
     from pathlib import Path
 
+    from smupar.output.json_files import printable
     from smupar.study.verify import verify as compare
 
     found = compare(Path(folder))
-    print("\n".join([*found.wrong, f"{folder}: {found}"]))
+    print("\n".join(map(printable, [*found.wrong, f"{folder}: {found}"])))
     if found.wrong:
         sys.exit(1)
 

@@ -22,6 +22,7 @@ from smupar.cli.flags import Call, parser_of
 from smupar.cli.resolve import Request, start
 from smupar.lm.config.run import RunConfig
 from smupar.output.files import sentence_of
+from smupar.output.json_files import printable
 from smupar.study.config import TransferConfig, TuneConfig
 
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -70,23 +71,28 @@ def main(argv: list[str] | None = None) -> None:
         return
     # Idle threads must not spin for long: with another job on the same cores, a step took up to 30 times as long.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # read when torch is loaded
-    warnings.showwarning = lambda message, *_, **__: print(f"smupar: note: {message}", file=sys.stderr)
+    warnings.showwarning = lambda message, *_, **__: _say(f"note: {message}")
     try:
         _run([*argv, "--help"] if argv in ([], ["data"], ["eval"]) else argv)
     except BrokenPipeError:  # the reader closed the pipe, as in `smupar ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except (ValueError, OSError, ModuleNotFoundError) as error:
-        print(f"smupar: {sentence_of(error) if isinstance(error, OSError) else error}", file=sys.stderr)
+        _say(sentence_of(error) if isinstance(error, OSError) else str(error))
         sys.exit(2)
     except Exception as error:
         if type(error).__name__ not in _OF_THE_MACHINE:
             raise
-        print(f"smupar: {str(error).strip().splitlines()[0]}", file=sys.stderr)
+        _say(str(error).strip().splitlines()[0])
         sys.exit(2)
     except KeyboardInterrupt:
         print("\nsmupar: interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+def _say(text: str) -> None:
+    """Prints a message for people. It may hold words of files that others wrote."""
+    print("\n".join(map(printable, f"smupar: {text}".split("\n"))), file=sys.stderr)
 
 
 def _run(argv: list[str]) -> None:
