@@ -25,7 +25,7 @@ test-slow: $(VENV)/.dev
 # The pages in a real browser. `make test` runs these too, where Chromium is installed.
 test-browser: $(VENV)/.dev
 	command -v chromium || apt-get install --yes chromium || (apt-get update && apt-get install --yes chromium)
-	$(BIN)/python -m pytest tests/watch/test_browser.py
+	$(BIN)/python -m pytest tests/watch/test_browser.py tests/test_site.py
 
 # Every figure of the paper at the smallest scale; exit code 1 if a claim does not hold.
 reproduce: $(VENV)/.runtime
@@ -37,6 +37,7 @@ bench: $(VENV)/.runtime
 # Pages that are generated from code; the tests fail when they are stale.
 docs: $(VENV)/.runtime
 	$(BIN)/python docs/generate.py
+	$(BIN)/python docs/pictures.py
 
 # The documentation as a site in build/site, with every link and reference checked; serve it by .venv/bin/mkdocs serve.
 site: $(VENV)/.docs

@@ -30,6 +30,8 @@ def problems(root: Path, tag: str | None = None) -> list[str]:
     if heading and heading["date"] and f"\ndate-released: {heading['date']}\n" not in read("CITATION.cff"):
         found.append(f"CITATION.cff does not say 'date-released: {heading['date']}', as CHANGELOG.md does")
     found += [f"README.md links to {link!r}, which PyPI cannot resolve" for link in relative_links(read("README.md"))]
+    if "is not on PyPI yet" in read("README.md"):
+        found.append("README.md says that this version is not on PyPI yet: take that out")
     if tag not in (None, f"v{version}"):
         found.append(f"the tag is {tag}, and the version is {version}: the tag should be v{version}")
     if tag is None and f"v{version}" in _git(root, "tag").split():

@@ -160,6 +160,7 @@ def test_release_is_ready_when_all_files_agree(checkout):
         ("CHANGELOG.md", "2026-11-18", "2026-11-19", "does not say 'date-released: 2026-11-19'"),
         ("CITATION.cff", "version: 0.1.0", "version: 0.0.9", "does not say 'version: 0.1.0'"),
         ("README.md", "https://example.org/rules.md", "docs/rules.md", "README.md links to 'docs/rules.md'"),
+        ("README.md", "](", " is not on PyPI yet](", "README.md says that this version is not on PyPI yet"),
     ],
 )
 def test_release_names_what_is_not_ready(checkout, name, old, new, said):

@@ -40,7 +40,7 @@ MIN_WEIGHTS_PER_NEURON = 16
 
 
 class Settings(TypedDict, total=False):
-    """Keyword arguments of ``make_plan`` and ``parameterize``; ``make_plan`` says what each means."""
+    """Keyword arguments of ``make_plan`` and ``parameterize``, which says what each means."""
 
     rule: str
     density: DensitySetting | None
@@ -62,28 +62,7 @@ class Settings(TypedDict, total=False):
 def make_plan(model: nn.Module, *, base: nn.Module, **settings: Unpack[Settings]) -> Plan:
     """Makes the plan that ``parameterize`` would carry out, without touching the model.
 
-    base          the same model at base width, the width at which hyperparameters were tuned; it may have fewer layers
-    rule          "sp" | "mup" | "smupar" (default) | "smupar-init-only" | "smupar-lr-only"
-    density       share of hidden weights kept: a float, {"glob": float} (first match wins) or an allocation such as
-                  erk(1 / 16); default 1, or N / M for an N:M pattern
-    base_density  density at which hyperparameters were tuned, default 1
-    pattern       "random" (default) | "bernoulli" | "fan_in" | "2:4" | "2:4-transposable" | "block-16" | "neuron"
-    seed          seed of masks and initial weights, which depend on (seed, parameter name) only
-    init_std      init std at base width: a float, "fan_in" (default; 1 / sqrt(base fan-in) of each tensor), or {"glob": either}
-    alpha_input   tuned factor on the embedding's output
-    alpha_output  tuned factor on the unembedding's output
-    masks         your own masks: {"name": bool tensor}, or a file with these or with a state dict; they set the densities
-    roles         {"glob": role or ("hidden", in_dim)}, for parameters whose role cannot be inferred; in_dim is the dimension
-                  that is summed over, or a tuple of several
-    delta         the same model at any other width; shows which dimensions scale if model and base are equally wide
-    example       a batch for the model: a tensor, a tuple of arguments, or a dict of keyword arguments. One forward pass of
-                  copies of base and model shows how each parameter is used, so that hardly any role has to be asked for
-    branches      globs of the modules whose outputs are added to the residual stream, such as ["blocks.*.attn.proj",
-                  "blocks.*.mlp.down"]; needed if the model is deeper than the base
-    depth         "completep" | "depth-mup" | "none": how factors follow the depth; default "completep" for SmuPar's rules and
-                  "none" for SP and muP, as in the tables of the papers
-    multipliers   numbers that follow the width and are no sizes, such as sqrt(width) after an embedding: "base" gives them the
-                  base's values, "own" leaves them alone, "ask" (default) leaves a reminder
+    The arguments are those of ``parameterize``, which says what each means.
     """
     settings["masks"] = read_masks(settings.get("masks"))
     plan = planned(model, base, settings)

@@ -226,13 +226,14 @@ def _x(x: float, panel: Panel) -> float:
 
 
 def _colour(line: Line) -> str:
-    """Grey for dashed lines; otherwise the given colour, or that of viridis at the given position."""
+    """Grey for dashed lines; otherwise the given colour, or one from violet to amber at the given position. All have a contrast
+    of at least 3:1 with white."""
     if line.dashed:
         return "#777777"
     if isinstance(line.colour, str):
         return line.colour
-    stops = [(68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (203, 220, 40)]
-    place = 0.9 * min(max(line.colour, 0.0), 1.0) * (len(stops) - 1)
+    stops = [(68, 1, 84), (52, 84, 158), (20, 136, 128), (70, 150, 50), (205, 115, 0)]
+    place = min(max(line.colour, 0.0), 1.0) * (len(stops) - 1)
     index = min(int(place), len(stops) - 2)
     mixed = (a + (b - a) * (place - index) for a, b in zip(stops[index], stops[index + 1], strict=True))
     return "#" + "".join(f"{round(value):02x}" for value in mixed)

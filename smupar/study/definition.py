@@ -58,6 +58,8 @@ def _more_seeds_of(stage: Stage, axis: str, seeds: int, study: Study) -> list[Ru
 def more_seeds(study: Study, first: Sequence[RunConfig], axis: str, seeds: int) -> list[RunConfig]:
     """More seeds where they matter: at the best value of every curve and its two neighbours. Their results may move the best
     value, so a study asks again until none is missing."""
+    if seeds == 1:  # a page of thousands of runs asks for this whenever it is made
+        return []
     runs = []
     for curve in grouped(first, lambda config: with_fields(config, {axis: 1.0}).id):
         points = [seeds_of(config, seeds) for config in sorted(curve, key=lambda config: getattr(config, axis))]

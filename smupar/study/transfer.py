@@ -260,7 +260,7 @@ def _panel(config: TransferConfig, rule: str, curves: Sequence[Curve], ids: _Ids
     lines = []
     for number, setup in enumerate([setups[0], *targets]):
         label = f"dense proxy, width {setup.width}" if setup.is_proxy else f"width {setup.width}, sparsity {setup.sparsity:.4g}"
-        shade = max(0, number - 1) / max(1, len(targets) - 1)
+        shade = max(0, number - 1) / (len(targets) - 1) if len(targets) > 1 else 1.0  # the last has its full colour
         curve = by_setup.get(None if setup.is_proxy else (setup.width, setup.sparsity))
         line = Line(label, (), shade, dashed=setup.is_proxy) if curve is None else line_of(curve, label, shade)
         lines.append(ids.on(line, setup) if ids is not None and ids.is_known(setup) else line)

@@ -18,10 +18,11 @@ _MOST_POINTS = 200
 def trace_document(target: Mapping[str, Any], proxy: Mapping[str, Any] | None = None, *, folder: str = "") -> Document:
     """The document of a trace, as its JSON, beside that of its proxy, if there is one."""
     num_layers, num_kinds = len(target["effects"]), len({layer_glob(name) for name in target["effects"]})
+    kinds = f" of {num_kinds} kinds" if num_kinds > 1 else ""
     return {
         "kind": "trace",
         "title": "Effects of updates",
-        "headline": f"What updates do to {num_layers} hidden layers of {num_kinds} kinds, over {target['num_steps']} steps.",
+        "headline": f"What updates do to {num_layers} hidden layers{kinds}, over {target['num_steps']} steps.",
         "sentence": "The effect of an update is RMS(X dW), the change of a layer's output, over the base learning rate.",
         "answers": [],
         "charts": trace_charts(target, proxy),

@@ -1,6 +1,5 @@
 """The page in a real browser: Debian's Chromium, driven by Playwright. `make test-browser` installs both and runs this file."""
 
-import shutil
 import subprocess
 import sys
 import threading
@@ -11,25 +10,17 @@ import pytest
 from smupar.output.page import write_page
 from smupar.study.view import StudyView
 from smupar.watch.server import serving
+from tests.browser import chromium, contrast, needs_chromium
 from tests.watch.studies import RUN, end_run, make_study
 
-CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
-pytestmark = pytest.mark.skipif(not Path(CHROMIUM).exists(), reason="Chromium is not installed: make test-browser installs it")
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make test-browser installs it")
-
-FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
-    *("--disable-component-update", "--disable-sync"),
-)
+pytestmark = needs_chromium
 EVIL = "<img src=x onerror=document.title='broken'>"
 
 
 @pytest.fixture(scope="module")
 def browser():
-    with playwright.sync_playwright() as started:
-        running = started.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
+    with chromium() as running:
         yield running
-        running.close()
 
 
 @pytest.fixture(scope="module")
@@ -81,16 +72,6 @@ def choose(page, name):
     """Shows the document whose folder ends with a name."""
     page.locator("#documents button", has_text=name).first.click()
     page.wait_for_function("name => page.doc && page.doc.folder.endsWith(name)", arg=name)
-
-
-def contrast(one, other):
-    def luminance(colour):
-        values = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-        red, green, blue = (v / 12.92 if v <= 0.03928 else ((v + 0.055) / 1.055) ** 2.4 for v in values)
-        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-    dark, light = sorted((luminance(one), luminance(other)))
-    return (light + 0.05) / (dark + 0.05)
 
 
 def test_study_fills_in_while_it_runs(visit, tmp_path):

@@ -1,15 +1,18 @@
 """Configurations of runs: what they refuse, as text, and the presets."""
 
+import json
 import math
 from dataclasses import replace
 from typing import get_args, get_type_hints
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from smupar.lm.config.commands import CheckConfig
 from smupar.lm.config.mask_methods import MASK_METHODS
 from smupar.lm.config.presets import preset
-from smupar.lm.config.run import Execution, ModelConfig, RunConfig
+from smupar.lm.config.run import Execution, ModelConfig, RunConfig, _as_text
 from smupar.study.config import TransferConfig, TuneConfig
 
 RUN = RunConfig(model=ModelConfig(width=64, depth=1), base_width=32, sparsity=0.75, steps=5, batch_size=2, seq_len=16)
@@ -174,3 +177,13 @@ def test_table_of_mask_methods_is_of_this_run():
     hints = get_type_hints(RunConfig)
     assert tuple(MASK_METHODS) == get_args(hints["dynamic"])
     assert {name for method in MASK_METHODS.values() for name in method.fields} < hints.keys()
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+
+
+@given(st.dictionaries(st.text(), SCALARS | st.lists(SCALARS) | st.dictionaries(st.text(), SCALARS, min_size=1), min_size=1))
+@example({"betas": (0.9, 0.95), "zero": [0.0, -0.0, 0], "one": [1, 1.0, True], "empty": ()})
+def test_text_that_is_hashed_is_what_json_writes(values):
+    """Otherwise the ids of runs would change."""
+    assert _as_text(values) == json.dumps(values, indent=1)

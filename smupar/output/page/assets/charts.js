@@ -178,6 +178,7 @@ function drawCharts(grid, charts, others, context, frames) {
   const used = charts.map((chart, number) => frameOf(`${chart.title.split(":")[0]}|${chart.x_label}|${number}`, frames));
   if ([...grid.children].some((node, number) => !used[number] || used[number].node !== node) || grid.children.length !== used.length) grid.replaceChildren(...used.map((frame) => frame.node));
   grid.classList.toggle("single", charts.length === 1);
+  grid.classList.toggle("threes", charts.length % 3 === 0);
   used.forEach((frame) => frame.node.classList.toggle("tall", charts.length === 1));
   charts.forEach((chart, number) => {
     const frame = used[number], logX = context.logX ?? chart.log_x, logY = context.logY ?? chart.log_y;

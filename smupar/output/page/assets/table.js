@@ -29,7 +29,7 @@ function drawTable(place, table, rows, state, { opens, redraw }) {
     el("div", { class: "below" },
       el("button", { type: "button", class: "quiet", id: "csv", onclick: () => download("smupar-table.csv", csvOf(table.columns, ordered), "text/csv") }, "Download CSV"),
       rows.length > kept.length ? el("button", { type: "button", class: "quiet", onclick: () => { state.allRows = true; redraw(); } }, `Show all ${number(rows.length)} rows`) : null,
-      el("span", { class: "note" }, rows.length < table.records.length ? `${number(rows.length)} of ${number(table.records.length)} rows pass the filter.` : `${number(rows.length)} rows.`)));
+      el("span", { class: "note" }, rows.length < table.records.length ? `${number(rows.length)} of ${number(table.records.length)} rows pass the filter.` : `${number(rows.length)} row${rows.length === 1 ? "" : "s"}.`)));
 }
 
 function cellOf(row, name, opens) {
