@@ -15,6 +15,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from smupar.output.json_files import printable_lines
 from smupar.output.page.document import Answer, Tone
 from smupar.output.terminal import columns, is_terminal, painted, wrapped
 
@@ -70,12 +71,12 @@ def show_json(answer: Reply) -> None:
 
 
 def _printed(line: Told) -> list[str]:
-    out = sys.stdout
-    first = line.indent + line.lead + (" " if line.lead and line.text else "")
+    out, text = sys.stdout, printable_lines(line.text)
+    first = line.indent + line.lead + (" " if line.lead and text else "")
     if line.is_table or not is_terminal(out):
-        lines = [f"{first}{line.text}"]
+        lines = [f"{first}{text}"]
     else:
-        lines = wrapped(line.text, columns(out), first=first, indent=line.indent + (_INDENT if line.lead else ""))
+        lines = wrapped(text, columns(out), first=first, indent=line.indent + (_INDENT if line.lead else ""))
     if line.lead:
         start = len(line.indent) + len(line.lead)
         lines[0] = line.indent + painted(line.lead, "bold", line.tone, on=out) + lines[0][start:]

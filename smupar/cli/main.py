@@ -25,6 +25,7 @@ from smupar.cli.parser import Call, Command, did_you_mean, parse_flags
 from smupar.cli.resolve import Request, start
 from smupar.lm.config.run import RunConfig
 from smupar.output.files import sentence_of
+from smupar.output.json_files import printable_lines
 from smupar.output.terminal import make_streams_safe
 from smupar.plan.settings import refuse
 from smupar.study.config import TransferConfig, TuneConfig
@@ -79,12 +80,12 @@ def main(argv: list[str] | None = None) -> None:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         sys.exit(141)
     except (ValueError, OSError, ModuleNotFoundError) as error:
-        print(f"smupar: {sentence_of(error) if isinstance(error, OSError) else error}", file=sys.stderr)
+        _say(sentence_of(error) if isinstance(error, OSError) else str(error), sys.stderr)
         sys.exit(2)
     except Exception as error:
         if type(error).__name__ not in _OF_THE_MACHINE:
             raise
-        print(f"smupar: {str(error).strip().splitlines()[0]}", file=sys.stderr)
+        _say(str(error).strip().splitlines()[0], sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("\nsmupar: interrupted", file=sys.stderr)
@@ -140,7 +141,12 @@ def _quiet() -> Iterator[None]:
 
 
 def _note(message: Warning | str, stream: TextIO) -> None:
-    print(f"smupar: note: {message}", file=stream, flush=True)
+    _say(f"note: {message}", stream)
+
+
+def _say(text: str, stream: TextIO) -> None:
+    """Prints a message for people. It may hold words of files that others wrote."""
+    print(printable_lines(f"smupar: {text}"), file=stream, flush=True)
 
 
 def _complete(argv: Sequence[str]) -> None:

@@ -130,8 +130,10 @@ def _from_transformers(path: Path, device: torch.device) -> ScoringModel:
     # transformers would load this folder without its factors, and without an error.
     refuse((path / PLAN_FILE).exists(), f"{path} needs the factors of its plan: smupar export {path} OUT, then score OUT")
     try:
-        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=torch.float32)
+        # Without the last argument transformers asks at the terminal whether to run code that lies in the folder.
+        local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(path, **local)
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **local)
     except Exception as error:  # missing or damaged files and unknown architectures may raise any type
         raise ValueError(
             f"transformers cannot read {path} ({first_line(error)}): give a causal model and its tokenizer"
