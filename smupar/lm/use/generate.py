@@ -58,10 +58,10 @@ def sample(model: GPT, prompt: list[int], config: GenerateConfig, *, vocab_size:
         room = model.config.context - len(prompt)
         remedy = f"pass --tokens {room} or fewer" if room > 0 else "shorten the prompt"
         raise ValueError(f"the model has positions for {model.config.context} tokens, the prompt has {len(prompt)}: {remedy}")
-    caches = [Cache() for _ in model.blocks]
+    cache = Cache(len(model.blocks))
     tokens = torch.tensor([prompt], device=device)
     for _ in range(config.tokens):
-        logits = model(tokens, caches)[0, -1, :vocab_size].float()
+        logits = model(tokens, cache)[0, -1, :vocab_size].float()
         tokens = choose(logits, config, rng).view(1, 1)
         yield int(tokens)
 
