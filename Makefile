@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export PYTHONUNBUFFERED = 1
 
-.PHONY: demo test check test-slow test-browser reproduce bench docs site clean
+.PHONY: demo test check test-slow test-browser reproduce bench docs site release clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/smupar transfer --rules sp smupar --sparsities 0 0.9375 --steps 100 --out runs/demo
@@ -42,6 +42,13 @@ docs: $(VENV)/.runtime
 site: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo build/site/index.html
+
+# Everything that has to be right before a tag: tests, slow tests of what is installed, the site, version, changelog, links.
+release: test test-browser site
+	$(BIN)/python -m pytest -m "slow or not slow" tests/test_packaging.py
+	$(BIN)/python tests/release.py
+	rm -rf dist && $(BIN)/python -m hatchling build
+	@echo "dist/ holds wheel and sdist; push the tag v$$($(BIN)/python -c 'import smupar; print(smupar.__version__)') to release them"
 
 $(VENV)/.runtime: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

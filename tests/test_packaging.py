@@ -11,8 +11,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 import smupar
+from tests.release import problems, relative_links, urls
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -73,7 +75,7 @@ def test_every_extra_that_is_named_exists():
 
 def test_every_dependency_says_who_uses_it_and_is_pinned():
     text = (ROOT / "pyproject.toml").read_text()
-    listed = text[text.index("\ndependencies = [") : text.index("[project.scripts]")]
+    listed = text[text.index("\ndependencies = [") : text.index("[project.urls]")]
     assert [line for line in listed.splitlines() if '"' in line and "#" not in line] == []
     pinned = {line.partition("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines()}
     pinned |= set(re.findall(r"(\S+)==", (ROOT / "Makefile").read_text()))  # installed without their dependencies
@@ -127,3 +129,74 @@ def test_wheel_in_a_clean_environment_has_a_working_command(built, tmp_path):
     assert "eta / (m_in m_rho)" in run(smupar_, "rules")
     size = "--width 64 --depth 1 --steps 2 --seq-len 16 --sparsity 0.5 --out run"
     assert "validation loss" in run(smupar_, "train", *size.split())
+
+
+# Releases
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A committed copy of the files that a release looks at, in the state in which 0.1.0 can be released."""
+    for name in ("README.md", "CHANGELOG.md", "CITATION.cff", "smupar/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    (tmp_path / "README.md").write_text("[rules](https://example.org/rules.md)\n")
+    (tmp_path / "smupar/__init__.py").write_text('__version__ = "0.1.0"\n')
+    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## 0.1.0 (2026-11-18)\n\n- First.\n")
+    (tmp_path / "CITATION.cff").write_text("title: smupar\nversion: 0.1.0\ndate-released: 2026-11-18\nlicense: Apache-2.0\n")
+    for command in (["init", "-q"], ["add", "-A"], ["-c", "user.name=a", "-c", "user.email=a@b.c", "commit", "-qm", "all"]):
+        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
+    return tmp_path
+
+
+def test_release_is_ready_when_all_files_agree(checkout):
+    assert problems(checkout) == problems(checkout, "v0.1.0") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "said"),
+    [
+        ("CHANGELOG.md", "## 0.1.0 (2026-11-18)", "## Unreleased", "CHANGELOG.md begins with '## Unreleased'"),
+        ("CHANGELOG.md", "2026-11-18", "2026-11-19", "does not say 'date-released: 2026-11-19'"),
+        ("CITATION.cff", "version: 0.1.0", "version: 0.0.9", "does not say 'version: 0.1.0'"),
+        ("README.md", "https://example.org/rules.md", "docs/rules.md", "README.md links to 'docs/rules.md'"),
+    ],
+)
+def test_release_names_what_is_not_ready(checkout, name, old, new, said):
+    path = checkout / name
+    path.write_text(path.read_text().replace(old, new))
+    first, last = problems(checkout)
+    assert said in first
+    assert last.startswith("there are changes that are not committed")
+
+
+def test_release_refuses_another_tag_and_a_version_that_is_released(checkout):
+    assert problems(checkout, "v0.2.0") == ["the tag is v0.2.0, and the version is 0.1.0: the tag should be v0.1.0"]
+    subprocess.run(["git", "-C", str(checkout), "tag", "v0.1.0"], check=True)
+    assert problems(checkout) == ["v0.1.0 is released already: raise __version__ in smupar/__init__.py"]
+
+
+def test_links_of_the_readme_work_on_pypi_and_lead_to_files_that_exist():
+    text, source = (ROOT / "README.md").read_text(), urls()["Source"]
+    assert relative_links(text) == []
+    inside = re.findall(rf"\]\({source}/(?:blob|tree|raw)/main/([^)#\s]+)", text)
+    assert len(inside) > 10
+    assert [name for name in inside if not (ROOT / name).exists()] == []
+
+
+def test_addresses_are_those_of_the_project_wherever_they_are_named():
+    source = urls()["Source"]
+    assert f"repository-code: {source}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"{source}/security" in (ROOT / ".github/ISSUE_TEMPLATE/config.yml").read_text()
+
+
+def test_workflows_test_the_pythons_and_the_oldest_torch_that_are_claimed():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())
+    tried = workflow["jobs"]["claimed"]["strategy"]["matrix"]["include"]
+    oldest = PROJECT["requires-python"].removeprefix(">=")
+    pythons = {row["python"] for row in tried}
+    assert oldest in pythons
+    assert pythons == {f"3.{minor}" for minor in range(11, 11 + len(pythons))}
+    (torch,) = [name for name in PROJECT["dependencies"] if name.startswith("torch")]
+    assert f"{torch.removeprefix('torch>=')}.*" in {row["torch"] for row in tried}
+    assert "" in {row["torch"] for row in tried}  # the newest
