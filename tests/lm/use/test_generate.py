@@ -100,7 +100,7 @@ def test_choices_have_the_shares_of_the_softmax():
     rng = torch.Generator().manual_seed(0)
 
     def shares(**options):
-        tokens = [int(choose(logits, _config(**options), rng)) for _ in range(4000)]
+        tokens = [int(choose(logits[None], _config(**options), [rng])) for _ in range(4000)]
         return np.bincount(tokens, minlength=4) / 4000
 
     assert shares(temperature=1.0, top_k=0) == pytest.approx([0.1, 0.2, 0.3, 0.4], abs=0.03)
