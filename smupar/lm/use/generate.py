@@ -24,7 +24,9 @@ from smupar.plan.settings import refuse
 
 _COLDEST = 1e-30  # below it logits divided by the temperature overflow fp32; the likeliest token is certain long before
 
-Logits = Callable[[Tensor], Tensor]  # takes the new tokens (texts, tokens); gives the logits of the next ones (texts, vocabulary)
+Logits = Callable[
+    [Tensor], Tensor
+]  # takes the new tokens (texts, tokens); gives the logits of the next ones (texts, vocabulary)
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ class _OfTransformers:
             use_cache=True,
         )
         self.past = out.past_key_values
-        return out.logits[:, -1].float()  # type: ignore[no-any-return]
+        return out.logits[:, -1].float()
 
 
 def _check_prompt(prompt: list[int], decoder: Decoder, num_tokens: int) -> None:

@@ -42,8 +42,6 @@ from smupar.lm.use.load import (
 )
 from smupar.output.files import write_atomic, writing
 from smupar.output.json_files import DamagedFileError, parse_json, read_text
-from smupar.output.optional import first_line, optional
-from smupar.plan.plan import PLAN_FILE
 from smupar.plan.settings import refuse
 
 _AT_ONCE = 1024  # number of positions whose probabilities are in memory at a time
