@@ -65,11 +65,11 @@ def resolve(kind: type[Kind], request: Request) -> Kind:
 
 def resolve_training(request: Request, *, dry_run: bool = False, machine: Mapping[str, Any] | None = None) -> RunConfig:
     """The run to train. With ``dry_run``, ``machine`` may name the machine for which its cost is computed."""
-    before = start(RunConfig, request)
-    _refuse_what_does_nothing(request.fields, before)
+    preset_run, _ = _origin(RunConfig, request)
+    _refuse_what_does_nothing(request.fields, preset_run)
     for name in machine or {}:
         refuse(not dry_run, f"{_flag(name)} is for --dry-run; on several GPUs: torchrun --nproc-per-node 8 -m smupar train ...")
-    return changed(before, request.fields).normalised
+    return resolve(RunConfig, request)
 
 
 def _origin(kind: type[Kind], request: Request) -> tuple[Kind, dict[str, Any]]:

@@ -22,6 +22,7 @@ from typing import Any
 from smupar.integrations.eval_table import Number, Results, TaskResults
 from smupar.lm.config.commands import EvalConfig, TasksConfig
 from smupar.lm.use import score
+from smupar.output.files import resolved
 from smupar.output.optional import first_line, optional
 from smupar.plan.settings import refuse
 
@@ -41,7 +42,7 @@ def evaluate(config: EvalConfig) -> Results:
     write_requests(config.questions, requests)
     scores = []
     for folder in config.folders:
-        path = Path(folder).resolve()
+        path = resolved(Path(folder))
         scores.append(out / "scores" / f"{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}.jsonl")
         score.score_file(folder, requests, scores[-1], config.scoring)
     return tabulate(requests, scores, out)

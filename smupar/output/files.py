@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -50,13 +51,28 @@ def writing(path: Path) -> Iterator[None]:
         raise OSError(number, os.strerror(number), str(path)) from error
 
 
+def resolved(path: Path) -> Path:
+    """``path.resolve()``, which raises RuntimeError for links that lead in a circle; here they stay as they are."""
+    return Path(os.path.realpath(path))
+
+
+def read_plain(path: Path) -> bytes:
+    """The content of a file. Raises OSError for a pipe or a device, which might never come to an end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "Is a directory" if path.is_dir() else "Not a plain file", str(path))
+    return path.read_bytes()
+
+
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Writes a file so that it has either the old or the new content, even if the power fails."""
     data = content if isinstance(content, bytes) else content.encode()
-    path = path.resolve() if path.is_symlink() else path
+    path = resolved(path) if path.is_symlink() else path
     if path.exists() and not path.is_file():  # a folder, which is refused, or a device or pipe, which must not be replaced
         with writing(path):
-            path.write_bytes(data)
+            handle = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # opening a pipe must not wait for a reader
+            os.set_blocking(handle, True)
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
         return
     # Several ranks may write the same file at the same time: the process id gives each its own temporary file.
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")

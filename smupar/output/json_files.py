@@ -16,9 +16,11 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from smupar.output.files import write_atomic
+from smupar.output.files import read_plain, write_atomic
 
 SEAL = "seal"  # no field of our files has this name
+# What Python may raise where values of a file are used whose types nobody has checked.
+WRONG_TYPES = (LookupError, TypeError, AttributeError, ArithmeticError)
 
 Record = TypeVar("Record")
 
@@ -29,7 +31,7 @@ class DamagedFileError(ValueError):
 
 def read_text(path: Path, *, remedy: str) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_plain(path).decode("utf-8")
     except UnicodeDecodeError as error:
         raise DamagedFileError(f"{path} is damaged (not UTF-8 text, at byte {error.start}): {remedy}") from error
     except OSError as error:

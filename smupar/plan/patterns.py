@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from smupar.output.optional import first_line
 from smupar.plan.allocations import round_half_up
 from smupar.plan.parameters import Shape
 from smupar.plan.settings import refuse
@@ -256,6 +257,7 @@ def read_masks(masks: Mapping[str, Tensor] | str | PathLike[str] | None) -> dict
     if masks is None or isinstance(masks, Mapping):
         return {name: torch.as_tensor(mask) for name, mask in (masks or {}).items()}
     path = Path(masks)
+    refuse(not path.is_file(), f"{path} is not a file: name a file of masks or a state dict")
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
@@ -264,7 +266,7 @@ def read_masks(masks: Mapping[str, Tensor] | str | PathLike[str] | None) -> dict
         else:
             tensors = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever a damaged or foreign file makes the readers raise
-        raise ValueError(f"{path} cannot be read as a state dict or file of masks: {error}") from error
+        raise ValueError(f"{path} cannot be read as a state dict or file of masks: {first_line(error)}") from error
     refuse(
         not isinstance(tensors, Mapping) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()),
         f"{path} holds no state dict: pass a file with a state dict, or with masks by parameter name",

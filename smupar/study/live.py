@@ -10,24 +10,24 @@ depends on them. A process that is killed leaves its file; its age, and the proc
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from smupar.lm.config.run import RunConfig
-from smupar.output.files import write_atomic
+from smupar.output.files import is_alive
+from smupar.output.json_files import read_record, sealed_json, write_sealed
 from smupar.output.page.document import Worker, finite
 from smupar.study.store import Study, fields_of
 
 if TYPE_CHECKING:
-    from smupar.lm.run.folder import Row
+    from smupar.lm.run.metrics import Row
 
 LIVE, PLANNED = "live", "planned.json"
 _BEAT_SECONDS = 2.0
@@ -81,9 +81,9 @@ def beating(study: Study, progress: ShownProgress, device: str) -> Iterator[None
             last.update(share=share, at=time.time())
         advanced = max([last["at"], *(_written_at(study.runs / run / "metrics.jsonl") for run in progress.running)])
         path.parent.mkdir(exist_ok=True)
-        text = json.dumps(_sign(progress, device) | {"started": start, "advanced": advanced, "time": time.time()})
+        sign = _sign(progress, device, started=start, advanced=advanced)
         temporary = path.with_suffix(".tmp")  # not forced to the disk: in two seconds it is old
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(sealed_json(asdict(sign), indent=None), encoding="utf-8")
         temporary.replace(path)
 
     try:
@@ -103,17 +103,50 @@ def _written_at(path: Path) -> float:
         return 0.0
 
 
-def _sign(progress: ShownProgress, device: str) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Sign:
+    """A sign of life: the content of a file in live/."""
+
+    host: str
+    pid: int
+    device: str
+    share_done: float
+    tokens_per_second: float | None
+    runs: dict[str, list[list[float | None]]]  # run -> step and loss
+    started: float  # these three in seconds since the epoch
+    advanced: float
+    time: float
+
+    def state(self, now: float) -> Literal["running", "stalled", "stopped"]:
+        if self.host == socket.gethostname() and not is_alive(self.pid):
+            return "stopped"
+        if now - self.time > _GONE_SECONDS + 10 * _BEAT_SECONDS:
+            return "stopped"
+        return "stalled" if now - self.advanced > _STALLED_SECONDS else "running"
+
+
+def _sign(progress: ShownProgress, device: str, *, started: float, advanced: float) -> _Sign:
     running = {run: list(rows) for run, rows in progress.running.items()}
     speeds = [rows[-1]["tokens_per_second"] for rows in running.values() if rows and "tokens_per_second" in rows[-1]]
-    return {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "device": device,
-        "share_done": progress.share_done,
-        "tokens_per_second": finite(max(filter(None, speeds), default=None)),
-        "runs": {run: [[row["step"], finite(row.get("loss"))] for row in rows] for run, rows in running.items()},
-    }
+    return _Sign(
+        socket.gethostname(),
+        os.getpid(),
+        device,
+        progress.share_done,
+        finite(max(filter(None, speeds), default=None)),
+        {run: [[row["step"], finite(row.get("loss"))] for row in rows] for run, rows in running.items()},
+        started,
+        advanced,
+        time.time(),
+    )
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """The content of planned.json: what rows of runs have in common, and the rest of each row by the run's id."""
+
+    common: dict[str, Any]
+    runs: dict[str, dict[str, Any]]
 
 
 def write_planned(study: Study, missing: Sequence[RunConfig]) -> None:
@@ -126,16 +159,16 @@ def write_planned(study: Study, missing: Sequence[RunConfig]) -> None:
     rows = [fields_of(config) for config in missing]
     common = {name: value for name, value in rows[0].items() if all(row[name] == value for row in rows)}
     runs = {row["id"]: {name: value for name, value in row.items() if name not in common} for row in rows}
-    write_atomic(path, json.dumps({"common": common, "runs": runs}))
+    write_sealed(path, {"common": common, "runs": runs}, indent=None)
 
 
 def read_planned(folder: Path) -> dict[str, dict[str, Any]] | None:
     """The rows of planned runs by id; None if no plan is there."""
     try:
-        values = json.loads((folder / PLANNED).read_text(encoding="utf-8"))
-        return {run: values["common"] | own for run, own in values["runs"].items()}
-    except (OSError, ValueError, LookupError, TypeError):
+        planned = read_record(_Planned, folder / PLANNED, remedy="")
+    except ValueError:
         return None
+    return {run: planned.common | own for run, own in planned.runs.items()}
 
 
 @dataclass(frozen=True)
@@ -160,40 +193,22 @@ def read_signs(folder: Path, *, now: float | None = None) -> Signs:
     left: list[float] = []
     for path in sorted((folder / LIVE).glob("*.json")):
         try:
-            sign = json.loads(path.read_text(encoding="utf-8"))
-            state = _state(sign, now)
-            workers.append(
-                {
-                    "name": f"{sign['host']}, process {sign['pid']}",
-                    "device": sign["device"],
-                    "state": state,  # type: ignore[typeddict-item]
-                    "seen": sign["time"],
-                    "runs": len(sign["runs"]),
-                    "tokens_per_second": sign["tokens_per_second"],
-                }
-            )
-            losses |= sign["runs"]
-            states |= dict.fromkeys(sign["runs"], state)
-            if state == "running" and sign["share_done"] > 0:
-                left.append((sign["time"] - sign["started"]) * (1 / sign["share_done"] - 1))
-        except (OSError, ValueError, LookupError, TypeError):  # it has just ended, or is not ours
+            sign = read_record(_Sign, path, remedy="")
+        except ValueError:  # it has just ended, or is not ours
             continue
+        state = sign.state(now)
+        workers.append(
+            {
+                "name": f"{sign.host}, process {sign.pid}",
+                "device": sign.device,
+                "state": state,
+                "seen": sign.time,
+                "runs": len(sign.runs),
+                "tokens_per_second": sign.tokens_per_second,
+            }
+        )
+        losses |= sign.runs
+        states |= dict.fromkeys(sign.runs, state)
+        if state == "running" and sign.share_done > 0:
+            left.append((sign.time - sign.started) * (1 / sign.share_done - 1))
     return Signs(tuple(workers), losses, states, max(left, default=None))
-
-
-def _state(sign: Mapping[str, Any], now: float) -> str:
-    if sign["host"] == socket.gethostname() and not _is_alive(sign["pid"]):
-        return "stopped"
-    if now - sign["time"] > _GONE_SECONDS + 10 * _BEAT_SECONDS:
-        return "stopped"
-    return "stalled" if now - sign["advanced"] > _STALLED_SECONDS else "running"
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -17,8 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from smupar.lm.run.folder import Row
 from smupar.lm.run.loop import Progress
+from smupar.lm.run.metrics import Row
 from smupar.lm.run.stack import GPTStack
 from smupar.output.files import sync_folder
 from smupar.output.json_files import DamagedFileError, read_record, write_sealed
@@ -27,6 +27,7 @@ from smupar.study.stacks import Division
 from smupar.study.store import Study
 
 FORMAT = "smupar-stack/1"
+STATE = "state.json"
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class StackState:
             temporary.unlink(missing_ok=True)
             raise
         sync_folder(self.folder)
-        write_sealed(self.folder / "state.json", values, indent=None)
+        write_sealed(self.folder / STATE, values, indent=None)
         for other in self.folder.glob("step-*"):
             if other != path:
                 other.unlink()
@@ -94,11 +95,11 @@ class StackState:
     def load(self, stack: GPTStack) -> SavedStack | None:
         """Puts the saved state into a stack that holds the same runs and has made no step. None if there is no state, or a
         damaged one, which is named and removed."""
-        if not (self.folder / "state.json").exists():
+        if not (self.folder / STATE).exists():
             return None
         remedy = f"the {len(self.runs)} runs of this stack begin again"
         try:
-            saved = self._read(remedy)
+            saved = read_state(self.folder, self.runs, remedy=remedy)
             stack.load_state_dict(load_file(self.folder / saved.tensors), num_steps=saved.step)
         except DamagedFileError as error:
             told = str(error)
@@ -110,15 +111,6 @@ class StackState:
         self.remove()
         return None
 
-    def _read(self, remedy: str) -> SavedStack:
-        saved = read_record(SavedStack, self.folder / "state.json", remedy=remedy)
-        fits = saved.format == FORMAT and saved.runs == self.runs and len(saved.progress) == len(saved.rows) == len(self.runs)
-        refuse(not fits or Path(saved.tensors).name != saved.tensors, "state.json is not the state of these runs")
-        with (self.folder / saved.tensors).open("rb") as tensors:
-            found = hashlib.file_digest(tensors, "sha256").hexdigest()
-        refuse(found != saved.tensors_sha256, f"{saved.tensors} does not match its checksum")
-        return saved
-
     def remove(self) -> None:
         self._wait()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -126,3 +118,16 @@ class StackState:
     def close(self) -> None:
         self._wait()
         self._pool.shutdown()
+
+
+def read_state(folder: Path, runs: Sequence[str], *, remedy: str) -> SavedStack:
+    """The state of the stack of these runs. Raises if it is damaged, or its tensors are."""
+    saved = read_record(SavedStack, folder / STATE, remedy=remedy)
+    fits = saved.format == FORMAT and saved.runs == list(runs) and len(saved.progress) == len(saved.rows) == len(runs)
+    refuse(not fits or Path(saved.tensors).name != saved.tensors, f"{STATE} is not the state of these runs")
+    path = folder / saved.tensors
+    refuse(not path.is_file(), f"{saved.tensors} is missing")
+    with path.open("rb") as tensors:
+        found = hashlib.file_digest(tensors, "sha256").hexdigest()
+    refuse(found != saved.tensors_sha256, f"{saved.tensors} does not match its checksum")
+    return saved

@@ -11,8 +11,9 @@ from types import MappingProxyType
 from tqdm import tqdm
 
 from smupar.lm.config.run import RunConfig
-from smupar.lm.run.folder import Row, Summary
+from smupar.lm.run.folder import Summary
 from smupar.lm.run.loop import Cadence, Loop, Progress
+from smupar.lm.run.metrics import Row
 from smupar.lm.run.signals import Stop, end_if_stopped
 from smupar.lm.run.stack import GPTStack
 from smupar.study.stack_state import StackState

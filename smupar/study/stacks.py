@@ -66,7 +66,7 @@ def recorded_divisions(study: Study, runs: Collection[str]) -> list[Division]:
     found = []
     for path in sorted(study.stacks.glob("*.json")):
         try:
-            division = _read(path)
+            division = read_division(path)
         except DamagedFileError as error:
             warnings.warn(str(error), stacklevel=2)
             path.unlink()
@@ -76,7 +76,7 @@ def recorded_divisions(study: Study, runs: Collection[str]) -> list[Division]:
     return found
 
 
-def _read(path: Path) -> Division:
+def read_division(path: Path) -> Division:
     remedy = "its runs are divided into stacks again, and may differ in the last digits from those of an uninterrupted study"
     division = read_record(Division, path, remedy=remedy)
     if division.size < 0 or not division.runs or path.stem != division.name:
@@ -89,7 +89,7 @@ def remove_leftovers(study: Study) -> None:
     running = set()
     for path in study.stacks.glob("*.json"):
         try:
-            division = _read(path)
+            division = read_division(path)
         except DamagedFileError:
             continue  # named when it is needed
         open_stacks = (number for number, runs in enumerate(division.stacks) if not study.has_ended(runs))

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from smupar import __version__
 from smupar.lm.config.run import LATER_FIELDS, RunConfig, default_of, differences, flat
+from smupar.lm.run.metrics import METRICS_FILE, Row, metrics_line
 from smupar.output.files import locked, refuse_other_files, write_atomic
 from smupar.output.json_files import DamagedFileError, read_object, read_record, write_sealed
 from smupar.output.optional import optional
@@ -35,7 +36,7 @@ from smupar.study.config import TransferConfig
 from smupar.study.space import unique
 
 if TYPE_CHECKING:  # a page of a study is drawn without torch, which takes seconds to load; runs are written with it
-    from smupar.lm.run.folder import Row, Summary
+    from smupar.lm.run.folder import Summary
     from smupar.updates.trace import Trace
 
 FORMAT = "smupar-study/1"
@@ -186,12 +187,10 @@ class Study:
 
     def add(self, config: RunConfig, summary: Summary, metrics: Sequence[Row] = (), trace: Trace | None = None) -> None:
         """Writes a finished run; its summary comes last."""
-        from smupar.lm.run.folder import metrics_line
-
         folder = self.runs / config.id
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / "config.json", config.to_json())
-        write_atomic(folder / "metrics.jsonl", "".join(map(metrics_line, metrics)))
+        write_atomic(folder / METRICS_FILE, "".join(map(metrics_line, metrics)))
         summary.write(folder, trace)
 
     def results(self, configs: Sequence[RunConfig] | None = None) -> list[Result]:

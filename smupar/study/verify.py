@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from smupar.lm.use.verify import Inspection, inspect, inspect_run, inspecting
-from smupar.output.json_files import read_json, read_object
+from smupar.output.json_files import DamagedFileError, read_json, read_object
+from smupar.study.stack_state import STATE, read_state
+from smupar.study.stacks import read_division
 from smupar.study.store import Study
 from smupar.updates.trace import Trace
 
@@ -33,9 +36,10 @@ def _inspect_study(path: Path, found: Inspection) -> None:
         config = inspect_run(run, found)
         if config is not None and config.id != run.name:
             found.wrong.append(f"{run}: config.json is of another run ({config.id})")
-    if (path / "data.json").exists():
+    if (path / "data.json").exists() or any(study.runs.glob("*")):
         with found.part():
             _inspect_texts(study, found)
+    _inspect_stacks(study, found)
     for file in sorted(path.glob("proxy-*.trace.json")):
         with found.part():
             content = hashlib.sha256(Trace.load(file).to_json().encode()).hexdigest()
@@ -46,6 +50,33 @@ def _inspect_study(path: Path, found: Inspection) -> None:
         if (path / name).exists():
             with found.part():
                 read_json(path / name, remedy="run the study's command again, which writes it")
+
+
+def _inspect_stacks(study: Study, found: Inspection) -> None:
+    """Looks at what an interrupted study goes on from."""
+    states = {folder for folder in study.stacks.glob("*/") if (folder / STATE).exists()}
+    for file in sorted(study.stacks.glob("*.json")):
+        with found.part():
+            division = read_division(file)
+            found.json_file(file)
+            for number, runs in enumerate(division.stacks):
+                folder = division.state_folder(study, number)
+                if folder in states:
+                    states.remove(folder)
+                    _inspect_state(folder, runs, found)
+    found.wrong += [f"{folder} is the state of a stack that no file in {study.stacks} describes" for folder in sorted(states)]
+
+
+def _inspect_state(folder: Path, runs: Sequence[str], found: Inspection) -> None:
+    with found.part():
+        try:
+            saved = read_state(folder, runs, remedy="the runs of this stack begin again")
+        except DamagedFileError:
+            raise
+        except (ValueError, OSError) as error:
+            raise DamagedFileError(f"{folder} is damaged ({error}): the runs of this stack begin again") from error
+        found.json_file(folder / STATE)
+        found.read((folder / saved.tensors).stat().st_size)
 
 
 def _inspect_texts(study: Study, found: Inspection) -> None:

@@ -19,7 +19,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from smupar.lm.config.run import LATER_FIELDS, ModelConfig, RunConfig, flat
-from smupar.output.json_files import DamagedFileError, read_object
+from smupar.lm.run.metrics import METRICS_FILE, read_rows
+from smupar.output.json_files import WRONG_TYPES, DamagedFileError, read_object
 from smupar.output.page import write_page
 from smupar.output.page.document import Chart, Document, PageProgress, PageTable, finite, thinned
 from smupar.plan.settings import refuse
@@ -55,7 +56,7 @@ def definition_of(study: Study) -> StudyDefinition:
     kind = stored.get("kind")
     try:
         return FROM_JSON.get(kind if isinstance(kind, str) else "", sweep_from_json)(stored)
-    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
+    except (ValueError, *WRONG_TYPES) as error:
         raise DamagedFileError(
             f"{study.folder / 'study.json'} is damaged, or of another version ({printable(str(error))}): restore it from a "
             "copy, or start the study's command again with another --out"
@@ -208,7 +209,7 @@ class _RememberedStudy(Study):
             if path.name not in self.ended and (path / "summary.json").exists():
                 try:
                     self.ended[path.name], self.rows[path.name] = _read_run(path)
-                except (ValueError, OSError, TypeError, LookupError) as error:
+                except (ValueError, OSError, *WRONG_TYPES) as error:
                     self.damaged[path.name] = str(error)
                 else:
                     self.damaged.pop(path.name, None)
@@ -259,17 +260,12 @@ def _read_run(folder: Path) -> tuple[Result, dict[str, Any]]:
 
 
 def read_metrics(folder: Path) -> list[list[float | None]]:
-    """Step, loss and validation loss by the lines of metrics.jsonl; a line that is being written is left out."""
-    rows: list[list[float | None]] = []
+    """Step, loss and validation loss by the lines of metrics.jsonl; lines that are damaged or being written are left out."""
     try:
-        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
+        rows = read_rows(folder / METRICS_FILE)
+    except OSError:
         return []
-    for line in lines:
-        with contextlib.suppress(ValueError, LookupError, TypeError):
-            row = json.loads(line)
-            rows.append([row["step"], finite(row.get("loss")), finite(row.get("valid_loss"))])
-    return rows
+    return [[row["step"], finite(row.get("loss")), finite(row.get("valid_loss"))] for row in rows if row is not None]
 
 
 def table_of(rows: Sequence[Mapping[str, Any]]) -> PageTable | None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from smupar.output.json_files import read_text
 from smupar.output.page.document import Chart, ChartLine, Document, finite, thinned
 from smupar.plan.settings import layer_glob
+from smupar.updates.stored import REMEDY, parse_trace
 
 _MOST_POINTS = 200
 
@@ -80,9 +81,8 @@ def _lines(trace: Mapping[str, Any], kind: str, *, is_proxy: bool) -> list[Chart
 
 
 def read_trace(path: Path) -> dict[str, Any] | None:
-    """A trace as plain values; None if the file holds no trace."""
+    """A trace as plain values; None if the file holds no trace, or a damaged one."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        return values if str(values["format"]).startswith("smupar-trace/") else None
-    except (OSError, ValueError, LookupError, TypeError):
+        return vars(parse_trace(read_text(path, remedy=REMEDY), source=str(path)))
+    except ValueError:
         return None

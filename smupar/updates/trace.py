@@ -7,7 +7,6 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from os import PathLike
 from pathlib import Path
 
@@ -15,13 +14,13 @@ import torch
 from torch import Tensor
 
 from smupar.output.files import write_atomic
-from smupar.output.json_files import DamagedFileError, as_record, parse_object, read_text, sealed_json
+from smupar.output.json_files import read_text, sealed_json
 from smupar.output.page import write_page
 from smupar.output.pictures import new_figure, save_figure
 from smupar.plan.settings import layer_glob, refuse
 from smupar.updates.page import trace_document
+from smupar.updates.stored import FORMAT, REMEDY, parse_trace
 
-FORMAT = "smupar-trace/1"
 CLAMP = 1e4
 _OLD = 0.8  # share of the average that stays at a measured step
 _EVERY, _FIRST = 5, 20  # the first steps are all measured, then every fifth
@@ -64,15 +63,7 @@ class Trace:
     @classmethod
     def from_json(cls, text: str, *, source: str = "this text") -> Trace:
         """The trace that ``to_json`` or ``save`` wrote. ``source`` is for errors."""
-        remedy = "record one with record_updates"
-        values = parse_object(text, source=source, remedy=remedy)
-        stored = values.pop("format", None)
-        if stored != FORMAT:
-            raise DamagedFileError(f"{source} is no trace in format {FORMAT!r} (it says {stored!r}): {remedy}")
-        trace = as_record(_StoredTrace, values, source=source, remedy=remedy)
-        wrong = _wrong_numbers(trace)
-        if wrong:
-            raise DamagedFileError(f"{source} is a damaged trace ({wrong}): {remedy}")
+        trace = parse_trace(text, source=source)
         effects = {name: [math.nan if v is None else float(v) for v in values] for name, values in trace.effects.items()}
         return cls(**{**vars(trace), "effects": effects})
 
@@ -83,7 +74,7 @@ class Trace:
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Trace:
         refuse(Path(path).is_dir(), f"{path} is a folder: name the trace in it, {Path(path) / 'trace.json'}")
-        return cls.from_json(read_text(Path(path), remedy="record one with record_updates"), source=str(path))
+        return cls.from_json(read_text(Path(path), remedy=REMEDY), source=str(path))
 
     def effect(self, name: str, step: float) -> float:
         """The effect at a step, for a layer of the trace. Between measured steps its logarithm is interpolated linearly."""
@@ -105,31 +96,6 @@ class Trace:
         """The same as a page that needs no other file."""
         target, other = json.loads(self.to_json()), None if proxy is None else json.loads(proxy.to_json())
         write_page(Path(path), trace_document(target, other, folder=str(path)))
-
-
-@dataclass
-class _StoredTrace:
-    """The content of a trace's file: a number that is not finite is null."""
-
-    num_steps: int
-    at: list[int]
-    effects: dict[str, list[float | None]]
-    shapes: dict[str, tuple[int, ...]]
-    optimizer: str = ""
-    note: str = ""
-
-
-def _wrong_numbers(trace: _StoredTrace) -> str:
-    """What is wrong with the numbers of a trace whose fields have the right types; "" if nothing."""
-    steps = [-1, *trace.at, trace.num_steps]
-    if any(after <= before for before, after in pairwise(steps)):
-        return f"its steps must rise from 0 to below num_steps {trace.num_steps}"
-    for name, values in trace.effects.items():
-        if len(values) != len(trace.at):
-            return f"{name} has {len(values)} effects for {len(trace.at)} steps"
-        if not all(value is None or 0 <= value < math.inf for value in values):
-            return f"{name} has an effect that is negative or not a number"
-    return ""
 
 
 class TraceReader:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -11,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from smupar.lm.config.run import LATER_FIELDS, flat
-from smupar.output.json_files import read_object
+from smupar.lm.run.metrics import METRICS_FILE, read_rows
+from smupar.output.json_files import WRONG_TYPES, DamagedFileError, read_object
 from smupar.output.page.document import Chart, Document, PageProgress, finite
 from smupar.rules import get_rule
 from smupar.study.view import read_metrics, table_of
-from smupar.updates.page import trace_charts
+from smupar.updates.page import read_trace, trace_charts
 
+TRACE_FILE = "trace.json"
 _QUIET_SECONDS = 180.0  # a run that has written nothing for so long is not running
 
 
@@ -32,13 +32,18 @@ class Runs:
         return " ".join(str(_changed(file)) for file in files)
 
     def document(self) -> Document:
-        rows = [row for path in self.runs.values() if (row := _row(path))]
+        rows, damaged = [], []
+        for path in self.runs.values():
+            try:
+                rows.append(_row(path))
+            except ValueError as error:
+                damaged.append(str(error))
         running = [row for row in rows if row["state"] == "running"]
         return {
             "kind": "runs",
             "title": "Run" if len(rows) == 1 else "Runs",
             "headline": _headline(rows),
-            "sentence": "",
+            "sentence": f"Left out: {'; '.join(damaged)}." if damaged else "",
             "answers": [],
             "charts": self._trace_charts() if len(self.runs) == 1 else [],
             "table": table_of(rows),
@@ -59,47 +64,46 @@ class Runs:
 
     def _trace_charts(self) -> list[Chart]:
         (path,) = self.runs.values()
-        with contextlib.suppress(ValueError, OSError, LookupError, TypeError):
-            return trace_charts(json.loads((path / "trace.json").read_text(encoding="utf-8")))
-        return []
+        trace = read_trace(path / TRACE_FILE)
+        return trace_charts(trace) if trace else []
 
 
-def _row(path: Path) -> dict[str, Any] | None:
-    remedy = "start the run's command again"
-    try:
-        config = LATER_FIELDS | flat(read_object(path / "config.json", remedy=remedy))
-        config = {name: " ".join(map(str, value)) if isinstance(value, list) else value for name, value in config.items()}
-        summary = read_object(path / "summary.json", remedy=remedy) if (path / "summary.json").exists() else {}
-    except ValueError:  # it is being written
-        return None
+def _row(path: Path) -> dict[str, Any]:
+    """What a run is, and how it goes. Raises ValueError if its files are damaged."""
+    remedy = "restore it from a copy, or start the run's command again"
+    config = LATER_FIELDS | flat(read_object(path / "config.json", remedy=remedy))
+    summary = read_object(path / "summary.json", remedy=remedy) if (path / "summary.json").exists() else {}
     last = _last_row(path)
-    changed = max(_changed(path / "metrics.jsonl"), _changed(path / "config.json"))
+    changed = max(_changed(path / METRICS_FILE), _changed(path / "config.json"))
     state = summary.get("status") or ("running" if time.time() - changed < _QUIET_SECONDS else "stopped")
-    return config | {
-        "id": path.name,
-        "rule": get_rule(config["rule"]).title,
-        "state": state,
-        "loss": finite(summary["train_loss"]) if summary else finite(last.get("loss")),
-        "valid_loss": finite(summary["valid_loss"]) if summary else None,
-        "steps_done": summary.get("steps", last.get("step", 0)),
-        "tokens_per_second": finite(summary.get("tokens_per_second", last.get("tokens_per_second"))),
-        "seconds": finite(summary.get("seconds")),
-        "device": summary.get("device"),
-    }
+    words = {name: " ".join(map(str, value)) for name, value in config.items() if isinstance(value, list)}
+    try:
+        return {
+            **config,
+            **words,
+            "id": path.name,
+            "rule": get_rule(config["rule"]).title,
+            "state": str(state),
+            "steps": int(config["steps"]),
+            "loss": finite(summary["train_loss"]) if summary else finite(last.get("loss")),
+            "valid_loss": finite(summary["valid_loss"]) if summary else None,
+            "steps_done": int(summary.get("steps", last.get("step", 0))),
+            "tokens_per_second": finite(summary.get("tokens_per_second", last.get("tokens_per_second"))),
+            "seconds": finite(summary.get("seconds")),
+            "device": summary.get("device"),
+            **{name: int(config[name]) for name in ("batch_size", "seq_len")},
+        }
+    except WRONG_TYPES as error:
+        raise DamagedFileError(f"the files of {path} are damaged ({error!r}): {remedy}") from error
 
 
 def _last_row(path: Path) -> Mapping[str, Any]:
-    """The last whole line of metrics.jsonl."""
+    """The last whole row of metrics.jsonl."""
     try:
-        lines = (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
+        rows = read_rows(path / METRICS_FILE)
+    except OSError:
         return {}
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError):
-            row = json.loads(line)
-            if isinstance(row, dict):
-                return row
-    return {}
+    return next((row for row in reversed(rows) if row is not None), {})
 
 
 def _changed(path: Path) -> float:

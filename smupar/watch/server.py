@@ -13,6 +13,7 @@ import ipaddress
 import json
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from http import HTTPStatus
@@ -21,11 +22,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
+from smupar.output.files import resolved
 from smupar.output.json_files import read_object
 from smupar.output.page import page
 from smupar.output.page.document import thinned
 from smupar.plan.settings import refuse
-from smupar.watch.things import Thing, Watched
+from smupar.watch.things import UNREADABLE, Thing, Watched
 
 _TYPES = {
     ".csv": "text/csv; charset=utf-8",
@@ -91,6 +93,11 @@ class WatchServer(ThreadingHTTPServer):
         host = self.host if self.host not in ("0.0.0.0", "::", "") else socket.gethostname()
         return f"http://{f'[{host}]' if ':' in host else host}:{self.server_address[1]}/"
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Says nothing if a reader has left, as browsers do that stop loading a page."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
     def knows(self, header: str) -> bool:
         """Whether a Host header names this server."""
         name = urlsplit(f"//{header}").hostname or ""
@@ -122,7 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
             body, kind = self._answer()
         except NotFoundError:
             self._send(HTTPStatus.NOT_FOUND, b"There is nothing here.\n", "text/plain")
-        except (ValueError, OSError, LookupError, TypeError) as error:  # files that are damaged, or being written
+        except UNREADABLE as error:  # files that are damaged, or being written
             self._send(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n".encode(), "text/plain; charset=utf-8")
         else:
             self._send(HTTPStatus.OK, body, kind)
@@ -144,8 +151,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
-            with contextlib.suppress(ConnectionError):  # the reader has left
-                self.wfile.write(body)
+            self.wfile.write(body)
 
     def _answer(self) -> tuple[bytes, str]:
         address = urlsplit(self.path)
@@ -208,8 +214,8 @@ def _file(things: Mapping[str, Thing], address: str) -> tuple[bytes, str]:
     thing = things.get(key)
     if thing is None or any(part.startswith(".") or "\\" in part or "\0" in part for part in parts):
         raise NotFoundError
-    root = thing.folder.resolve()
-    path = root.joinpath(*filter(None, parts)).resolve()
+    root = resolved(thing.folder)
+    path = resolved(root.joinpath(*filter(None, parts)))
     if not path.is_relative_to(root) or path.suffix not in _TYPES or not path.is_file():
         raise NotFoundError
     return path.read_bytes(), _TYPES[path.suffix]
@@ -232,7 +238,7 @@ def _read_ahead(watched: Watched) -> None:
     time if the garbage collector does not look for cycles among them."""
     gc.disable()
     for thing in watched.things().values():
-        with contextlib.suppress(ValueError, OSError, LookupError, TypeError):  # the page will say so
+        with contextlib.suppress(*UNREADABLE):  # the page will say so
             thing.document()
     gc.freeze()  # what was read stays
     gc.enable()

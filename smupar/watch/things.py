@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from smupar.output.json_files import WRONG_TYPES
 from smupar.output.page import read_page
 from smupar.output.page.document import Document
 from smupar.plan.settings import refuse
@@ -21,6 +22,8 @@ from smupar.watch.runs import Runs
 _DEPTH = 4  # of folders below those that are named
 _LOOK_SECONDS = 5.0  # between looks for new studies
 _COST = 30.0  # a document is made again after this many times what it took, at the earliest
+# What reading damaged or half-written files may raise.
+UNREADABLE = (ValueError, OSError, RecursionError, *WRONG_TYPES)
 _PAGES = ("report.html", "check.html")
 
 
@@ -116,7 +119,7 @@ class Thing:
             try:
                 if self._made is None or time.monotonic() >= self._next:
                     self._make()
-            except (ValueError, OSError, LookupError, TypeError):
+            except UNREADABLE:
                 if self._made is None:
                     raise
             assert self._made is not None

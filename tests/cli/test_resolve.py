@@ -55,6 +55,12 @@ def test_tuned_values_are_for_their_base_width():
     assert resolve(RunConfig, Request({"base_width": 32}, hps=HPS)).lr == 0.01
 
 
+def test_tuned_values_of_small_heads_need_the_flag_of_the_heads():
+    request = Request({"head_dim": 8}, hps={**HPS, "base_width": 8})
+    assert resolve_training(request) == resolve(RunConfig, request)
+    assert resolve_training(request).base_width == 8
+
+
 def test_study_of_the_demo_is_shorter_than_its_training():
     study = resolve(TransferConfig, Request({"sparsities": (0.5,), "depth": 3}))
     assert (study.run.steps, study.run.valid_batches, study.run.model.depth, study.sparsities) == (200, 1, 3, (0.5,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 
 
@@ -52,6 +53,23 @@ def not_text(path, random):
     path.write_bytes(b"\xff\xfe" + path.read_bytes())
 
 
+def pipe(path, random):
+    """Opening it waits for somebody who writes."""
+    path.unlink()
+    os.mkfifo(path)
+
+
+def device(path, random):
+    """Reading it never ends."""
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def circle(path, random):
+    path.unlink()
+    path.symlink_to(path.name)
+
+
 KINDS = {
     "flip": flip,
     "flip late": flip_late,
@@ -63,4 +81,7 @@ KINDS = {
     "a list": swap_type,
     "pickle": pickled,
     "not text": not_text,
+    "pipe": pipe,
+    "device": device,
+    "circle": circle,
 }

@@ -41,7 +41,7 @@ FILES = {
     ),
     "stopped/followed.json": ("stopped", ON, r"stopped/followed\.json"),
     "stopped/config.json": ("stopped", ON, r"stopped/config\.json|holds other files and no run"),
-    "stopped/metrics.jsonl": ("stopped", ON, r"metrics\.jsonl: line \d+ is damaged"),
+    "stopped/metrics.jsonl": ("stopped", ON, r"metrics\.jsonl: (line \d+ is damaged|.* rows .* missing|Not a )"),
     f"stopped/checkpoints/{LAST}/sums.json": ("stopped", ON, rf"{LAST} is damaged.*using step"),
     f"stopped/checkpoints/{LAST}/state.json": ("stopped", ON, rf"{LAST} is damaged.*using step"),
     f"stopped/checkpoints/{LAST}/model/model-00001-of-00001.safetensors": ("stopped", ON, rf"{LAST} is damaged.*using step"),
@@ -76,6 +76,10 @@ SAMPLE = {
     ("export/model.safetensors", "flip late"),
     ("export/config.json", "cut"),
     ("study/runs/*/summary.json", "a list"),
+    ("run/summary.json", "pipe"),
+    ("stopped/metrics.jsonl", "device"),
+    ("trace.json", "pipe"),
+    ("run/config.json", "circle"),
 }
 CASES = [
     pytest.param(file, kind, marks=() if (file, kind) in SAMPLE else pytest.mark.slow, id=f"{file} {kind}")
@@ -87,7 +91,7 @@ CASES = [
 def same_json(path, before):
     """Whether a JSON file still says the same, as when an e of 1e-5 became an E."""
     try:
-        return path.exists() and json.loads(path.read_bytes()) == json.loads(before)
+        return path.is_file() and json.loads(path.read_bytes()) == json.loads(before)
     except (ValueError, RecursionError):
         return False
 
@@ -95,11 +99,15 @@ def same_json(path, before):
 # A run that has not ended has no list of its other files: what is missing was perhaps never written, and rows can change. A run
 # without a summary has not ended: the same command writes it again.
 UNSEEN = {
-    ("stopped/followed.json", "remove"),
-    ("stopped/metrics.jsonl", "remove"),
-    ("run/sums.json", "remove"),
-    ("run/summary.json", "remove"),
-    ("study/runs/*/summary.json", "remove"),
+    (file, kind)
+    for kind in ("remove", "circle")  # a link in a circle is no file
+    for file in (
+        "stopped/followed.json",
+        "stopped/metrics.jsonl",
+        "run/sums.json",
+        "run/summary.json",
+        "study/runs/*/summary.json",
+    )
 }
 
 
@@ -108,7 +116,7 @@ def verified(file, path, before, kind, capsys):
     where = FILES[file][0]
     answer = run(f"verify {where}", capsys)
     if answer.code == 2:  # the folder is not even recognised
-        assert kind == "remove" or where == str(path.name)
+        assert kind in ("remove", "circle") or where == str(path.name)
         return
     quiet = (file, kind) in UNSEEN or same_json(path, before) or (file == "stopped/metrics.jsonl" and answer.code == 0)
     assert answer.code == (0 if quiet else 1), answer.said
@@ -160,6 +168,27 @@ def test_verify_reads_also_what_has_an_old_time(here, capsys):
     assert answer.code == 1
     assert "tokens-00000.bin has changed since it was prepared" in answer.out
     assert run("data verify text", capsys).code == 1
+
+
+def test_files_of_another_run_are_named(here, capsys):
+    """They are whole, and their seals are good."""
+    for name in ("summary.json", "checkpoints/step-00000012"):
+        (here / "run" / name).rename(here / "own")
+        (here / "proxy" / name).rename(here / "run" / name)
+        answer = run(COMMANDS["run"] if name == "summary.json" else f"generate run {GENERATE}", capsys)
+        assert answer.code == 2
+        assert re.search(rf"{name} is damaged \(it is (that )?of (a|another) run", answer.err), answer.err
+        (here / "run" / name).rename(here / "proxy" / name)
+        (here / "own").rename(here / "run" / name)
+    assert run(COMMANDS["run"], capsys).code == 0
+
+
+def test_missing_rows_are_counted(here, capsys):
+    rows = (here / "stopped/metrics.jsonl").read_text().splitlines(keepends=True)
+    (here / "stopped/metrics.jsonl").write_text("".join(rows[1:]))
+    answer = run(ON, capsys)
+    assert answer.code == 0
+    assert re.search(r"stopped/metrics\.jsonl: 1 of \d+ rows up to step 8 are missing", answer.err)
 
 
 def test_tokenizer_is_copied_whatever_the_locale(here):

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from smupar.lm.data.shards import read_index
 from smupar.lm.run import checkpoint
-from smupar.lm.run.folder import damaged_rows, read_config, read_facts, read_summary
+from smupar.lm.run.folder import read_config, read_facts, read_summary
+from smupar.lm.run.metrics import damaged_rows
 from smupar.lm.use.load import read_export
 from smupar.lm.use.score import read_requests, read_scores
 from smupar.output.json_files import SEAL

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from smupar.output.files import FULL, sentence_of, whole_folder, write_atomic, writing
+from smupar.output.files import FULL, read_plain, sentence_of, whole_folder, write_atomic, writing
 
 ROOM = "Make room there (delete files, or have the quota raised) or name another path, then run the same command again"
 
@@ -77,6 +77,26 @@ def test_links_and_devices_are_written_to_and_not_replaced(tmp_path):
 
 
 # Folders
+
+
+def test_pipe_without_a_reader_is_refused_and_one_with_a_reader_gets_the_content(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="No such device"):
+        write_atomic(pipe, "text")
+    with pytest.raises(OSError, match="Not a plain file"):
+        read_plain(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_atomic(pipe, "text")
+    assert os.read(reader, 10) == b"text"
+    os.close(reader)
+
+
+def test_link_in_a_circle_is_replaced(tmp_path):
+    path = tmp_path / "circle"
+    path.symlink_to("circle")
+    write_atomic(path, "text")
+    assert (path.is_symlink(), path.read_text()) == (False, "text")
 
 
 def test_folder_appears_whole_and_touches_no_other(tmp_path):

@@ -17,6 +17,7 @@ from smupar.study.engines import execute, run_group
 from smupar.study.stack_training import StudyProgress
 from smupar.study.stacks import recorded_divisions, remove_leftovers
 from smupar.study.store import Study
+from smupar.study.verify import verify
 from tests.studies import ends_of
 from tests.texts import words
 
@@ -122,6 +123,21 @@ def test_stack_stopped_in_its_validation_has_the_same_rows(tmp_path, rates):
     study = interrupt(tmp_path / "study", configs, after=60 * 2)  # shown before the validation
     assert steps_of_states(study) == [60]
     assert run_whole(tmp_path / "study", configs) == whole
+
+
+def test_verify_reads_the_states_of_stacks(tmp_path, look_often):
+    look_often()
+    study = interrupt(tmp_path / "study", [replace(RUN, lr=lr) for lr in (0.01, 0.02)], after=30 * 2)
+    assert verify(study.folder).wrong == []
+    [tensors], [record] = study.stacks.glob("*/step-*"), study.stacks.glob("*.json")
+    for file in (tensors, tensors.with_name("state.json"), record):
+        content = file.read_bytes()
+        file.write_bytes(content[:-2] + b"\x91?")
+        [wrong] = [line for line in verify(study.folder).wrong if file.name in line]
+        assert "is damaged" in wrong
+        file.write_bytes(content)
+    record.unlink()
+    assert [line for line in verify(study.folder).wrong if "that no file in" in line]
 
 
 def steps_of_states(study):

@@ -198,7 +198,8 @@ def test_everything_below_a_folder_is_found(watch, tmp_path):
     (tmp_path / "run-1" / "summary.json").unlink()
     os.utime(tmp_path / "run-1" / "metrics.jsonl", (1, 1))
     os.utime(tmp_path / "run-1" / "config.json", (1, 1))
-    trace = {"format": "smupar-trace/1", "num_steps": 4, "at": [0, 2], "effects": {"layers.0.w": [1.0, None]}, "note": "<b>"}
+    trace = {"format": "smupar-trace/1", "num_steps": 4, "at": [0, 2], "effects": {"layers.0.w": [1.0, None]}}
+    trace |= {"shapes": {}, "note": "<b>"}
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "proxy.trace.json").write_text(json.dumps(trace))
     client = watch(tmp_path)

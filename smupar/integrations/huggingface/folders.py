@@ -23,6 +23,7 @@ from smupar.model.parameterize import add_masks, attach, let_masks_move
 from smupar.model.weights import weight_of
 from smupar.output.files import refuse_existing, whole_folder, write_atomic
 from smupar.output.json_files import read_text
+from smupar.output.sums import SUMS, UncheckedWarning, check_sums, write_sums
 from smupar.plan.attention import AttentionChange, find_attentions
 from smupar.plan.plan import PLAN_FILE, Plan, PlanWarning
 from smupar.plan.settings import refuse
@@ -30,6 +31,8 @@ from smupar.rules import SP
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _TOLERANCES = {"fp32": 1e-3, "bf16": 0.1}  # of outputs, relative to the largest
+# Files that say what a model computes.
+_OF_MODEL = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", PLAN_FILE)
 # Files of a tokenizer or an image processor, which an export copies.
 _BESIDE = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.model",
            "preprocessor_config.json", "processor_config.json")  # fmt: skip
@@ -55,6 +58,12 @@ class _Saving:
         if is_main_process:
             _record_scales(self.model, self.plan)
             write_atomic(Path(save_directory) / PLAN_FILE, self.plan.to_json())
+            _write_sums(Path(save_directory))
+
+
+def _write_sums(folder: Path) -> None:
+    """Lists what describes the model. Other files that lie there, such as the Trainer's, are not ours."""
+    write_sums(folder, sorted({path.name for pattern in _OF_MODEL for path in folder.glob(pattern)}))
 
 
 def _record_scales(model: PreTrainedModel, plan: Plan) -> None:
@@ -84,7 +93,10 @@ def load(folder: str | PathLike[str], *, model_class: type[PreTrainedModel] | No
     model_class   class of the model; default the class that the config names, if transformers has it
     """
     path = Path(folder)
+    is_checked = check_sums(path, remedy=f"save the model again, or delete {SUMS} if you changed the file on purpose")
     plan = _read_plan(path)
+    if not is_checked:
+        warnings.warn(f"{path} has no checksums, so it is loaded without a check", UncheckedWarning, stacklevel=2)
     config = AutoConfig.from_pretrained(path)
     tensors = _read_tensors(path)
     for row in plan:
@@ -133,6 +145,7 @@ def export(folder: str | PathLike[str], out: str | PathLike[str], *, dtype: str 
         _check_export(model, unfinished, dtype)
         for file in (file for pattern in _BESIDE for file in source.glob(pattern)):
             shutil.copy(file, unfinished)
+        _write_sums(unfinished)
     size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
     return (
         f"{type(plain).__name__} of {source}, {dtype}, {size / 2**20:.1f} MiB, every factor folded in"

@@ -27,13 +27,15 @@ from smupar.lm.data.shards import (
     VERIFIED,
     ShardIndex,
     ShardWriter,
+    check_content,
     check_sizes,
     read_index,
     token_dtype,
+    verify,
 )
 from smupar.lm.data.source_file import ReadBytes, still_begins_with
 from smupar.lm.data.sources import BrokenOffError, SourceUnit, TextPiece, describe, find_units
-from smupar.lm.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from smupar.lm.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer, read_tokenizer
 from smupar.output.files import FULL, locked, refuse_other_files, write_atomic
 from smupar.output.json_files import as_record, read_object, write_sealed
 from smupar.output.optional import first_line
@@ -83,9 +85,9 @@ def prepare(config: PrepareConfig) -> ShardIndex:
     )
 
     if (folder / INDEX).is_file():
-        index = read_index(folder)
-        _refuse_if_different(folder, _differences(index, asked))
-        check_sizes(folder, index)
+        _refuse_if_different(folder, _differences(read_index(folder), asked))
+        index = verify(folder)
+        read_tokenizer(folder, tokenizer.name, sha256=index.tokenizer.sha256)
         (folder / PROGRESS).unlink(missing_ok=True)
         print(f"{folder} is already prepared: nothing to do", file=sys.stderr)
         _say_if_newer(units, folder / INDEX)
@@ -249,6 +251,7 @@ def _resumed(folder: Path, units: Sequence[SourceUnit], asked: PreparationState)
         return asked
     _refuse_if_different(folder, differences)
     check_sizes(folder, progress)
+    check_content(folder, progress, progress.shards)
     return replace(progress, source=asked.source, failed=False)
 
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from smupar.lm.config.commands import PrepareConfig
 from smupar.lm.data.source_file import PIECE, HashedFile, ReadBytes, open_source
+from smupar.output.files import resolved
 from smupar.output.optional import first_line, optional
 from smupar.plan.settings import refuse
 
@@ -70,7 +71,7 @@ def find_units(source: str, *, out: Path) -> list[SourceUnit]:
         return [SourceUnit(name, config_name=config_name or None)]
     path = Path(source)
     if path.is_dir():
-        files = [path for path in _walk(path, out.resolve()) if path.stat().st_size]
+        files = [path for path in _walk(path, resolved(out)) if path.stat().st_size]
         refuse(not files, f"the folder {source} holds no file with anything in it: name one that holds text")
     elif path.is_file():
         files = [path]
@@ -100,10 +101,10 @@ def describe(source: str, units: list[SourceUnit]) -> dict[str, Any]:
 
 def _walk(root: Path, out: Path) -> list[Path]:
     paths: list[Path] = []
-    seen = {out, root.resolve()}  # links may form cycles
+    seen = {out, resolved(root)}  # links may form cycles
     for folder, folders, files in os.walk(root, followlinks=True):
         here = Path(folder)
-        new = {name: (here / name).resolve() for name in sorted(folders) if not name.startswith(".")}
+        new = {name: resolved(here / name) for name in sorted(folders) if not name.startswith(".")}
         folders[:] = [name for name, real in new.items() if real not in seen]
         seen.update(new.values())
         paths += [here / name for name in files if not name.startswith(".") and (here / name).is_file()]

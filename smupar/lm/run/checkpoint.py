@@ -122,6 +122,12 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
+def refuse_other_run(path: Path, saved: str | None, run: str) -> None:
+    """Raises if a checkpoint says that it is of another run, as when folders were mixed up. Older ones say nothing."""
+    if saved not in (None, run):
+        raise DamagedCheckpointError(path, f"it is of another run, {saved}")
+
+
 # Damage
 
 

@@ -18,17 +18,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Literal
 
 import torch
 
@@ -38,17 +36,17 @@ from smupar.lm.data.batches import Corpus, CorpusFacts
 from smupar.lm.data.tokenizer import TOKENIZER_FILE
 from smupar.lm.run import checkpoint
 from smupar.lm.run.distributed import ALONE
+from smupar.lm.run.metrics import METRICS_FILE, Row, metrics_line, read_rows
 from smupar.output.files import locked, refuse_other_files, write_atomic, writing
-from smupar.output.json_files import parse_json, read_record, read_text, write_sealed
+from smupar.output.json_files import read_record, read_text, write_sealed
 from smupar.output.sums import SUMS, write_sums
 from smupar.plan.settings import refuse
 from smupar.updates.observation import OBSERVED_FILE, Observation
 from smupar.updates.trace import Trace
 
 Status = Literal["finished", "diverged", "interrupted", "terminated"]
-Row = Mapping[str, float | None]  # metrics of a run at a step
 
-TRACE_FILE, FOLLOWED_FILE, METRICS_FILE, SUMMARY_FILE = "trace.json", "followed.json", "metrics.jsonl", "summary.json"
+TRACE_FILE, FOLLOWED_FILE, SUMMARY_FILE = "trace.json", "followed.json", "summary.json"
 _MEASURED = (METRICS_FILE, TOKENIZER_FILE, TRACE_FILE, OBSERVED_FILE)
 _TEMPORARY = re.compile(r"[\w-]+\.jsonl?\.\d+\.tmp")  # what write_atomic leaves if the process is killed
 
@@ -175,48 +173,26 @@ class RunFolder:
             (self.path / name).unlink(missing_ok=True)
         checkpoint.drop_after(folder, step)
 
-    def resume_metrics(self, step: int) -> None:
-        """Drops lines that were written after the checkpoint from which the run goes on, and lines that are damaged."""
+    def resume_metrics(self, step: int, expected: int = 0) -> int:
+        """Drops lines that were written after the checkpoint from which the run goes on, and lines that are damaged. Says which
+        are damaged, and how many of the ``expected`` are missing. Returns how many are left."""
         path = self.path / METRICS_FILE
-        lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
-        kept = []
-        for number, line in enumerate(
-            lines[:-1], start=1
-        ):  # after the last newline there is nothing, or a line cut off by a kill
-            row = _row(line)
-            if row is None:
-                warnings.warn(f"{path}: line {number} is damaged and is left out", UserWarning, stacklevel=2)
-            elif row["step"] <= step:
-                kept.append(line.decode() + "\n")
+        rows = read_rows(path)
+        damaged = [number for number, row in enumerate(rows, start=1) if row is None]
+        kept = [f"{json.dumps(row)}\n" for row in rows if row is not None and row["step"] <= step]
+        for number in damaged:
+            warnings.warn(f"{path}: line {number} is damaged and is left out", UserWarning, stacklevel=2)
+        missing = expected - len(kept) - len(damaged)
+        if missing > 0:
+            warnings.warn(f"{path}: {missing} of {expected} rows up to step {step} are missing", UserWarning, stacklevel=2)
         write_atomic(path, "".join(kept))
         self._metrics = path.open("a", buffering=1, encoding="utf-8")
+        return len(kept)
 
     def log(self, row: Row) -> None:
         assert self._metrics is not None, "resume_metrics opens the file"
-        with writing(self.path / "metrics.jsonl"):
+        with writing(self.path / METRICS_FILE):
             self._metrics.write(metrics_line(row))
-
-
-def metrics_line(row: Row) -> str:
-    """A line of metrics.jsonl. Values that are None are left out, and nan is written as null, since JSON has no nan."""
-    values = {name: value for name, value in row.items() if value is not None}
-    return json.dumps({name: value if math.isfinite(value) else None for name, value in values.items()}) + "\n"
-
-
-def _row(line: bytes) -> dict[str, Any] | None:
-    """The row in a line of metrics.jsonl; None if it is damaged."""
-    try:
-        row = parse_json(line.decode("utf-8"), source="", remedy="")
-    except ValueError:
-        return None
-    numbers = isinstance(row, dict) and all(isinstance(value, int | float | None) for value in row.values())
-    return row if numbers and isinstance(row.get("step"), int) else None
-
-
-def damaged_rows(path: Path) -> list[int]:
-    """The numbers of the lines of a metrics.jsonl that are damaged."""
-    lines = path.read_bytes().split(b"\n")
-    return [number for number, line in enumerate(lines, start=1) if line and _row(line) is None]
 
 
 def read_followed(path: Path) -> Trace | None:

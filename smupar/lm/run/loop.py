@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from smupar.lm.run.distributed import device_name
-from smupar.lm.run.folder import Row, Status, Summary, versions
+from smupar.lm.run.folder import Status, Summary, versions
+from smupar.lm.run.metrics import Row
 from smupar.lm.run.schedule import lr_share
 from smupar.lm.run.signals import Stop
 
@@ -55,6 +56,7 @@ class Progress:
     best_valid_loss: float | None = None
     best_step: int | None = None
     since_row: list[float] = field(default_factory=list)  # losses after the last row of metrics, for the mean of the next
+    num_rows: int = 0  # rows of metrics so far; 0 if an older version did not count them
 
     @property
     def diverged(self) -> bool:
@@ -242,6 +244,7 @@ class Loop:
         }
         self.keeper.log(index, row)
         progress.since_row.clear()
+        progress.num_rows += 1
 
     def summaries(self, status: Status, folders: Sequence[str]) -> list[Summary]:
         """How each run ended, in these folders, given what ``run`` returned."""

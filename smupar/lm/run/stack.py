@@ -162,7 +162,7 @@ class GPTStack:
                 config.steps,
                 model,
                 optimizers=[],
-                state={"best_step": None, "valid_loss": summary.valid_loss, "seconds": summary.seconds},
+                state={"run": config.id, "best_step": None, "valid_loss": summary.valid_loss, "seconds": summary.seconds},
                 world=self.world,
             )
 

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from smupar.lm.config.run import Execution, RunConfig
-from smupar.lm.run.folder import Row
+from smupar.lm.run.metrics import Row
 from smupar.output.files import write_atomic
 
 _Sink = Callable[[dict[str, float], int], None]  # takes values by name, and their step

@@ -25,13 +25,15 @@ from smupar.lm.data import batches as data
 from smupar.lm.model.cost import peak_flops
 from smupar.lm.run import checkpoint
 from smupar.lm.run.distributed import World, join
-from smupar.lm.run.folder import Row, RunFolder, Summary, default_folder, read_followed, read_summary
+from smupar.lm.run.folder import SUMMARY_FILE, RunFolder, Summary, default_folder, read_followed, read_summary
 from smupar.lm.run.loop import Cadence, Loop, Progress
+from smupar.lm.run.metrics import Row
 from smupar.lm.run.signals import Stop
 from smupar.lm.run.step import Stepper
 from smupar.lm.run.tracking import tracked
 from smupar.output.json_files import as_record
 from smupar.plan.plan import PlanWarning
+from smupar.plan.settings import refuse
 
 _NUM_VALIDATIONS = 5
 _LINE_SECONDS = 10.0
@@ -52,6 +54,11 @@ def train(config: RunConfig, how: Execution | None = None) -> Summary:
             world.wait()
             summary = read_summary(path)
             if summary:
+                refuse(
+                    summary.id != folder.config.id,
+                    f"{path / SUMMARY_FILE} is damaged (it is that of a run {summary.id}): delete it, and the same command "
+                    "writes it again",
+                )
                 print(f"{path} has ended already; for another run of the same configuration choose another --out")
             return summary or _train(folder.config, how, world, corpus, path, folder, stop)
 
@@ -90,6 +97,7 @@ def _resumed(stepper: Stepper, path: Path, folder: RunFolder | None) -> Progress
     last, progress = _last_intact(path / "checkpoints", stepper.world), Progress()
     if last is not None:
         state = checkpoint.load(last, stepper.model, stepper.optimizers)
+        checkpoint.refuse_other_run(last, state.pop("run", None), stepper.config.id)
         with checkpoint.named(last):
             stepper.load_state_dict(state.pop("moving", {}))
             progress = as_record(Progress, state, source=f"{last / checkpoint.STATE}", remedy="restore it")
@@ -99,7 +107,7 @@ def _resumed(stepper: Stepper, path: Path, folder: RunFolder | None) -> Progress
     _say(stepper.world, f"{doing} {path}")
     if folder:
         # If losses wait for a row, the checkpoint's own step has no row yet.
-        folder.resume_metrics(progress.step - bool(progress.since_row))
+        progress.num_rows = folder.resume_metrics(progress.step - bool(progress.since_row), progress.num_rows)
     return progress
 
 
@@ -180,7 +188,7 @@ class _FolderKeeper:
     def save(self, progress: Sequence[Progress]) -> None:
         [run], stepper = progress, self.stepper
         state = {name: value for name, value in asdict(run).items() if name != "step"}
-        state["moving"] = stepper.state_dict()
+        state |= {"run": stepper.config.id, "moving": stepper.state_dict()}
         checkpoint.save(self.checkpoints, run.step, stepper.model, stepper.optimizers, state, stepper.world)
         if stepper.world.is_main:
             checkpoint.prune(self.checkpoints, keep=self.num_kept, best=run.best_step)

@@ -18,6 +18,7 @@ from smupar.lm.run import checkpoint
 from smupar.lm.run.distributed import ALONE, World, build_on_device
 from smupar.lm.run.folder import read_config, read_facts
 from smupar.model.csr import expand_export
+from smupar.output.files import resolved
 from smupar.output.json_files import DamagedFileError, is_sealed, read_object, read_record
 from smupar.output.optional import first_line, optional
 from smupar.output.sums import SUMS, UncheckedWarning, check_sums
@@ -46,11 +47,11 @@ class LoadedRun:
 
 def load_run(folder: str | Path, *, device: torch.device | None = None, best: bool = False) -> LoadedRun:
     """Loads the last checkpoint of a run, its best checkpoint, or the checkpoint whose folder is given."""
-    path = Path(folder).resolve()
+    path = resolved(Path(folder))
     run = path.parent.parent if path.parent.name == "checkpoints" else path
     config = read_config(run)
     chosen = path if run != path else checkpoint.latest(run / "checkpoints")
-    if chosen is None or not (chosen / "state.json").exists():
+    if chosen is None or not chosen.is_dir():
         raise FileNotFoundError(f"{path} has no checkpoint yet: train on, or give the folder of another run")
     if best:
         step = checkpoint.read_state(chosen).get("best_step")
@@ -58,6 +59,7 @@ def load_run(folder: str | Path, *, device: torch.device | None = None, best: bo
     with warnings.catch_warnings(action="ignore", category=PlanWarning):  # training has already shown these warnings
         model, plan = build_on_device(config, World(0, 1, device or torch.device("cpu"), "ddp"))
     checkpoint.check(chosen, ALONE, only=checkpoint.MODEL)
+    checkpoint.refuse_other_run(chosen, checkpoint.read_state(chosen).get("run"), config.id)
     checkpoint.load_weights(chosen, model)
     return LoadedRun(run, checkpoint.step_of(chosen), config, model, plan)
 

@@ -40,7 +40,7 @@ from smupar.lm.use.load import (
     num_positions,
     read_description,
 )
-from smupar.output.files import write_atomic, writing
+from smupar.output.files import resolved, write_atomic, writing
 from smupar.output.json_files import DamagedFileError, parse_json, read_text
 from smupar.plan.settings import refuse
 
@@ -95,7 +95,7 @@ class ScoringModel:
 def refuse_without_model(folder: str | Path) -> None:
     path = Path(folder)
     refuse(
-        not read_description(path) and path.resolve().parent.name != "checkpoints",
+        not read_description(path) and resolved(path).parent.name != "checkpoints",
         f"{path} holds no model: give a run, a checkpoint, an export, or a folder that transformers wrote",
     )
 

@@ -21,17 +21,17 @@ from smupar.lm.data.tokenizer import read_tokenizer
 from smupar.lm.run import checkpoint
 from smupar.lm.run.folder import (
     FOLLOWED_FILE,
-    METRICS_FILE,
     SUMMARY_FILE,
     TRACE_FILE,
-    damaged_rows,
     read_config,
     read_facts,
     read_summary,
 )
+from smupar.lm.run.metrics import METRICS_FILE, damaged_rows
 from smupar.lm.use.load import is_export, read_export
 from smupar.output.json_files import is_sealed
 from smupar.output.sums import SUMS, Parts, read_sums, wrong_parts
+from smupar.plan.plan import PLAN_FILE
 from smupar.plan.settings import refuse
 from smupar.updates.trace import Trace
 
@@ -107,7 +107,7 @@ def inspect(path: Path, found: Inspection) -> None:
         _text(path, found)
     elif (path / checkpoint.MODEL).is_dir():
         _checkpoint(path, found)
-    elif is_export(path) or (path / "model.safetensors").exists():
+    elif is_export(path) or (path / PLAN_FILE).exists() or any(path.glob("model*.safetensors")):
         _export(path, found)
     elif (path / "config.json").exists() or (path / "checkpoints").exists():
         inspect_run(path, found)
@@ -150,7 +150,8 @@ def inspect_run(path: Path, found: Inspection) -> RunConfig | None:
 def _metrics(path: Path, found: Inspection) -> None:
     file = path / METRICS_FILE
     if file.exists():
-        found.wrong += [f"{file}: line {number} is damaged" for number in damaged_rows(file)]
+        with found.part():
+            found.wrong += [f"{file}: line {number} is damaged" for number in damaged_rows(file)]
     elif (path / SUMMARY_FILE).exists():
         found.wrong.append(f"{file} is missing")
 

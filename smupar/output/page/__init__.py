@@ -24,6 +24,7 @@ from functools import cache
 from pathlib import Path
 
 from smupar.output.files import write_atomic
+from smupar.output.json_files import parse_json, read_text
 from smupar.output.page.document import Document
 
 FORMAT = "smupar-page/1"
@@ -53,10 +54,10 @@ def write_page(path: Path, document: Document) -> None:
 def read_page(path: Path) -> Document | None:
     """The document of a page; None if the file is no page of this format."""
     try:
-        text = path.read_text(encoding="utf-8").partition(_BEFORE)[2].partition(_AFTER)[0]
-        values = json.loads(text)
+        text = read_text(path, remedy="").partition(_BEFORE)[2].partition(_AFTER)[0]
+        values = parse_json(text, source=str(path), remedy="")
         return values["documents"][0] if values["format"] == FORMAT else None
-    except (OSError, ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError):
         return None
 
 

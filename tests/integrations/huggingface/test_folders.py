@@ -10,6 +10,8 @@ import smupar
 from smupar.cli.main import main
 from smupar.integrations import huggingface
 from smupar.model.parameterize import mask_of
+from smupar.output.sums import UncheckedWarning
+from smupar.study.verify import verify
 from tests.integrations.huggingface.tiny import EVERY_KIND, LLAMA, build, inputs, labelled, logits, trained
 
 
@@ -156,3 +158,31 @@ def test_factors_on_residual_branches_are_exported(tmp_path):
     huggingface.export(tmp_path / "sparse", tmp_path / "plain")
     plain = LlamaForCausalLM.from_pretrained(tmp_path / "plain")
     torch.testing.assert_close(logits(plain, "llama"), logits(model, "llama"), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "smupar_plan.json", "generation_config.json"])
+def test_damaged_folder_of_a_model_is_named(tmp_path, name):
+    model, _ = trained("gpt2")
+    model.save_pretrained(tmp_path / "sparse")
+    path = tmp_path / "sparse" / name
+    data = bytearray(path.read_bytes())
+    data[-9] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=rf"sparse is damaged \(.*{name} does not match its checksum\).*delete sums\.json if"):
+        huggingface.load(tmp_path / "sparse")
+    assert [name in line for line in verify(tmp_path / "sparse").wrong] == [True]
+    data[-9] ^= 1
+    path.write_bytes(data)
+    (tmp_path / "sparse/sums.json").unlink()
+    with pytest.warns(UncheckedWarning, match="sparse has no checksums"):
+        huggingface.load(tmp_path / "sparse")
+
+
+def test_exported_folder_has_checksums(tmp_path):
+    model, _ = trained("gpt2")
+    model.save_pretrained(tmp_path / "sparse")
+    huggingface.export(tmp_path / "sparse", tmp_path / "plain")
+    found = verify(tmp_path / "plain")
+    assert (found.wrong, found.unchecked, found.counts["file"]) == ([], [], 3)
+    (tmp_path / "plain/config.json").write_text("{}")
+    assert len(verify(tmp_path / "plain").wrong) == 1

@@ -19,7 +19,7 @@ import pytest
 from smupar.lm.config.commands import PrepareConfig
 from smupar.lm.data import sources
 from smupar.lm.data.prepare import prepare
-from smupar.lm.data.shards import open_tokens, read_index, verify
+from smupar.lm.data.shards import VERIFIED, open_tokens, read_index, verify
 from smupar.lm.data.sources import cut_at
 from smupar.lm.data.tokenizer import load_tokenizer, read_tokenizer
 from smupar.output.json_files import SEAL
@@ -327,10 +327,21 @@ def test_finished_preparation_returns_at_once(capsys):
     index = prepare(_config("a.txt"))
     before = {path.name: path.stat().st_mtime_ns for path in Path("out").iterdir()}
     assert prepare(_config("a.txt")) == index
-    assert {path.name: path.stat().st_mtime_ns for path in Path("out").iterdir()} == before
+    after = {path.name: path.stat().st_mtime_ns for path in Path("out").iterdir()}
+    assert after.keys() - before.keys() == {VERIFIED}
+    assert {name: after[name] for name in before} == before
     said = capsys.readouterr().err
     assert "out is already prepared: nothing to do" in said
     assert "written after" not in said
+
+
+def test_damage_to_a_finished_preparation_is_named():
+    _write("a.txt", "some text")
+    prepare(_config("a.txt"))
+    shard = Path("out/tokens-00000.bin")
+    shard.write_bytes(shard.read_bytes().swapcase())
+    with pytest.raises(ValueError, match=r"tokens-00000\.bin has changed since it was prepared"):
+        prepare(_config("a.txt"))
 
 
 def test_source_of_the_same_size_that_was_written_later_is_named(capsys):
@@ -362,6 +373,13 @@ def test_interrupted_preparation_says_so_and_goes_on():
     prepare(_config("a.jsonl", shard_tokens=20))
     assert _text() == "".join(f"document {i}\0" for i in range(9))
     assert not list(Path("out").glob("*.tmp"))
+
+
+def test_shard_that_is_damaged_between_kill_and_resume_is_named():
+    config = _interrupted()
+    shard = Path("out/tokens-00001.bin")
+    shard.write_bytes(shard.read_bytes().swapcase())
+    assert "tokens-00001.bin has changed since it was prepared" in _message(config)
 
 
 def _changed(name, content):

@@ -1,6 +1,7 @@
 """Masks and values from seeds and names, and masks of the user's own."""
 
 import hashlib
+import os
 import subprocess
 import sys
 from fractions import Fraction
@@ -161,6 +162,9 @@ def test_masks_from_a_file(tmp_path):
     with pytest.raises(ValueError, match="holds no masks"):
         smupar.make_plan(Tables(64), base=Tables(16), masks=tmp_path / "dense.pt")
     (tmp_path / "junk.pt").write_bytes(b"junk")
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    with pytest.raises(ValueError, match=r"pipe\.safetensors is not a file"):
+        smupar.make_plan(Tables(64), base=Tables(16), masks=tmp_path / "pipe.safetensors")
     with pytest.raises(ValueError, match="cannot be read as a state dict"):
         smupar.make_plan(Tables(64), base=Tables(16), masks=tmp_path / "junk.pt")
 

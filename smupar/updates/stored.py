@@ -1,0 +1,50 @@
+"""A trace as its file holds it, and what is checked when it is read. This file does not import torch, so pages open at once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+from smupar.output.json_files import DamagedFileError, as_record, parse_object
+
+FORMAT = "smupar-trace/1"
+REMEDY = "record one with record_updates"
+
+
+@dataclass
+class StoredTrace:
+    """The content of a trace's file: a number that is not finite is null."""
+
+    num_steps: int
+    at: list[int]
+    effects: dict[str, list[float | None]]
+    shapes: dict[str, tuple[int, ...]]
+    optimizer: str = ""
+    note: str = ""
+
+
+def parse_trace(text: str, *, source: str) -> StoredTrace:
+    """The trace that a JSON text holds. ``source`` names the text in errors."""
+    values = parse_object(text, source=source, remedy=REMEDY)
+    stored = values.pop("format", None)
+    if stored != FORMAT:
+        raise DamagedFileError(f"{source} is no trace in format {FORMAT!r} (it says {stored!r}): {REMEDY}")
+    trace = as_record(StoredTrace, values, source=source, remedy=REMEDY)
+    wrong = _wrong_numbers(trace)
+    if wrong:
+        raise DamagedFileError(f"{source} is a damaged trace ({wrong}): {REMEDY}")
+    return trace
+
+
+def _wrong_numbers(trace: StoredTrace) -> str:
+    """What is wrong with the numbers of a trace whose fields have the right types; "" if nothing."""
+    steps = [-1, *trace.at, trace.num_steps]
+    if any(after <= before for before, after in pairwise(steps)):
+        return f"its steps must rise from 0 to below num_steps {trace.num_steps}"
+    for name, values in trace.effects.items():
+        if len(values) != len(trace.at):
+            return f"{name} has {len(values)} effects for {len(trace.at)} steps"
+        if not all(value is None or 0 <= value < math.inf for value in values):
+            return f"{name} has an effect that is negative or not a number"
+    return ""
