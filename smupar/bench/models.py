@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from smupar.bench.generate import bench_generate
 from smupar.bench.sparse.run import bench_sparse
 from smupar.execute.compiler_cache import guard_compiler_cache
 from smupar.execute.timing import Call, best_of, in_turns, seconds_of
@@ -278,4 +279,5 @@ BENCHES: dict[str, Callable[..., str]] = {
     "sweep": bench_sweep,
     "data": bench_data,
     "sparse": bench_sparse,
+    "generate": bench_generate,
 }

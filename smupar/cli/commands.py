@@ -127,7 +127,9 @@ def _verdict_lines(report: Report) -> list[Told]:
 
 
 def bench(
-    what: Annotated[Literal["parameterize", "train", "updates", "sweep", "data", "sparse"], Arg("BENCH", positional=True)],
+    what: Annotated[
+        Literal["parameterize", "train", "updates", "sweep", "data", "sparse", "generate"], Arg("BENCH", positional=True)
+    ],
     repeats: int = 3,
     out: str | None = None,
     device: Literal["cpu", "cuda"] | None = None,
@@ -138,14 +140,19 @@ def bench(
         what: parameterize: parameterize, compared with a plain normal_ of the same tensors. train: the 610M model on a GPU with
             masks, compared with the same model without smupar, for causal attention and for ALiBi. updates: the 610M model on
             a GPU, with and without following a trace. sweep: many small models, one by one and stacked. data: how fast
-            batches are read from shards. sparse: layers that keep only their non-zeros, compared with dense layers.
+            batches are read from shards. sparse: layers that keep only their non-zeros, compared with dense layers. generate:
+            tokens per second, dense, without zeros, and by transformers.
         repeats: Number of runs of each variant.
-        out: For sparse: a folder for the numbers as JSON and the picture.
-        device: For sparse: cpu or cuda. Default: a GPU if there is one.
+        out: For sparse and generate: a folder for the numbers as JSON, and for the picture of sparse. If you run generate
+            again, it measures only what is missing.
+        device: For sparse and generate: cpu or cuda. Default: a GPU if there is one.
     """
     refuse(not 1 <= repeats <= 10_000, f"--repeats must lie between 1 and 10,000, got {repeats}")
-    refuse(out is not None and what != "sparse", f"--out is for bench sparse, {what} writes no files: leave it out")
-    refuse(device is not None and what != "sparse", f"--device is for bench sparse, {what} runs where it can: leave it out")
+    chooses = what in ("sparse", "generate")
+    refuse(out is not None and not chooses, f"--out is for bench sparse and generate, {what} writes no files: leave it out")
+    refuse(
+        device is not None and not chooses, f"--device is for bench sparse and generate, {what} runs where it can: leave it out"
+    )
     with loading():
         from smupar.bench.models import BENCHES
 

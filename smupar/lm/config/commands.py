@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -95,12 +96,12 @@ class CheckConfig:
 
 @dataclass(frozen=True)
 class GenerateConfig:
-    """Sampling from a run or an export."""
+    """Sampling from a run, an export, or a model that transformers reads."""
 
     folder: str
-    """Folder of a run, of one of its checkpoints, or of an export."""
-    prompt: str = "\n"
-    """Text to continue."""
+    """Folder of a run, of one of its checkpoints, of an export, or of a model that transformers reads."""
+    prompt: tuple[str, ...] = ("\n",)
+    """One prompt, whose text is printed as it is generated; or several, whose texts are generated together."""
     tokens: int = 300
     """How many tokens to generate; the text may end earlier."""
     temperature: float = 0.8
@@ -108,9 +109,26 @@ class GenerateConfig:
     top_k: int = 50
     """Choose among this many most likely tokens; 0: among all tokens."""
     seed: int = 0
-    """Seed of the samples."""
+    """Each prompt has random numbers of its own, which begin at the seed."""
     device: str = "auto"
     """auto: a GPU if there is one."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """bf16: weights and activations are rounded, which takes half of the memory."""
+    storage: Literal["auto", "dense", "packed"] = "auto"
+    """packed: layers keep only their non-zeros, on a CPU; auto: those layers that are faster so, measured; dense: none."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.prompt, str):
+            object.__setattr__(self, "prompt", (self.prompt,))
+        check_choices(self)
+        refuse(
+            self.tokens < 1 or not 0 <= self.temperature < math.inf or self.top_k < 0,
+            "--tokens must be above 0, --temperature and --top-k at least 0",
+        )
+        check_not_too_large("tokens", self.tokens)
+        refuse(abs(self.seed) >= 2**63, "--seed must fit into 64 bits: choose a smaller number")
+        empty = not self.prompt or "" in self.prompt
+        refuse(empty, "the prompt is empty: give at least one character with --prompt")
 
 
 @dataclass(frozen=True)

@@ -91,13 +91,13 @@ def test_built_gpt_has_the_attention_scale_of_its_rule(rule, scale):
 
 
 @pytest.mark.parametrize("positions", POSITIONS)
-def test_logits_with_caches_equal_those_of_the_whole_text_at_once(positions):
+def test_logits_with_a_cache_equal_those_of_the_whole_text_at_once(positions):
     model, tokens = _model(positions=positions), _tokens(13)
-    caches = [Cache() for _ in model.blocks]
+    cache = Cache(len(model.blocks))
     with torch.no_grad():
-        pieces = [model(piece, caches) for piece in tokens.split([4, 1, 5, 1, 2], dim=1)]
+        pieces = [model(piece, cache) for piece in tokens.split([4, 1, 5, 1, 2], dim=1)]
         torch.testing.assert_close(torch.cat(pieces, 1), model(tokens), rtol=1e-5, atol=1e-5)
-    assert [len(cache) for cache in caches] == [13, 13]
+    assert len(cache) == 13
 
 
 # Positions
