@@ -20,7 +20,7 @@ from smupar.plan.allocations import Allocation, as_density, uniform
 from smupar.plan.attention import named_like_attention
 from smupar.plan.depth import Correspondence, branch_factors, correspond
 from smupar.plan.disguise import Multiplier, chosen, find_multipliers
-from smupar.plan.evidence import Note
+from smupar.plan.evidence import NORMED_OUTPUT, Note
 from smupar.plan.forward import Example
 from smupar.plan.neighbours import RoleSetting
 from smupar.plan.patterns import parse_pattern, read_masks
@@ -117,7 +117,7 @@ def planned(model: nn.Module, base: nn.Module, settings: Settings, *, has_values
             model,
             roles,
             numbers.rule,
-            output_factor,
+            1.0 if NORMED_OUTPUT in notes else output_factor,
             numbers.forward("embedding", Fraction(1)),
             () if settings.get("multipliers") == "own" else multipliers,
         ),

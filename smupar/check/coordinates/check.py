@@ -8,9 +8,9 @@ sizes, not a model, losses or a checkpoint.
 from __future__ import annotations
 
 import math
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
 from itertools import islice, product
@@ -18,7 +18,6 @@ from typing import Any, Self, SupportsIndex, Unpack
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from smupar.check.audit import Finding, differences, unsettled
 from smupar.check.coordinates.measure import JUDGED, Cell, Reading, SizeRecorder
@@ -27,6 +26,7 @@ from smupar.model.parameterize import parameterize
 from smupar.model.seam import optimizers
 from smupar.optim.groups import param_groups
 from smupar.optim.guard import LRRatioWarning, ratio_problem, wrong_groups
+from smupar.output.progress import Display, Status
 from smupar.plan.layers import has_running_statistics, kind_of
 from smupar.plan.make import Settings
 from smupar.plan.parameters import parent_path
@@ -92,8 +92,8 @@ def coord_check(
     with torch.random.fork_rng():
         grid = _Grid(make_model, int(base_width), widths, densities)
     cells = [Cell(*cell) for cell in product(rule_list, grid.widths, grid.densities, seed_list)]
-    shown = tqdm(cells, desc="coordinate check", unit="run", disable=not progress, file=sys.stderr, leave=False)
-    runs = [kind(cell, grid, training).carried_out(taken) for cell in shown]
+    runs = [kind(cell, grid, training) for cell in cells]
+    _carry_out(runs, taken, shows=progress)
     readings = [reading for run in runs for reading in run.readings]
     refuse(
         not any(reading.quantity in JUDGED for reading in readings),
@@ -183,8 +183,9 @@ class _Grid:
         self.base = self._on_meta(base_width)
         self.base_width = base_width
         other = next((width for width in widths if width != base_width), 2 * base_width)
-        self.delta = self._on_meta(other) if base_width in widths else None
-        self.growth = _growth(self.base, self._on_meta(other))
+        # Models at other widths are compared with the same delta, so that a look at an example's forward pass is made once.
+        self.delta = self._on_meta(other)
+        self.growth = _growth(self.base, self.delta)
         seen = {str(_shapes(self.base)): base_width}
         for width in dict.fromkeys((*widths, other)):
             twin = seen.setdefault(str(_shapes(self._on_meta(width))), width)
@@ -215,12 +216,25 @@ def _shapes(model: nn.Module) -> list[tuple[int, ...]]:
     return [tuple(parameter.shape) for parameter in model.parameters()]
 
 
+def _carry_out(runs: Sequence[GridRun], batches: list[Any], *, shows: bool) -> None:
+    """Trains all models of the grid, and shows how many are done."""
+    done = 0
+
+    def status() -> Status:
+        return Status(done / len(runs), (f"{done} of {len(runs)} models trained",))
+
+    with Display(status) if shows else nullcontext():
+        for run in runs:
+            run.carry_out(batches)
+            done += 1
+
+
 class GridRun:
     def __init__(self, cell: Cell, grid: _Grid, training: _Training) -> None:
         self.cell, self.grid, self.training = cell, grid, training
         self.faults: list[Finding] = []
 
-    def carried_out(self, batches: list[Any]) -> Self:
+    def carry_out(self, batches: list[Any]) -> None:
         with torch.random.fork_rng(), warnings.catch_warnings():
             warnings.simplefilter("ignore", PlanWarning)  # the report shows these once
             warnings.simplefilter("ignore", LRRatioWarning)
@@ -231,7 +245,6 @@ class GridRun:
         # A report needs no models and optimizers, and all models of a large grid would not fit into memory together.
         del self.model, self.optimizers, self.schedulers
         self.__dict__.pop("recorder", None)
-        return self
 
     def read(self) -> list[Reading]:
         return self.recorder.readings(self.cell)
@@ -243,9 +256,14 @@ class GridRun:
     def build(self) -> None:
         cell, grid, training = self.cell, self.grid, self.training
         self.model = grid.make_model(cell.width)
-        delta = grid.delta if cell.width == grid.base_width else None
         density = training.allocation(cell.density) if training.allocation is not None and cell.density < 1 else cell.density
-        settings: Settings = {**training.settings, "rule": cell.rule, "density": density, "seed": cell.seed, "delta": delta}
+        settings: Settings = {
+            **training.settings,
+            "rule": cell.rule,
+            "density": density,
+            "seed": cell.seed,
+            "delta": grid.delta,
+        }
         self.plan = parameterize(self.model, base=grid.base, reset=False, **settings)
         if training.prepare is not None:
             training.prepare(self.model, self.plan)

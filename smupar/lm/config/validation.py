@@ -93,7 +93,7 @@ def check_model(model: ModelConfig) -> None:
     width, head_dim, ratio = model.width, model.head_dim, model.ff_ratio
     refuse(
         width % head_dim,
-        f"width {width} is not a multiple of head_dim {head_dim}: --width {max(1, round(width / head_dim)) * head_dim} "
+        f"width {width} is not a multiple of head_dim {head_dim}: {max(1, round(width / head_dim)) * head_dim} "
         "would be, or choose another --head-dim",
     )
     refuse(ratio is not None and not 0 < ratio < 1000, f"ff_ratio must lie in (0, 1000), got {ratio}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,15 +17,33 @@ from smupar.lm.model.gpt import GPT, set_attention_scale
 from smupar.lm.run.distributed import pick_device
 from smupar.lm.run.step import next_token_loss
 from smupar.output.files import locked, refuse_other_files
+from smupar.output.pictures import missing_pictures
 
 
 def check_gpt(config: CheckConfig, *, lr: Mapping[str, float] | None = None) -> Report:
     """Runs ``coord_check`` on GPTs; writes check.png, .html and .json. ``lr`` gives each rule its own learning rate instead
     of the common one."""
-    device, folder = pick_device(config.device), Path(config.out)
+    folder = Path(config.out)
     with locked(folder):  # raises before any work if the folder cannot be written
         if not (folder / "check.json").exists():
             refuse_other_files(folder, "check")
+        if missing := missing_pictures():
+            warnings.warn(missing, UserWarning, stacklevel=2)
+        report = _checked(config, lr)
+        report.to_json(folder / "check.json")
+        report.to_html(folder / "check.html")
+        if not missing:
+            report.plot(folder / "check.png")
+    return report
+
+
+def files_of(config: CheckConfig) -> list[str]:
+    """The files that a check leaves in its folder, the page first."""
+    return [name for name in ("check.html", "check.png", "check.json") if (Path(config.out) / name).exists()]
+
+
+def _checked(config: CheckConfig, lr: Mapping[str, float] | None) -> Report:
+    device = pick_device(config.device)
 
     def make_model(width: int) -> GPT:
         model = GPT(ModelConfig(width=width, depth=config.depth, head_dim=config.head_dim))
@@ -44,7 +62,7 @@ def check_gpt(config: CheckConfig, *, lr: Mapping[str, float] | None = None) -> 
         steps = config.whole_run or config.steps
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, 10 * (step + 1) / steps) * (1 - step / steps))
 
-    report = coord_check(
+    return coord_check(
         make_model,
         next_token_loss,
         batches,
@@ -65,12 +83,3 @@ def check_gpt(config: CheckConfig, *, lr: Mapping[str, float] | None = None) -> 
         alpha_input=config.alpha_input,
         alpha_output=config.alpha_output,
     )
-    report.to_json(folder / "check.json")
-    report.to_html(folder / "check.html")
-    try:
-        report.plot(folder / "check.png")
-    except ModuleNotFoundError as error:  # neither verdict nor page need matplotlib
-        print(f"{folder}/check.html, check.json; {error}", file=sys.stderr)
-    else:
-        print(f"{folder}/check.html, check.png, check.json", file=sys.stderr)
-    return report

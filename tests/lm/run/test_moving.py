@@ -207,7 +207,7 @@ def test_finished_run_is_said_to_have_ended_though_its_trace_is_gone(finished, t
     gone = replace(config, follow=str(tmp_path / "gone" / "trace.json"))
     (folder / "config.json").write_text(gone.to_json())
     assert train(gone, replace(KEEP_ALL, out=str(folder))).status == "finished"
-    assert "has ended already" in capsys.readouterr().out
+    assert "has ended already" in capsys.readouterr().err
 
 
 def test_run_goes_on_when_its_trace_was_moved(finished, proxy, tmp_path):
