@@ -66,5 +66,5 @@ def test_command_trains_a_whole_run_and_writes_its_files(tmp_path, capsys):
     torch.manual_seed(0)
     options = "--widths 64 --base-width 32 --sparsities 0 0.5 --seeds 1 --rules smupar --whole-run 12 --weight-decay 0.1"
     main(["check", *options.split(), "--depth", "1", "--out", str(tmp_path)])
-    assert "SmuPar: PASS over 12 steps of 2 runs" in capsys.readouterr().out
+    assert "PASS SmuPar over 12 steps of 2 runs" in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} >= {"check.json", "check.html", "check.png"}
