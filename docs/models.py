@@ -41,7 +41,7 @@ CHECKS = {
     "over density": {"widths": (WIDTH,), "densities": (1, DENSITY)},
     "SP over width": {**WIDTHS, "rules": "sp", "seeds": 2},  # it fails by so much that two seeds will do
 }
-COLUMNS = ("architecture", "roles", "attention scale", "export", *CHECKS)
+COLUMNS = ("architecture", "roles", "without an example", "attention scale", "export", *CHECKS)
 
 
 @dataclass(frozen=True)
@@ -49,48 +49,60 @@ class Quick:
     """What can be seen without training."""
 
     roles: str
+    without: str
     attention: str
     export: str
 
 
 def quick(architecture: Architecture) -> Quick:
     with _quietly():
-        return Quick(_roles(architecture), _attention(architecture), _export(architecture))
+        roles, without = _roles(architecture, looks=True), _roles(architecture, looks=False)
+        return Quick(roles, without, _attention(architecture), _export(architecture))
 
 
 # Roles
 
 
-def proposal(architecture: Architecture) -> dict[str, Any]:
-    """The roles that the question suggests; {} if nothing is asked."""
-    try:
-        smupar.make_plan(_meta(architecture, WIDTH), base=_meta(architecture, BASE))
-    except ValueError as error:
-        line = next((line for line in str(error).splitlines() if line.strip().startswith("roles=")), None)
-        if line is None:
-            raise
-        return dict(ast.literal_eval(line.strip().removeprefix("roles=")))
-    return {}
+def proposal(architecture: Architecture, *, looks: bool) -> dict[str, Any]:
+    """The roles that questions suggest, pasted until nothing more is asked. ``looks``: with a batch as the example."""
+    pasted: dict[str, Any] = {}
+    while True:
+        try:
+            _plan(architecture, pasted, looks=looks)
+        except ValueError as error:
+            line = next((line for line in str(error).splitlines() if line.strip().startswith("roles=")), None)
+            if line is None:
+                raise
+            pasted |= ast.literal_eval(line.strip().removeprefix("roles="))
+        else:
+            return pasted
 
 
 def answers(architecture: Architecture) -> dict[str, Any]:
-    """The right answers, by parameter: what the question suggests, unless the architecture says otherwise."""
-    roles = [*architecture.roles.items(), *proposal(architecture).items()]
+    """The right answers, by parameter: what the question without an example suggests, unless the architecture says
+    otherwise."""
+    roles = [*architecture.roles.items(), *proposal(architecture, looks=False).items()]
     names = [name for name, _ in _meta(architecture, BASE).named_parameters()]
     found = {name: [role for glob, role in roles if fnmatchcase(name, glob)] for name in names}
     return {name: matches[0] for name, matches in found.items() if matches}
 
 
-def _roles(architecture: Architecture) -> str:
-    asked = proposal(architecture)
-    suggested, right = (
-        smupar.make_plan(_meta(architecture, WIDTH), base=_meta(architecture, BASE), roles=roles)
-        for roles in (asked, answers(architecture))
+def _roles(architecture: Architecture, *, looks: bool) -> str:
+    asked, right = proposal(architecture, looks=looks), answers(architecture)
+    plan = _plan(architecture, asked, looks=looks)
+    # The fan-in of raw input matrices cannot be said. So answers are compared in a plan that looked, too.
+    by_shapes, by_look = (_plan(architecture, right, looks=each) for each in (False, looks))
+    same = all(
+        _numbers(row) in ([_numbers(by_shapes[row.name])] + [_numbers(by_look[row.name])] * (row.name in right)) for row in plan
     )
-    same = [_numbers(row) for row in suggested] == [_numbers(row) for row in right]
     if not asked:
         return "works as is" if same else "**wrong unless given**"
     return f"asks for {len(asked)}" + ("" if same else ", **suggestion wrong**")
+
+
+def _plan(architecture: Architecture, roles: dict[str, Any], *, looks: bool) -> Plan:
+    example = architecture.example(architecture.batch(0)) if looks else None
+    return smupar.make_plan(_meta(architecture, WIDTH), base=_meta(architecture, BASE), roles=roles, example=example)
 
 
 def _numbers(row: PlanRow) -> tuple[Any, ...]:
@@ -101,25 +113,19 @@ def _numbers(row: PlanRow) -> tuple[Any, ...]:
 
 
 def _attention(architecture: Architecture) -> str:
-    plan = smupar.make_plan(_meta(architecture, WIDTH), base=_meta(architecture, BASE), roles=answers(architecture))
+    model = architecture.make(BASE)
+    plan = smupar.parameterize(model, base=_meta(architecture, WIDTH), **_settings(architecture))
     if "attention_scale" not in plan.pending:
         return "none"
-    if architecture in PLAIN:
-        return "asks"
-    try:
-        huggingface.set_attention_scale(architecture.make(BASE), plan)
-    except ValueError:
-        return "by hand"
-    return "set"
+    prepare(architecture, model, plan)
+    return "by hand" if "attention_scale" in plan.pending else "set"
 
 
 def _export(architecture: Architecture) -> str:
     if architecture in PLAIN:
         return ""
     model = architecture.make(2 * BASE)
-    base = architecture.make(BASE)
-    plan = huggingface.parameterize(model, base=base, density=DENSITY, roles=answers(architecture))
-    prepare(architecture, model, plan)
+    huggingface.parameterize(model, base=architecture.make(BASE), density=DENSITY)
     model.eval()
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         model.save_pretrained(f"{folder}/sparse")
@@ -135,10 +141,20 @@ def _export(architecture: Architecture) -> str:
 
 def prepare(architecture: Architecture, model: nn.Module, plan: Plan) -> None:
     """What a user does after ``parameterize``."""
+    example = architecture.example(architecture.batch(0))
+    if "attention_scale" in plan.pending and architecture in PLAIN:
+        smupar.set_attention_scale(model, plan, example)
+    elif "attention_scale" in plan.pending:
+        huggingface.set_attention_scale(model, plan, example)
     if architecture.prepare is not None:
         architecture.prepare(model, plan)
-    elif "attention_scale" in plan.pending:
-        huggingface.set_attention_scale(model, plan)
+
+
+def _settings(architecture: Architecture) -> dict[str, Any]:
+    """What a user passes to ``parameterize``: a batch, the roles that are asked for all the same, and what the integration of
+    Hugging Face does about numbers that follow the width."""
+    example = architecture.example(architecture.batch(0))
+    return {"example": example, "roles": proposal(architecture, looks=True), "multipliers": "base"}
 
 
 # The check
@@ -152,8 +168,7 @@ def check(architecture: Architecture, which: str, **changes: Any) -> Any:
             architecture.loss,
             [architecture.batch(seed) for seed in range(settings["steps"])],
             prepare=lambda model, plan: prepare(architecture, model, plan),
-            roles=answers(architecture) or None,
-            multipliers="base",  # as the integration of Hugging Face has it
+            **_settings(architecture),
             **settings,
         )
 

@@ -18,7 +18,7 @@ KATEX = ["vendor/katex/katex.min.js", "formulas.js"]
 
 
 def on_config(config: Any) -> Any:
-    config.repo_url = REPOSITORY
+    config.repo_url, config.repo_name = REPOSITORY, "GitHub"
     return config
 
 

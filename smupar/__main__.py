@@ -1,5 +1,16 @@
-"""``python -m smupar``."""
+"""``smupar`` and ``python -m smupar``."""
 
-from smupar.cli.main import main
+import sys
 
-main()
+
+def start() -> None:
+    """Runs the command line. Ctrl-C ends it without a traceback also while the command line itself is loaded."""
+    try:
+        from smupar.cli.main import main
+    except KeyboardInterrupt:
+        sys.exit(130)
+    main()
+
+
+if __name__ == "__main__":
+    start()

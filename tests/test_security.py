@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import io
+import json
 import pickle
 import re
 import shutil
@@ -17,6 +18,7 @@ from smupar.lm.data.shards import verify
 from smupar.lm.data.tokenizer import load_tokenizer
 from smupar.lm.use.load import load_model
 from smupar.lm.use.score import read_requests
+from smupar.output.json_files import SEAL
 from smupar.plan.patterns import read_masks
 from smupar.plan.plan import Plan
 from smupar.study.store import Study
@@ -100,6 +102,20 @@ def test_bomb_goes_off_where_pickles_are_run(tmp_path):
     pickle.loads(pickle.dumps(Bomb(tmp_path / "first")))
     torch.load(io.BytesIO(saved_by_torch(Bomb(tmp_path / "second"))), weights_only=False)
     assert {path.name for path in tmp_path.iterdir()} == {"first", "second"}
+
+
+def test_codes_for_the_terminal_are_not_printed(run, tmp_path, capsys):
+    shutil.copytree(run, tmp_path / "run")
+    path = tmp_path / "run/summary.json"
+    values = json.loads(path.read_text()) | {"id": "\x1b]0;evil\x07"}
+    path.write_text(json.dumps({name: value for name, value in values.items() if name != SEAL}))
+    size = "--width 64 --depth 1 --steps 1 --batch-size 1 --seq-len 8"
+    for command in (f"verify {tmp_path}/run", f"sweep {size} --out {tmp_path}/run", f"train {size} --hps \x1b]0;evil\x07"):
+        with pytest.raises(SystemExit):
+            main(command.split())
+    said = capsys.readouterr()
+    assert "summary.json is of another run ( ]0;evil )" in said.out
+    assert not {"\x1b", "\x07"} & {*said.out, *said.err}
 
 
 def test_text_of_others_is_escaped_in_pages(command, run, tmp_path, monkeypatch):

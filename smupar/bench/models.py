@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from smupar.bench.generate import bench_generate
 from smupar.bench.sparse.run import bench_sparse
 from smupar.execute.compiler_cache import guard_compiler_cache
 from smupar.execute.timing import Call, best_of, in_turns, seconds_of
@@ -46,7 +47,7 @@ def bench_parameterize(*, repeats: int = 3, model: ModelConfig = _610M, planned:
     plain, ours = math.inf, dict.fromkeys(densities, math.inf)
     extra_bytes = {}
     base = on_meta(replace(model, width=_BASE_WIDTH))
-    for density in tqdm(densities * repeats, desc="bench", leave=False):
+    for density in tqdm(densities * repeats, desc="bench", leave=False, disable=None):
         gpt = GPT(model)
         plain = min(plain, seconds_of(partial(_fill, gpt)))
         ours[density] = min(ours[density], seconds_of(partial(parameterize, gpt, base=base, density=density)))
@@ -278,4 +279,5 @@ BENCHES: dict[str, Callable[..., str]] = {
     "sweep": bench_sweep,
     "data": bench_data,
     "sparse": bench_sparse,
+    "generate": bench_generate,
 }

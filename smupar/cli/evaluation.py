@@ -2,44 +2,57 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import tyro
-
+from smupar.cli.answers import Reply, Told
+from smupar.cli.answers import table as aligned_lines
+from smupar.cli.commands import Folder
 from smupar.cli.flags import Typed
+from smupar.cli.loading import loading
 from smupar.lm.config.commands import EvalConfig, ScoringConfig, TasksConfig
 from smupar.lm.config.run import changed
 
+if TYPE_CHECKING:
+    from smupar.integrations.eval_table import Results
 
-def evaluate(config: Annotated[Typed, EvalConfig]) -> None:
+
+def evaluate(config: Annotated[Typed, EvalConfig]) -> Reply:
     """Evaluate models on ARC-easy, LAMBADA, RACE, PIQA and BoolQ with EleutherAI's harness, as in Table 2.
 
     You can also do this in three steps: `smupar eval requests` and `smupar eval table` need the harness, and
     `smupar eval score` needs only the model.
     """
-    from smupar.integrations.lm_eval import evaluate as run
-
     chosen = changed(EvalConfig(config.get("folders", ())), config)
-    print(f"{run(chosen)}\n{chosen.out}/results.json, table.md, table.csv")
+    with loading():
+        from smupar.integrations.lm_eval import evaluate as run
+
+    return _tabulated(run(chosen), chosen.out)
 
 
-def requests(config: Annotated[Typed, TasksConfig], out: str = "requests.jsonl") -> None:
+def _tabulated(results: Results, out: str) -> Reply:
+    where = Told(f"{out}/results.json, table.md, table.csv")
+    return Reply([*aligned_lines(str(results)), where], {"folder": out, "results": results})
+
+
+def requests(config: Annotated[Typed, TasksConfig], out: str = "requests.jsonl") -> Reply:
     """Write the questions of the tasks to a file, for `smupar eval score`. Needs the harness.
 
     Args:
         out: File to write.
     """
-    from smupar.integrations.lm_eval import write_requests
+    with loading():
+        from smupar.integrations.lm_eval import write_requests
 
-    print(write_requests(TasksConfig(**config), out))
+    chosen = TasksConfig(**config)
+    return Reply([Told(write_requests(chosen, out))], {"out": out, "tasks": chosen.tasks})
 
 
 def score(
-    folder: tyro.conf.Positional[str],
+    folder: Folder,
     config: Annotated[Typed, ScoringConfig],
     requests: str = "requests.jsonl",
     out: str = "scores.jsonl",
-) -> None:
+) -> Reply:
     """Compute the loglikelihoods that a file asks for, without the harness. If interrupted, run the same command to resume.
 
     Args:
@@ -47,9 +60,10 @@ def score(
         requests: File made by `smupar eval requests`.
         out: File to append to. Scores that it already has are not computed again.
     """
-    from smupar.lm.use.score import score_file
+    with loading():
+        from smupar.lm.use.score import score_file
 
-    print(score_file(folder, requests, out, ScoringConfig(**config)))
+    return Reply([Told(score_file(folder, requests, out, ScoringConfig(**config)))], {"folder": folder, "out": out})
 
 
 def table(
@@ -57,7 +71,7 @@ def table(
     scores: tuple[str, ...] = ("scores.jsonl",),
     out: str = "runs/eval",
     data_dir: str | None = None,
-) -> None:
+) -> Reply:
     """Turn scores into a table with one row for each file of scores. Needs the harness.
 
     Args:
@@ -66,6 +80,7 @@ def table(
         out: Folder for results.json, table.md and table.csv.
         data_dir: Folder with the local copies of the tasks, if it has moved since the requests were written.
     """
-    from smupar.integrations.lm_eval import tabulate
+    with loading():
+        from smupar.integrations.lm_eval import tabulate
 
-    print(f"{tabulate(requests, list(scores), out, data_dir=data_dir)}\n{out}/results.json, table.md, table.csv")
+    return _tabulated(tabulate(requests, list(scores), out, data_dir=data_dir), out)

@@ -1,13 +1,9 @@
-"""Turns configurations into command-line flags. Parsing returns only the flags that the user typed, as a dictionary from field
-names to values, without defaults. ``resolve`` turns the dictionary into a configuration.
+"""Makes the flags of a command from its signature.
 
-A command is a plain function. A parameter annotated ``Annotated[Typed, RunConfig]`` receives RunConfig's flags; nested fields
-become flags of the same level. The example is ``smupar plan --width 64`` with ``def plan(..., config: Run)``, where
-``Run`` is short for ``Annotated[Typed, RunConfig]``:
-1. ``parser_of(plan)`` has the signature of ``plan``, but ``config`` is annotated with a dictionary type that ``_flags`` makes.
-   It has a key, and so a flag, for each field of RunConfig, with the field's docstring as help.
-2. tyro parses argv into that dictionary. Flags that were not typed have no key: ``{"model": {"width": 64}}``.
-3. ``flat`` flattens nested configurations: the call becomes ``plan(config={"width": 64})``.
+A parameter with a plain type is a flag of its own; its sentence is in the docstring's Args. A parameter annotated with a
+configuration, such as ``config: Annotated[Typed, RunConfig]``, receives that configuration's flags: one for each field, also of
+nested configurations, with the field's docstring as its sentence. The command gets a dictionary of the fields that were typed.
+Help, completion and the parser all read these flags.
 """
 
 from __future__ import annotations
@@ -15,71 +11,213 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import math
+import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields, is_dataclass
-from functools import lru_cache, partial
-from typing import Annotated, Any, Required, TypeAlias, TypedDict, get_args, get_type_hints
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import lru_cache
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
-import tyro
-
-from smupar.lm.config.run import default_of, flat
+from smupar.lm.config.run import default_of
 
 Typed: TypeAlias = dict[str, Any]  # maps the fields that the user typed to their values
-Call: TypeAlias = partial[None]  # a command with its arguments
+
+# What stands for a value in help, where the type does not say enough.
+_METAVARS = {
+    **dict.fromkeys(("folder", "folders", "data", "valid_data", "data_dir", "out", "publish"), "FOLDER"),
+    **dict.fromkeys(("hps", "follow", "requests", "scores"), "FILE"),
+    **dict.fromkeys(
+        ("steps", "whole_run", "mask_every", "warmup", "save_every", "valid_every", "log_every", "from_step"), "STEPS"
+    ),
+    **dict.fromkeys(("width", "widths", "base_width"), "WIDTH"),
+    **dict.fromkeys(("depth", "base_depth", "proxy_depth", "depths"), "BLOCKS"),
+    **dict.fromkeys(("sparsity", "sparsities", "mask_stop", "drop_fraction", "peak_share"), "SHARE"),
+    **dict.fromkeys(("rule", "rules"), "RULE"),
+    **{"lr": "LR", "rest_lr": "LR", "pattern": "PATTERN", "optimizer": "OPTIMIZER", "device": "DEVICE", "address": "ADDRESS"},
+    **{"prompt": "TEXT", "seed": "SEED", "search_seed": "SEED", "host": "HOST", "port": "PORT", "tasks": "TASK"},
+    **{"tokens": "TOKENS", "max_tokens": "TOKENS", "seq_len": "TOKENS", "context": "TOKENS", "shard_tokens": "TOKENS"},
+    **{"sources": "SOURCE", "figures": "FIGURE", "axes": "FIELD=VALUE,...", "gpu_gib": "GIB", "max_length": "TOKENS"},
+}
+_BY_TYPE = {int: "N", float: "X", str: "NAME"}
+_KINDS = {int: "a whole number", float: "a number"}
+# Titles under which --help-all shows flags, by the first field of each part.
+_SECTIONS = {
+    "ModelConfig": {"width": "Model"},
+    "RunConfig": {
+        "rule": "Rule and base model",
+        "sparsity": "Sparsity and masks",
+        "init_std": "Hyperparameters that transfer",
+        "optimizer": "Optimizer",
+        "steps": "Length, batches and text",
+    },
+    "Execution": {"out": "How it is carried out"},
+    "MachineConfig": {"gpus": "Machine, for --dry-run"},
+    "EngineConfig": {"engine": "How it is carried out"},
+}
 
 
-def parser_of(command: Callable[..., None], shown: Mapping[type, Any]) -> Callable[..., Call]:
-    """Wraps ``command`` for tyro. Parsing returns the call without making it, so that errors inside the command do not pass
-    through tyro. ``shown`` maps a configuration class to the instance whose values the help shows as defaults."""
-    hints = get_type_hints(command, include_extras=True)
-    kinds = {
-        name: kind
-        for name, hint in hints.items()
-        for kind in get_args(hint)[1:]
-        if isinstance(kind, type) and is_dataclass(kind)
-    }
+@dataclass(frozen=True)
+class Arg:
+    """How a parameter of a command is typed, where its type and name do not say it."""
 
-    def parsed(*args: Any, **options: Any) -> Call:
-        return partial(command, *args, **{name: flat(value) if name in kinds else value for name, value in options.items()})
-
-    # tyro reads only the chosen command's annotations, so dictionary types are made on demand.
-    flags = {
-        name: Annotated[Any, tyro.conf.arg(constructor_factory=partial(_flags, kind, shown.get(kind)))]
-        for name, kind in kinds.items()
-    }
-    _disguise(parsed, command, hints | flags)
-    return parsed
+    metavar: str = ""
+    positional: bool = False
+    default: str | None = None  # what help shows as the default
 
 
-def _disguise(function: Any, command: Callable[..., None], hints: dict[str, Any]) -> None:
-    """Makes ``function`` look like ``command`` to tyro, except for its annotations. tyro takes the names, order and defaults of
-    parameters from the signature, their types from the annotations, and their help from the docstring."""
-    function.__doc__, function.__annotations__ = command.__doc__, hints
-    function.__signature__ = inspect.signature(command)
+@dataclass(frozen=True)
+class Flag:
+    """One flag, or a positional argument."""
+
+    name: str  # of the field
+    parameter: str  # of the command: its own, or that of the configuration
+    section: str
+    hint: Any  # the type of its value
+    sentence: str
+    metavar: str
+    default: str  # as one would type it; "" if there is none
+    is_positional: bool = False
+    is_required: bool = False
+
+    @property
+    def word(self) -> str:
+        return self.metavar if self.is_positional else "--" + self.name.replace("_", "-")
+
+    @property
+    def is_switch(self) -> bool:
+        return _inner(self.hint) is bool
+
+    @property
+    def turns_off(self) -> bool:
+        """Whether a switch is not off unless it is typed, so that one may want to turn it off."""
+        return self.is_switch and self.default != "False"
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The values that it can take; empty if there are many."""
+        return tuple(str(choice) for choice in get_args(_inner(self.hint))) if get_origin(_inner(self.hint)) is Literal else ()
+
+    @property
+    def num_values(self) -> int | str | None:
+        """How many words it takes, as argparse says it: None for one."""
+        inner = _inner(self.hint)
+        if get_origin(inner) is not tuple:
+            return "?" if self.is_positional and not self.is_required else None
+        return len(get_args(inner)) if get_args(inner)[-1] is not ... else "+" if self.is_required else "*"
+
+    @property
+    def usage(self) -> str:
+        """How it is typed: --width WIDTH, --[no-]tied, FOLDER."""
+        if self.is_switch:
+            return f"--[no-]{self.word[2:]}" if self.turns_off else self.word
+        value = "{" + ",".join(self.choices) + "}" if self.choices else self.metavar
+        many = self.num_values
+        if many in ("+", "*"):
+            value = f"{value} ..." if self.is_required or not self.is_positional else f"[{value} ...]"
+        elif isinstance(many, int):
+            value = " ".join([value] * many)
+        if self.is_positional:
+            return f"[{value}]" if many == "?" else value
+        return f"{self.word} {value}"
+
+    def value_of(self, word: str) -> Any:
+        """A typed word as a value. Raises ValueError with what was expected."""
+        inner = _inner(self.hint)
+        kind = get_args(inner)[0] if get_origin(inner) is tuple else inner
+        if self.choices:
+            if word not in self.choices:
+                raise ValueError(f"takes one of {', '.join(self.choices)}, got {word!r}")
+            return word
+        if (_is_optional(self.hint) and word == "None") or (kind is not str and word == "none" and _is_optional(self.hint)):
+            return None
+        try:
+            value = kind(word)
+        except ValueError as error:
+            raise ValueError(f"takes {_KINDS[kind]}, got {word!r}") from error
+        if kind is float and math.isnan(value):
+            raise ValueError(f"takes a number, got {word!r}")
+        return value
 
 
-def _flags(kind: type[Any], shown: Any = None, described: str | None = None) -> Any:
-    """A dictionary type with a key for each field of ``kind``. tyro leaves out keys whose flags were not typed."""
-    hints, docs, keys = get_type_hints(kind), _docs_of_fields(kind.__module__), {}
+def _is_optional(hint: Any) -> bool:
+    return get_origin(hint) in (Union, UnionType) and type(None) in get_args(hint)
+
+
+def _inner(hint: Any) -> Any:
+    """The type without None."""
+    if not _is_optional(hint):
+        return hint
+    [inner] = [each for each in get_args(hint) if each is not type(None)]
+    return inner
+
+
+def flags_of(command: Callable[..., Any], shown: Mapping[type, Any] | None = None) -> list[Flag]:
+    """All flags of a command, in order. ``shown`` maps a configuration class to the instance whose values are the defaults."""
+    hints, sentences = get_type_hints(command, include_extras=True), _docs_of_parameters(command)
+    found: list[Flag] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        hint, *extras = get_args(hints[name]) if get_origin(hints[name]) is Annotated else (hints[name],)
+        kind = next((extra for extra in extras if isinstance(extra, type) and is_dataclass(extra)), None)
+        if kind is not None:
+            found += _of_fields(kind, name, (shown or {}).get(kind))
+            continue
+        arg = next((extra for extra in extras if isinstance(extra, Arg)), Arg())
+        default = parameter.default
+        is_required = default is inspect.Parameter.empty
+        told = arg.default if arg.default is not None else "" if is_required else _words(default)
+        metavar = arg.metavar or _metavar(name, hint)
+        found.append(
+            Flag(name, name, "", hint, sentences.get(name, ""), metavar, told, arg.positional, is_required and arg.positional)
+        )
+    return found
+
+
+def _of_fields(kind: type[Any], parameter: str, shown: Any) -> Iterator[Flag]:
+    """The flags of a configuration. Required fields are positional."""
+    hints, docs, section = get_type_hints(kind), _docs_of_fields(kind.__module__), ""
     for item in fields(kind):
-        hint, doc = hints[item.name], docs.get((kind.__name__, item.name))
         default = default_of(item) if shown is None else getattr(shown, item.name)
+        section = _SECTIONS.get(kind.__name__, {}).get(item.name, section)
+        hint, sentence = hints[item.name], docs.get((kind.__name__, item.name), "")
         if is_dataclass(default):
-            keys[item.name] = _flags(hint, default, doc)
-        elif default is MISSING:
-            keys[item.name] = Required[Annotated[hint, tyro.conf.arg(help=doc)]]
+            yield from _of_fields(type(default), parameter, default)
         else:
-            keys[item.name] = Annotated[hint, tyro.conf.arg(help=doc, help_behavior_hint=f"(default: {_words(default)})")]
-    typed: Any = TypedDict(kind.__name__, keys, total=False)  # type: ignore[misc]
-    typed.__doc__ = described or kind.__doc__
-    return Annotated[typed, tyro.conf.OmitArgPrefixes, tyro.conf.PositionalRequiredArgs]
+            required = default is MISSING
+            metavar = "OUT" if required and item.name == "out" else _metavar(item.name, hint)
+            told = "" if required else _words(default)
+            yield Flag(item.name, parameter, section, hint, sentence, metavar, told, required, is_required=required)
+
+
+def _metavar(name: str, hint: Any) -> str:
+    if name in _METAVARS:
+        return _METAVARS[name]
+    inner = _inner(hint)
+    kind = get_args(inner)[0] if get_origin(inner) is tuple else inner
+    return "CHOICE" if get_origin(kind) is Literal else _BY_TYPE.get(kind, "")
 
 
 def _words(value: Any) -> str:
-    """A value as a user would type it."""
-    return " ".join(shlex.quote(str(part)) for part in (value if isinstance(value, tuple) else (value,)))
+    """A value as a user would type it; "" for None, whose meaning the sentence tells."""
+    if value is None or value == ():
+        return ""
+    parts: Sequence[Any] = value if isinstance(value, tuple) else (value,)
+    return " ".join(shlex.quote(str(part)) if str(part).isprintable() else repr(part) for part in parts)
+
+
+def summary_of(command: Callable[..., Any]) -> str:
+    """What a command does: its docstring without the Args."""
+    return inspect.cleandoc(command.__doc__ or "").partition("\nArgs:")[0].strip()
+
+
+@lru_cache
+def _docs_of_parameters(command: Callable[..., Any]) -> dict[str, str]:
+    """Maps a parameter to its sentence in the docstring's Args."""
+    text = inspect.cleandoc(command.__doc__ or "").partition("\nArgs:\n")[2]
+    found = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", text, re.MULTILINE)
+    return {name: " ".join(sentence.split()) for name, sentence in found}
 
 
 @lru_cache

@@ -1,5 +1,5 @@
-"""The command line: parses argv into the call of a command, then makes the call. Some defaults depend on other flags, so
-``--help`` shows the defaults for the flags that were typed with it.
+"""The command line: parses argv into the call of a command, makes the call, and prints its answer. Some defaults depend on
+other flags, so ``--help`` shows the defaults for the flags that were typed with it.
 
 Exit codes, as in docs/command-line.md: 0 success; 1 a check or claim does not hold, or a file is damaged; 2 bad input, or out
 of memory or disk (one line names the problem and the remedy); 3 a run diverged; 130 interrupted; 141 the reader of the output
@@ -8,46 +8,50 @@ closed the pipe; 143 ended by SIGTERM. A training run saves a checkpoint before 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
-import tyro
-
-from smupar.cli import commands, data, evaluation
-from smupar.cli.flags import Call, parser_of
+from smupar.cli import commands, data, evaluation, reproduction, studies
+from smupar.cli.answers import Reply, show
+from smupar.cli.help import hidden_words, show_commands
+from smupar.cli.help import show as show_help
+from smupar.cli.parser import Call, Command, did_you_mean, parse_flags
 from smupar.cli.resolve import Request, start
 from smupar.lm.config.run import RunConfig
 from smupar.output.files import sentence_of
+from smupar.output.json_files import printable_lines
+from smupar.output.terminal import make_streams_safe
+from smupar.plan.settings import refuse
 from smupar.study.config import TransferConfig, TuneConfig
 
-COMMANDS: dict[str, Callable[..., None]] = {
+COMMANDS: dict[str, Command] = {
     "rules": commands.rules,
     "plan": commands.plan,
     "check": commands.check,
     "train": commands.train,
     "generate": commands.generate,
     "export": commands.export,
-    "sweep": commands.sweep,
-    "tune": commands.tune,
-    "transfer": commands.transfer,
-    "reproduce": commands.reproduce,
-    "watch": commands.watch,
-    "report": commands.report,
-    "verify": commands.verify,
+    "sweep": studies.sweep,
+    "tune": studies.tune,
+    "transfer": studies.transfer,
+    "reproduce": reproduction.reproduce,
+    "watch": studies.watch,
+    "report": studies.report,
+    "verify": studies.verify,
     "bench": commands.bench,
     "data": data.data,
+    "data prepare": data.prepare,
+    "data verify": data.verify,
     "eval": evaluation.evaluate,
-}
-_STEPS: dict[tuple[str, ...], Callable[..., None]] = {
-    ("data", "prepare"): data.prepare,
-    ("data", "verify"): data.verify,
-    ("eval", "requests"): evaluation.requests,
-    ("eval", "score"): evaluation.score,
-    ("eval", "table"): evaluation.table,
+    "eval requests": evaluation.requests,
+    "eval score": evaluation.score,
+    "eval table": evaluation.table,
 }
 # Commands whose defaults depend on other flags, with their configuration.
 _STARTS: dict[str, type[Any]] = {
@@ -57,65 +61,142 @@ _STARTS: dict[str, type[Any]] = {
     "transfer": TransferConfig,
     "tune": TuneConfig,
 }
-_HELP = ("-h", "--help")
+_HELP = ("-h", "--help", "--help-all")
 _OF_THE_MACHINE = ("SafetensorError", "OutOfMemoryError", "MemoryError")  # libraries raise these when memory or disk runs out
 
 
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
-    if argv == ["--version"]:
-        from smupar.cli.environment import describe
-
-        print(describe())
-        return
     # Idle threads must not spin for long: with another job on the same cores, a step took up to 30 times as long.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # read when torch is loaded
-    warnings.showwarning = lambda message, *_, **__: print(f"smupar: note: {message}", file=sys.stderr)
+    warnings.showwarning = lambda message, *_, **__: _note(message, sys.stderr)
+    make_streams_safe()
     try:
-        _run([*argv, "--help"] if argv in ([], ["data"], ["eval"]) else argv)
+        code = _run(argv)
+        sys.stdout.flush()  # here, so that a closed pipe is seen
     except BrokenPipeError:  # the reader closed the pipe, as in `smupar ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         sys.exit(141)
     except (ValueError, OSError, ModuleNotFoundError) as error:
-        print(f"smupar: {sentence_of(error) if isinstance(error, OSError) else error}", file=sys.stderr)
+        _say(sentence_of(error) if isinstance(error, OSError) else str(error), sys.stderr)
         sys.exit(2)
     except Exception as error:
         if type(error).__name__ not in _OF_THE_MACHINE:
             raise
-        print(f"smupar: {str(error).strip().splitlines()[0]}", file=sys.stderr)
+        _say(str(error).strip().splitlines()[0], sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("\nsmupar: interrupted", file=sys.stderr)
         sys.exit(130)
+    if code:
+        sys.exit(code)
 
 
-def _run(argv: list[str]) -> None:
+def _run(argv: list[str]) -> int:
+    """Does what argv asks for. Returns the exit code."""
+    if argv[:1] == ["help"]:
+        argv = [*argv[1:], "--help"]
+    if argv in (["--version"], ["-V"]):
+        from smupar.cli.environment import describe
+
+        print(describe())
+    elif not argv or argv[0] in _HELP:
+        show_commands(COMMANDS)
+    elif argv[0] == "completion":
+        _complete(argv[1:])
+    elif set(argv) & set(_HELP) or argv == ["data"]:
+        _help(argv)
+    else:
+        return _answer(parse(argv))
+    return 0
+
+
+def _answer(call: Call) -> int:
+    """Makes the call and prints its answer. Returns the exit code."""
+    if not answers(call.name):
+        call.run()
+        return 0
+    with _quiet() if call.quiet else contextlib.redirect_stdout(sys.stderr):  # only answers go to standard output
+        answer: Reply = call.run()
+    show(answer, as_json=call.json)
+    return answer.code
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Lets nothing be said but warnings."""
+    errors = sys.stderr
+    with (
+        Path(os.devnull).open("w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
+    ):
+        said, warnings.showwarning = warnings.showwarning, lambda message, *_, **__: _note(message, errors)
+        try:
+            yield
+        finally:
+            warnings.showwarning = said
+
+
+def _note(message: Warning | str, stream: TextIO) -> None:
+    _say(f"note: {message}", stream)
+
+
+def _say(text: str, stream: TextIO) -> None:
+    """Prints a message for people. It may hold words of files that others wrote."""
+    print(printable_lines(f"smupar: {text}"), file=stream, flush=True)
+
+
+def _complete(argv: Sequence[str]) -> None:
+    from smupar.cli.completion import SHELLS, script
+
+    refuse(len(argv) != 1 or argv[0] not in SHELLS, f"completion needs a shell, {' or '.join(SHELLS)}: smupar completion bash")
+    print(script(argv[0], COMMANDS), end="")
+
+
+def _help(argv: list[str]) -> None:
+    typed = [word for word in argv if word not in _HELP]
+    name, rest = split(typed)
     shown: dict[type, Any] = {}
-    if set(argv) & set(_HELP) and (kind := _STARTS.get(argv[0])):
-        shown[kind] = start(kind, _request([word for word in argv if word not in _HELP]))
-    parse(argv, shown)()
+    request = _request(name, rest) if name in _STARTS else Request()
+    if kind := _STARTS.get(name):
+        shown[kind] = start(kind, request)
+    # The field that a transfer study sweeps is none of its flags.
+    hides = [request.fields.get("axis", TransferConfig.axis)] if name == "transfer" else []
+    steps = {step.partition(" ")[2]: command for step, command in COMMANDS.items() if step.startswith(f"{name} ")}
+    show_help(
+        name, COMMANDS[name], shown=shown, everything="--help-all" in argv, steps=steps, answers=answers(name), hides=hides
+    )
 
 
-def _request(argv: list[str]) -> Request:
+def answers(name: str) -> bool:
+    """Whether a command answers something, so that it has --json and --quiet."""
+    return COMMANDS[name].__annotations__["return"] == "Reply"
+
+
+def _request(name: str, argv: list[str]) -> Request:
     """The request that was typed besides --help; an empty request if it has a mistake."""
-    if len(argv) > 1:
-        with suppress(SystemExit):
-            call = parse(argv, {}, prints=False)
-            (preset,) = call.args or ("demo",)
-            return commands.request_of(call.keywords["config"], preset, call.keywords.get("hps"))
+    if argv:
+        with suppress(ValueError, OSError):
+            run = parse_flags(name, COMMANDS[name], argv).run
+            (preset,) = run.args or ("demo",)
+            return commands.request_of(run.keywords["config"], preset, run.keywords.get("hps"))
     return Request()
 
 
-def parse(argv: list[str], shown: Mapping[type, Any], *, prints: bool = True) -> Call:
-    """The call that argv asks for. Help and mistakes end the program. Help shows the values in ``shown`` as defaults."""
-    if step := _STEPS.get(tuple(argv[:2])):
-        prog = f"smupar {argv[0]} {argv[1]}"
-        return tyro.cli(parser_of(step, shown), prog=prog, args=argv[2:], console_outputs=prints)
-    return tyro.extras.subcommand_cli_from_dict(
-        {name: parser_of(command, shown) for name, command in COMMANDS.items()},
-        prog="smupar",
-        description="Tune a small dense model, train wide sparse ones with the same hyperparameters. "
-        "--version says what is installed; --tyro-print-completion bash (or zsh) prints a completion script.",
-        args=argv,
-        console_outputs=prints,
-    )
+def split(argv: Sequence[str]) -> tuple[str, list[str]]:
+    """The name of the command with which argv begins, of one or two words, and what comes after it."""
+    for length in (2, 1):
+        name = " ".join(argv[:length])
+        if len(argv) >= length and name in COMMANDS:
+            return name, list(argv[length:])
+    known = {name.partition(" ")[0] for name in COMMANDS} | {"completion", "help", "--version"}
+    raise ValueError(f"no command is called {argv[0]!r}{did_you_mean(argv[0], known)} smupar --help lists the commands")
+
+
+def parse(argv: Sequence[str], shown: Mapping[type, Any] | None = None) -> Call:
+    """The call that argv asks for. Raises ValueError with one line if argv has a mistake."""
+    name, rest = split(argv)
+    return parse_flags(name, COMMANDS[name], rest, shown=shown, hidden=hidden_words(name))

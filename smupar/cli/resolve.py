@@ -14,7 +14,7 @@ from smupar.lm.config.presets import preset
 from smupar.lm.config.run import RunConfig, changed, padded_vocab
 from smupar.plan.optimizers import has_adamw_beside, names_with
 from smupar.plan.settings import refuse
-from smupar.study.config import SHORT, TransferConfig, TuneConfig
+from smupar.study.config import SHORT, TUNED, TransferConfig, TuneConfig
 
 Kind = TypeVar("Kind", RunConfig, TransferConfig, TuneConfig)
 
@@ -59,6 +59,9 @@ def start(kind: type[Kind], request: Request) -> Kind:
 def resolve(kind: type[Kind], request: Request) -> Kind:
     if kind is TransferConfig:
         _refuse_what_transfer_sets(request.fields)
+    if kind is TuneConfig:
+        for name in TUNED:
+            refuse(name in request.fields, f"tune has no use for {_flag(name)}: it is searched, in {_flag(name)}-range")
     origin, values = _origin(kind, request)
     return changed(origin, {**values, **request.fields}).normalised
 

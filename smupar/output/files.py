@@ -11,7 +11,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -177,9 +177,10 @@ def refuse_other_files(folder: Path, what: str, is_ours: Callable[[str], bool] =
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Makes the folder if it does not exist, and locks it. The lock ends with the block, or with the process, even if the
-    process is killed."""
+    process is killed. A folder that was made here and is empty at the end is removed."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: choose another --out")
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -190,6 +191,17 @@ def locked(folder: Path) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ValueError(f"another process is at work in {folder}: wait for it, or choose another --out") from error
-        yield
+        try:
+            yield
+        finally:
+            _remove_empty(made)
     finally:
         os.close(handle)
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    """Removes these folders, the innermost first, up to one that is not empty: a command that was refused leaves nothing."""
+    with contextlib.suppress(OSError):
+        for folder in folders:
+            if folder.exists():
+                folder.rmdir()

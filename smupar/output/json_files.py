@@ -95,6 +95,16 @@ def read_record(kind: type[Record], path: Path, *, remedy: str) -> Record:
     return as_record(kind, read_object(path, remedy=remedy), source=str(path), remedy=remedy)
 
 
+def printable(text: str) -> str:
+    """Text from a file as part of a message: in one line, and without codes that a terminal obeys."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
+def printable_lines(text: str) -> str:
+    """The same for a message of several lines."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
 def _digest(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 

@@ -1,14 +1,25 @@
-"""Makes pictures with matplotlib, which is imported when the first picture is drawn."""
+"""Makes pictures with matplotlib, which is imported when the first picture is drawn. Who does without a picture if matplotlib
+is missing asks ``missing_pictures`` first."""
 
 from __future__ import annotations
 
 import io
+from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from smupar.output.files import write_atomic
 from smupar.output.optional import optional
+
+
+def missing_pictures() -> str:
+    """A sentence that says why there are no pictures, and how to get them; "" if matplotlib is installed."""
+    try:
+        is_there = find_spec("matplotlib") is not None
+    except ValueError:  # it was hidden from imports
+        is_there = False
+    return "" if is_there else "no picture is drawn, since matplotlib is not installed: pip install 'smupar[plot]'"
 
 
 def new_figure(**settings: Any) -> Any:

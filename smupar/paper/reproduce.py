@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import import_module
@@ -26,6 +26,8 @@ from smupar.lm.run.folder import versions
 from smupar.output.files import write_atomic
 from smupar.output.page import write_page
 from smupar.output.page.document import Answer, Document, Tone
+from smupar.output.pictures import missing_pictures
+from smupar.output.terminal import say
 from smupar.paper.figure import Claim, Figure, Place
 from smupar.paper.published import restore
 from smupar.paper.settings import Scale, ScaleName
@@ -33,6 +35,7 @@ from smupar.study.config import EngineConfig
 from smupar.study.curves import chart_of, draw_png
 from smupar.study.definition import Stage, StudyDefinition, with_more_seeds
 from smupar.study.engines import run_study
+from smupar.study.forecast import forecast
 from smupar.study.space import unique
 from smupar.study.store import Result, Study, row_of, write_rows
 from smupar.study.sweep import sweep_from_json
@@ -68,9 +71,24 @@ class Reproduced:
     files: dict[str, str] = field(default_factory=dict)  # sha256 of the texts and traces that the runs read
     missing: int = 0  # number of runs that have not ended
 
-    def __str__(self) -> str:
-        missing = f" ({self.missing} runs are missing)" if self.missing else ""
-        return f"{self.name}: {_ANSWERS[self.claim.holds]}{missing}. {self.claim.text}\n{self.folder}"
+    @property
+    def title(self) -> str:
+        return figure(self.name).title
+
+    @property
+    def verdict(self) -> str:
+        return verdict_of(self.claim)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """As plain values, for programs."""
+        claim, parts = self.claim, [{"holds": part.holds, "text": part.text} for part in self.claim.parts]
+        about = {"figure": self.name, "title": self.title, "holds": claim.holds, "text": claim.text, "parts": parts}
+        return {**about, "folder": str(self.folder), "runs": len(self.rows), "missing": self.missing}
+
+
+def verdict_of(claim: Claim) -> str:
+    return _ANSWERS[claim.holds]
 
 
 def figure(name: str) -> Figure:
@@ -80,6 +98,12 @@ def figure(name: str) -> Figure:
         raise ValueError(f"no figure or table is called {name!r}: choose one of {', '.join(FIGURES)}")
     asked: Figure = import_module(f"smupar.paper.{name}").FIGURE
     return asked
+
+
+def list_values() -> list[dict[str, Any]]:
+    """The figures and tables as plain values, for programs."""
+    figures = ((name, figure(name)) for name in FIGURES)
+    return [{"figure": name, "title": fig.title, "finding": fig.finding, "shows": fig.shows} for name, fig in figures]
 
 
 def listed() -> str:
@@ -147,7 +171,7 @@ def reproduce(
         write_atomic(place.folder / MADE_ON, json.dumps(made_on))
     if fig.text:
         write_atomic(place.folder / "table.txt", fig.text() + "\n")
-    if fig.draw:
+    if fig.draw and not missing_pictures():
         draw_png(fig.draw(measured), place.folder / "picture.png", fig.title, columns=fig.columns)
     claim = fig.claim(measured)
     facts: dict[str, Any] = {"figure": name, "scale": asdict(scale), "smupar": __version__, "runs": len(rows), **asdict(claim)}
@@ -184,7 +208,7 @@ def _answer(claim: Claim) -> Answer:
     return {
         "name": "",
         "value": _ANSWERS[claim.holds].lower(),
-        "text": claim.text[:1].upper() + claim.text[1:],
+        "text": claim.text if claim.text.startswith("muP") else claim.text[:1].upper() + claim.text[1:],
         "tone": tones[claim.holds],
         "rule": "",
     }
@@ -216,7 +240,7 @@ def _ended(fig: Figure, stages: Sequence[Stage], place: Place) -> _Ended:
             for propose in stages:
                 configs += propose(study)
         except ValueError as error:  # runs that depend on results that are missing
-            print(error)
+            say(str(error))
         results = study.results(unique(configs))
         if not results:
             raise ValueError(f"no run of this figure has ended in {study.folder}: leave out --so-far to train them")
@@ -243,7 +267,7 @@ def _stages(fig: Figure, configs: Sequence[RunConfig], scale: Scale, published: 
 def _restored(stage: Stage, published: str, scale: Scale, study: Study) -> Sequence[RunConfig]:
     configs = stage(study)
     if num_restored := restore(study, published, scale, configs) if study.may_write else 0:
-        print(f"{num_restored} runs are taken from the rows in {published}", flush=True)
+        say(f"{num_restored} runs are taken from the rows in {published}")
     return configs
 
 
@@ -273,11 +297,39 @@ def _refuse_device(name: str, scale: Scale, configs: Sequence[RunConfig], device
 # What it would cost
 
 
-def dry_run(name: str, scale: Scale) -> str:
-    """Runs, parameters, tokens, FLOPs, hours and memory of a figure, and the command that reproduces it."""
+@dataclass(frozen=True)
+class FigureCost:
+    """What a figure will cost, as lines of a name and a text, and as values for programs."""
+
+    name: str
+    title: str
+    lines: Mapping[str, str]
+    values: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.name}: {self.title}", *(f"  {name:<12}{text}" for name, text in self.lines.items())])
+
+
+def dry_run(name: str, scale: Scale, how: EngineConfig, *, out: str) -> FigureCost:
+    """What a figure will cost, and the command that reproduces it. At scale cpu the time is measured here; larger scales are
+    for other machines."""
     fig = figure(name)
     if not fig.runs:
-        return f"{name}: {fig.what(scale) if fig.what else 'nothing is trained'}"
+        what = fig.what(scale) if fig.what else "nothing is trained"
+        return FigureCost(name, what, {}, {"figure": name, "runs": 0, "what": what})
+    data = "" if scale.data == STANDARD_LIBRARY else f" --data {scale.data}"
+    command = f"smupar reproduce {name} --scale {scale.name}{data}"
+    if scale.name == "cpu" and how.engine != "ray":
+        expected = forecast(
+            Path(out) / scale.folder / "study", _definition(_stages(fig, fig.runs(scale), scale, None), scale), how
+        )
+        return FigureCost(name, fig.title, {**expected.lines, "command": command}, {"figure": name, **expected.values})
+    return _cost_on_gpus(name, fig, scale, f"{command} --engine ray --address auto" if scale.name == "paper" else command)
+
+
+def _cost_on_gpus(name: str, fig: Figure, scale: Scale, command: str) -> FigureCost:
+    """The cost on H200s, from FLOPs."""
+    assert fig.runs is not None
     configs = fig.runs(scale)
     if fig.swept:  # three values of each curve get more seeds; their cost does not depend on where the optima are
         experiment, axis = fig.swept
@@ -287,24 +339,25 @@ def dry_run(name: str, scale: Scale) -> str:
     configs += fig.last(scale) if fig.last else []
     costs = {config.id: estimate(config, micro_batch=1) for config in unique(map(_cost_fields, configs))}
     each = [costs[_cost_fields(config).id] for config in configs]
-    hours = sum(cost.hours() for cost in each)
+    hours, tokens, flops = (
+        sum(cost.hours() for cost in each),
+        sum(cost.num_tokens for cost in each),
+        sum(cost.usual_flops for cost in each),
+    )
     largest = max(each, key=lambda cost: cost.num_parameters)
     small, big = min(cost.num_parameters for cost in each), largest.num_parameters
-    extra = " and those that follow a trace" if fig.then else ""
-    data = "" if scale.data == STANDARD_LIBRARY else f" --data {scale.data}"
-    engine = " --engine ray --address auto" if scale.name == "paper" else ""
-    return "\n".join(
-        [
-            f"{name}: {fig.title}",
-            f"  runs        {len(configs)}{extra}",
-            f"  parameters  {small:,}" + (f" to {big:,}" if big != small else ""),
-            f"  tokens      {sum(cost.num_tokens for cost in each):.3g}, {largest.num_tokens:.3g} in a run of the largest",
-            f"  FLOPs       {sum(cost.usual_flops for cost in each):.3g} (6 N tokens)",
-            f"  time        {hours:,.1f} GPU-hours of an H200 at 45% of 990 TFLOP/s",
-            f"  memory      {_bytes(largest) / _GIB:.1f} GiB for the largest, with one sequence at a time",
-            f"  command     smupar reproduce {name} --scale {scale.name}{data}{engine}",
-        ]
-    )
+    gib = _bytes(largest) / _GIB
+    lines = {
+        "runs": f"{len(configs)}{' and those that follow a trace' if fig.then else ''}",
+        "parameters": f"{small:,}" + (f" to {big:,}" if big != small else ""),
+        "tokens": f"{tokens:.3g}, {largest.num_tokens:.3g} in a run of the largest",
+        "FLOPs": f"{flops:.3g} (6 N tokens)",
+        "time": f"{hours:,.1f} GPU-hours of an H200 at 45% of 990 TFLOP/s",
+        "memory": f"{gib:.1f} GiB for the largest, with one sequence at a time",
+        "command": command,
+    }
+    facts = {"runs": len(configs), "is_all": not fig.then, "parameters": (small, big), "tokens": tokens, "flops": flops}
+    return FigureCost(name, fig.title, lines, {"figure": name, **facts, "seconds": 3600 * hours, "memory_gib": gib})
 
 
 def _cost_fields(config: RunConfig) -> RunConfig:

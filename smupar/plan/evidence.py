@@ -65,9 +65,12 @@ def look(
     usage = replace(usage, uses={tensor.name: usage.uses.get(names[tensor.name], Use()) for tensor in tensors})
     seen = _from_siblings([_with_evidence(tensor, usage) for tensor in tensors])
     notes = list(_about_the_pass(seen, usage))
-    pairs, note = _compared(usage, base, model if delta is None else delta, example, scaling, reads)
-    if note is not None:
-        return Evidence(seen, [*notes, note], usage=usage)
+    wider, note = _wider(usage, base, model if delta is None else delta, example, scaling, reads)
+    if wider is None:
+        return Evidence(seen, [*notes, *([] if note is None else [note])], usage=usage)
+    pairs = [_Pair(*events) for events in zip(usage.events, wider.events, strict=True)]
+    if wider.outputs == usage.outputs and usage.outputs and all(output.is_normed for output in usage.outputs):
+        notes.append(NORMED_OUTPUT)
     return Evidence(seen, [*notes, *_dots(usage, pairs)], _partly_scaling(seen, usage, pairs, names), usage)
 
 
@@ -76,7 +79,8 @@ def look(
 
 def _with_evidence(tensor: ParameterView, usage: Usage) -> ParameterView:
     seen = _seen(tensor, usage.uses[tensor.name])
-    if seen is not None and seen.how == "product" and tensor.layout != "matrix" and len(tensor.shape) > 1:
+    is_known = tensor.layout == "matrix" or tensor.layer.owns(tensor.name.rpartition(".")[2])  # such as depthwise convolutions
+    if seen is not None and seen.how == "product" and not is_known and len(tensor.shape) > 1:
         return replace(tensor, seen=seen, layout="seen", in_dims=seen.in_dims, out_dims=seen.out_dims)
     return replace(tensor, seen=seen)
 
@@ -84,7 +88,7 @@ def _with_evidence(tensor: ParameterView, usage: Usage) -> ParameterView:
 def _seen(tensor: ParameterView, use: Use) -> Seen | None:
     """What the uses of one parameter amount to; None if it was not used."""
     if tensor.layer.is_lookup and tensor.layout == "matrix":
-        return Seen("lookup") if use.looked_up else None
+        return Seen("lookup") if use != Use() else None
     if use.products:
         return _seen_product(tensor, use)
     if use.unclear:
@@ -115,6 +119,7 @@ def _seen_product(tensor: ParameterView, use: Use) -> Seen:
             reads_input=any(product.reads_input for product in use.products),
             reads_inside=any(not product.reads_input for product in use.products),
             makes_output=use.makes_output,
+            makes_normed_output=use.makes_normed_output,
             is_inside=use.is_inside,
         )
     return Seen("unclear", why=why)
@@ -150,7 +155,8 @@ def _kin(tensor: ParameterView) -> tuple[str, Dims, Dims, str]:
 
 def _about_the_pass(tensors: list[ParameterView], usage: Usage) -> Iterator[Note]:
     """Notes about parameters that the pass did not use, and about vectors that it sums over."""
-    unused = [tensor.name for tensor in tensors if tensor.seen is None and tensor.scaling]
+    matrices = [tensor for tensor in tensors if tensor.scaling and sum(size > 1 for size in tensor.shape) > 1]
+    unused = [tensor.name for tensor in matrices if tensor.seen is None]
     if unused:
         shown = ", ".join(map(repr, unused[:4])) + (f" and {len(unused) - 4} more" if len(unused) > 4 else "")
         yield Note("unused", f"the example's forward pass does not use {shown}: roles there come from shapes and modules alone")
@@ -186,26 +192,26 @@ class _Pair:
         return {self.ratio(place) for place in range(len(self.base.sizes))}
 
 
-def _compared(
+def _wider(
     usage: Usage, base: nn.Module, other: nn.Module, example: Example, scaling: Mapping[str, Dims], reads: Mapping[str, Dims]
-) -> tuple[list[_Pair], Note | None]:
-    """The events of base's pass beside those of a pass at another width. Without them a note says why."""
+) -> tuple[Usage | None, Note | None]:
+    """What a pass at another width shows, event by event as in base's pass; or None, and a note that says why."""
     if correspond(other, base).lists:
         text = "model and base differ in depth, so concatenations and dot products over the width were not looked for"
-        return [], Note("example", f"{text}; pass delta=, base at any other width", is_caution=False)
+        return None, Note("example", f"{text}; pass delta=, base at any other width", is_caution=False)
     try:
         wider = watch(other, example, scaling=scaling, reads=reads)
     except CannotRunError as error:
         text = f"the example could not be run at a second width, so sizes of activations were not compared ({error})"
-        return [], Note("example", text)
-    pairs = [_Pair(*events) for events in zip(usage.events, wider.events, strict=False)]
+        return None, Note("example", text)
+    pairs = (_Pair(*events) for events in zip(usage.events, wider.events, strict=False))
     if len(usage.events) == len(wider.events) and all(pair.is_one_event for pair in pairs):
-        return pairs, None
+        return wider, None
     text = (
         "the example takes another path through the model than through base, so sizes of activations were not compared: "
         "concatenations and dot products over the width were not looked for"
     )
-    return [], Note("example", text)
+    return None, Note("example", text)
 
 
 def _dots(usage: Usage, pairs: list[_Pair]) -> Iterator[Note]:
@@ -246,6 +252,11 @@ def _is_mixed(pair: _Pair, ratio: Fraction) -> bool:
     return len(pair.ratios) > 1 and Fraction(sum(pair.other.sizes), max(sum(pair.base.sizes), 1)) == ratio
 
 
+NORMED_OUTPUT = Note(
+    "normed output",
+    "the model divides its outputs by their own size, so they need no factor",
+    is_caution=False,
+)
 PART_READ = Note(
     "reads in part",
     "reading a concatenation of which only a part follows the width: one m_in stands for both parts, so the part that does not "

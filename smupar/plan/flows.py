@@ -26,7 +26,8 @@ class Flow:
     joins: frozenset[int] = frozenset()
     scores: frozenset[int] = frozenset()  # dot products from which it was computed element by element
     shares: frozenset[int] = frozenset()  # dot products of which it is a softmax
-    mark: str = ""  # "norm": a length; "unit": divided by it; "square"; "product"; "weighted": times a parameter
+    mark: str = ""  # "norm": a length; "rms"; "unit": divided by its length; "square"; "product"; "weighted": times a parameter
+    is_normed: bool = False  # whatever ``writers`` wrote has been divided by its own size
     past: int = 0  # a bit for each result from which it was computed, and for itself
     stream: int = 0  # bits of the results of which it is a residual sum, and its own
     ends: frozenset[str] = frozenset()  # modules of whose outputs it is the sum, up to factors
@@ -40,6 +41,7 @@ class Flow:
             self.scores | other.scores,
             self.shares | other.shares,
             past=self.past | other.past,
+            is_normed=all(each.is_normed for each in (self, other) if each.writers),
         )
 
 

@@ -42,19 +42,20 @@ def run_copy(model: nn.Module, example: Example, run: Callable[[nn.Module, tuple
 
 
 def _arguments(example: Example, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    moved = _moved(example, device)
-    if isinstance(moved, dict):
-        return (), moved
-    return (tuple(moved) if isinstance(moved, (tuple, list)) else (moved,)), {}
+    copied = moved(example, device)
+    if isinstance(copied, dict):
+        return (), copied
+    return (tuple(copied) if isinstance(copied, (tuple, list)) else (copied,)), {}
 
 
-def _moved(value: Any, device: str) -> Any:
+def moved(value: Any, device: str) -> Any:
+    """Tensors in nested tuples, lists and mappings, copied to a device."""
     if isinstance(value, Tensor):
         return _with_values(value, device)
     if isinstance(value, Mapping):
-        return {key: _moved(item, device) for key, item in value.items()}
+        return {key: moved(item, device) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        items = [_moved(item, device) for item in value]
+        items = [moved(item, device) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 
@@ -62,7 +63,7 @@ def _moved(value: Any, device: str) -> Any:
 def _with_values(tensor: Tensor, device: str) -> Tensor:
     if tensor.is_meta:  # has no values: small random ones for weights, zeros for indices and masks
         empty = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
-        return empty.normal_(std=0.1) if tensor.is_floating_point() else empty
+        return empty.normal_(std=0.1) if tensor.is_floating_point() and device != "meta" else empty
     return tensor.detach().to(device, copy=True)
 
 
@@ -72,9 +73,9 @@ def _copy(model: nn.Module, device: str) -> nn.Module:
     for module in model.modules():
         for value in [*module._parameters.values(), *module._buffers.values(), *vars(module).values()]:
             if isinstance(value, Tensor) and id(value) not in memo:
-                moved = _moved(value, device)
+                copied = moved(value, device)
                 is_parameter = isinstance(value, nn.Parameter)
-                memo[id(value)] = nn.Parameter(moved, requires_grad=False) if is_parameter else moved
+                memo[id(value)] = nn.Parameter(copied, requires_grad=False) if is_parameter else copied
     return copy.deepcopy(model, memo).eval()
 
 

@@ -30,6 +30,7 @@ class Neighbours:
             tensor for tensor in self.tensors if tensor.layout != "matrix" and asked.get(tensor.name) == "unembedding"
         ]
         self.answers = [_as_answered(tensor, asked[tensor.name]) for tensor in self.tensors if tensor.name in asked]
+        self.has_example = any(tensor.seen is not None for tensor in self.tensors)
         self.inputs = _input_layers(self.matrices)
         self.linear = [tensor for tensor in self.matrices if not tensor.layer.is_lookup]
         # What reads the data for certain: tables that scale, and what the user says.
@@ -52,6 +53,12 @@ class Neighbours:
 
     def is_last(self, tensor: ParameterView) -> bool:
         return tensor is self.matrices[-1]
+
+    def is_normed(self, tensor: ParameterView) -> bool:
+        """Whether a norm of the size that this weight writes is registered after it, so that it may divide out the size."""
+        later = self.tensors[self.tensors.index(tensor) + 1 :]
+        norms = [other for other in later if len(other.shape) == 1 and other.layer.by_element and not other.scaling]
+        return any(other.shape == (tensor.written_size,) for other in norms)
 
     def is_bottleneck(self, tensor: ParameterView) -> bool:
         """Whether the fixed size that a weight reads or writes may be a bottleneck inside the network: one layer narrows to

@@ -27,6 +27,7 @@ class Seen:
     reads_input: bool = False  # a product reads the example, through no other weight that scales
     reads_inside: bool = False  # a product reads what another weight that scales wrote
     makes_output: bool = False  # what it writes reaches the model's output through no other weight that scales
+    makes_normed_output: bool = False  # likewise, but divided by its own size on the way
     is_inside: bool = False  # what it writes reaches another weight that scales
     why: str = ""  # why it is unclear
 

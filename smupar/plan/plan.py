@@ -152,6 +152,12 @@ class Plan:
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, **asdict(self)}, default=str, indent=1)  # Fractions become "17/4"
 
+    @property
+    def as_json(self) -> dict[str, Any]:
+        """The plan as plain values, as JSON has them."""
+        values: dict[str, Any] = json.loads(self.to_json())
+        return values
+
     @classmethod
     def from_json(cls, text: str, *, source: str = "this text") -> Plan:
         """The plan that ``to_json`` wrote. ``source`` is for errors."""

@@ -152,6 +152,19 @@ ROLE_TABLE = (
         _input_dims,
     ),
     Case(
+        "has a scaling input and a fixed output, from which the example makes the model's output both with and without a norm",
+        lambda t, n: t.reads_scaling and _seen(t).makes_output and _seen(t).makes_normed_output,
+        ASK,
+        "makes the model's output both as it is (unembedding) and divided by its own size (hidden)",
+        "unembedding",
+    ),
+    Case(
+        "has a scaling input and a fixed output, which the example divides by its own size to make the model's output",
+        lambda t, n: t.reads_scaling and _seen(t).makes_normed_output,
+        "hidden",
+        "a norm after it removes its size, and with it the factor of an unembedding",
+    ),
+    Case(
         "has a scaling input and a fixed output, from which the example makes the model's output",
         lambda t, n: t.reads_scaling and _seen(t).makes_output,
         "unembedding",
@@ -170,6 +183,13 @@ ROLE_TABLE = (
         "has a scaling input and a fixed output, which the example's forward pass does not use",
         "hidden",
         _input_dims,
+    ),
+    Case(
+        "has a scaling input and a fixed output, and is the last layer, with a norm of this size after it",
+        lambda t, n: t.reads_scaling and n.is_last(t) and n.is_normed(t),
+        ASK,
+        "makes the outputs, and a norm after it may divide out their size, and with it the factor of an unembedding",
+        "hidden",
     ),
     Case(
         "has a scaling input and a fixed output, and is the last layer and the only such layer",
@@ -278,6 +298,13 @@ ROLE_TABLE = (
         lambda t, n: t.layout == "raw" and n.equal_widths,
         ASK,
         "belongs to a {owner}, whose input dimension smupar does not know",
+        "vector",
+    ),
+    Case(
+        "belongs to an unknown module, has one dimension that scales, and the example's forward pass does not use it",
+        lambda t, n: _is_half_scaling(t) and n.has_example and t.seen is None,
+        ASK,
+        "is not used by the example's forward pass",
         "vector",
     ),
     Case(

@@ -25,9 +25,10 @@ class Use:
 
     products: list[WeightProduct] = field(default_factory=list)
     looked_up: set[int] = field(default_factory=set)  # dimensions that an index selects from
-    by_element: bool = False
+    by_element: bool = False  # also where what a weight that scales wrote chooses rows, such as biases of experts
     unclear: str = ""  # an operation that is not understood
     makes_output: bool = False  # what it writes reaches the output through no other weight that scales
+    makes_normed_output: bool = False  # likewise, but divided by its own size on the way
     is_inside: bool = False  # what it writes reaches another weight that scales
 
 
@@ -56,6 +57,14 @@ class Residual:
     ends: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Output:
+    """A tensor that the model returns."""
+
+    sizes: Dims
+    is_normed: bool  # divided by its own size
+
+
 @dataclass
 class Usage:
     """What one forward pass shows."""
@@ -64,4 +73,5 @@ class Usage:
     events: list[Event] = field(default_factory=list)
     residuals: list[Residual] = field(default_factory=list)
     same: dict[str, frozenset[str]] = field(default_factory=dict)  # modules that return other modules' outputs
+    outputs: list[Output] = field(default_factory=list)  # the first of these that depend on weights: loss, logits, all others
     attention: dict[int, str] = field(default_factory=dict)  # the dot products that are attention scores, and their modules

@@ -26,17 +26,28 @@ def kept_factors(
 ) -> tuple[dict[str, float], list[Note]]:
     """(parameter -> factor that gives its initial values the size that they have at base width, notes on what is unclear).
     Parameters without a factor are left out: those that keep their size, and those whose values are not known. ``names`` maps
-    parameters of the model to those of the base."""
+    parameters of the model to those of the base.
+
+    A bias on the meta device has no values. If it was written once, by torch's layer itself, its init is known all the same.
+    Models with an ``_init_weights``, as in transformers, write biases later.
+    """
     own, every = dict(model.named_parameters()), dict(base.named_parameters(remove_duplicate=False))
     narrow = {name: every[names[name]] for name in own}
     widths = _widths(own, narrow)
+    writes_later = any(hasattr(module, "_init_weights") for module in model.modules())
     factors: dict[str, float] = {}
     unclear: list[str] = []
+    unknown: list[str] = []
     for role in roles:
         value = _values(own[role.name])
-        if role.role not in ("vector", "fixed") or value is None or value.numel() < 2 or _is_constant(value):
+        if role.role not in ("vector", "fixed") or (value is not None and (value.numel() < 2 or _is_constant(value))):
             continue
         bound, base_bound = _torch_bound(model, role.name), _torch_bound(base, names[role.name])
+        if value is None:
+            is_known = own[role.name].is_meta and own[role.name]._version == 1 and not writes_later
+            factors |= {role.name: base_bound / bound} if bound and is_known else {}
+            unknown += [role.name] if bound != base_bound and not is_known else []
+            continue
         other = _values(narrow[role.name])
         if bound and _is_uniform(value, bound) and (other is None or _is_uniform(other, base_bound)):
             factors[role.name] = base_bound / bound
@@ -45,6 +56,10 @@ def kept_factors(
             factors |= {role.name: factor} if factor else {}
             unclear += [role.name] if factor is None else []
     notes = []
+    if unknown:
+        shown = ", ".join(map(repr, unknown[:4])) + (f" and {len(unknown) - 4} more" if len(unknown) > 4 else "")
+        text = f"the initial values of {shown} are not here, so whether they follow the width, and get a factor, is not known"
+        notes.append(Note("kept", text, is_caution=False))
     if unclear:
         notes.append(
             Note(

@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from smupar.plan.flows import CONSTANT, Dims, Flow, Known, Label, Labels, aligned, by_name
 from smupar.plan.forward import Example, run_copy
-from smupar.plan.uses import Event, Residual, Usage, Use, WeightProduct
+from smupar.plan.remembered import remembered
+from smupar.plan.uses import Event, Output, Residual, Usage, Use, WeightProduct
 
 
 def watch(model: nn.Module, example: Example, *, scaling: Mapping[str, Dims], reads: Mapping[str, Dims]) -> Usage:
@@ -38,7 +39,7 @@ def watch(model: nn.Module, example: Example, *, scaling: Mapping[str, Dims], re
         watcher.end(output)
         return watcher.usage
 
-    return run_copy(model, example, run)
+    return remembered(model, (example, scaling, reads), lambda: run_copy(model, example, run))
 
 
 # Operations that sum over a product: places of the two factors among the arguments, and the dimension of each that is summed
@@ -58,6 +59,7 @@ _PRODUCTS = {
 _SLICES = ("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "slice")
 _REDUCTIONS = {"sum": 1, "mean": 1, "amax": 1, "norm": 2, "linalg_vector_norm": 2}  # the place of ``dim`` among the arguments
 _NORMS = ("linalg_vector_norm", "norm")
+_NORM_LAYERS = ("native_layer_norm", "native_group_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 _KEEP_LENGTH = ("clone", "_to_copy", "clamp", "clamp_min", "add", "sqrt", "rsqrt", "reciprocal", "pow")
 _SOFTMAX = ("_softmax", "_safe_softmax")
 _KEEP_ENDS = ("mul", "div", "clone", "_to_copy", "native_dropout", "index", "index_select")  # factors, and copies
@@ -98,13 +100,20 @@ class _Watcher(TorchDispatchMode):
         self._known[StorageWeakRef(tensor.untyped_storage())] = known
 
     def end(self, output: object) -> None:
+        """Records what makes the output. A weight that makes the loss or the logits is judged by these alone."""
         for residual, bit, _ in self._sums:
             around = (other.path for other, _, own in self._sums if bit & own)  # sums whose branch it is a part of
             if not any(_is_in(residual.path, path) for path in around):
                 self.usage.residuals.append(residual)
-        for tensor in _tensors(output):
-            for name in self._of(tensor).flow.writers:
-                self.usage.uses[name].makes_output = True
+        judged: set[str] = set()
+        for part in _by_weight(output):
+            made = [(tensor, self._of(tensor).flow) for tensor in _tensors(part) if self._of(tensor).flow.writers]
+            self.usage.outputs = self.usage.outputs or [Output(tuple(tensor.shape), flow.is_normed) for tensor, flow in made]
+            for _, flow in made:
+                for use in (self.usage.uses[name] for name in flow.writers - judged):
+                    use.makes_output |= not flow.is_normed
+                    use.makes_normed_output |= flow.is_normed
+            judged |= frozenset[str]().union(*(flow.writers for _, flow in made))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -241,8 +250,12 @@ class _Watcher(TorchDispatchMode):
         is_layer = "embedding" in name
         if not is_layer and rest and not any(self._of(index).flow.is_data for index in indices):
             return CONSTANT, rest  # constants choose the rows, such as positions
+        chooses_inside = any(self._of(index).flow.writers for index in indices)
         for owner, dim in picked:
-            self.usage.uses[owner].looked_up.add(dim)
+            if chooses_inside and not is_layer:
+                self.usage.uses[owner].by_element = True
+            else:
+                self.usage.uses[owner].looked_up.add(dim)
         written = frozenset[Label]().union(*labels) - picked
         names = frozenset(owner for owner, dim in written if dim in self.scaling[owner])
         read = reduce(Flow.__or__, (self._of(index).flow for index in indices), CONSTANT)
@@ -268,6 +281,8 @@ class _Watcher(TorchDispatchMode):
         if name == "sum":
             return self._sum(args, inputs[0]), ()
         flow = self._mixed(inputs)
+        if name in _NORM_LAYERS or self._is_quotient_by_size(name, flows):
+            flow = replace(flow, is_normed=True)
         if name == "cat":
             dim = args[1] if len(args) > 1 else 0
             sizes = [tensor.shape[dim] for tensor in inputs if tensor.ndim == output.ndim]
@@ -289,13 +304,20 @@ class _Watcher(TorchDispatchMode):
         marks = [self._of(tensor).flow.mark for tensor in inputs]
         if name in _NORMS:
             return "norm"
+        if name == "mean" and marks[0] == "square":
+            return "rms"
         if (name == "pow" and args[1] == 2) or (name == "mul" and len(data) == 2 and self._is_same(*data)):
             return "square"
         if name in ("div", "mul") and len(inputs) == 2 and marks.count("norm") == 1:
             return "unit"
         if name == "mul" and len(data) == 2 and data[0].shape == data[1].shape:
             return "" if marks == ["unit", "unit"] else "product"
-        return marks[0] if len(data) == 1 and marks[0] in ("norm", "unit") and name in _KEEP_LENGTH else ""
+        return marks[0] if len(data) == 1 and marks[0] in ("norm", "rms", "unit") and name in _KEEP_LENGTH else ""
+
+    def _is_quotient_by_size(self, name: str, flows: list[Flow]) -> bool:
+        """Whether this divides something by its own length or rms."""
+        sizes = [flow for flow in flows if flow.mark in ("norm", "rms")]
+        return name in ("div", "mul") and len(flows) == 2 and len(sizes) == 1 and flows[0].writers == flows[1].writers
 
     def _is_same(self, first: Tensor, second: Tensor) -> bool:
         return StorageWeakRef(first.untyped_storage()) == StorageWeakRef(second.untyped_storage())
@@ -377,6 +399,14 @@ class _Watcher(TorchDispatchMode):
 
 def _is_in(path: str, other: str) -> bool:
     return path == other or path.startswith(f"{other}.") or not other
+
+
+def _by_weight(output: Any) -> list[Any]:
+    """The parts of an output: the loss, then the logits, then everything else, as transformers names them."""
+    if not isinstance(output, Mapping):
+        return [output]
+    logits = [value for key, value in output.items() if str(key).startswith("logits")]
+    return [output.get("loss"), logits, output]
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

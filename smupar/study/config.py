@@ -38,6 +38,7 @@ class TransferConfig:
 
     run: RunConfig = field(default_factory=lambda: RunConfig(**SHORT))
     axis: Tuned = "lr"
+    """The hyperparameter that is swept."""
     values: tuple[float, ...] = ()
     """Values to sweep. Default: 2^-11 .. 2^-4 for lr, and 1/8 to 8 times the tuned value for others."""
     rules: tuple[str, ...] = ("sp", "mup", "smupar")
@@ -120,9 +121,13 @@ class TuneConfig:
     """random: independent samples; tpe: Optuna's sampler, which learns from earlier rounds."""
     # The paper does not print its ranges: these are ours, around its best values. All are uniform in the logarithm.
     lr_range: tuple[float, float] = (2**-10, 2**-3)
+    """Range of the learning rate."""
     init_std_range: tuple[float, float] = (0.02, 0.35)
+    """Range of the init std."""
     alpha_input_range: tuple[float, float] = (1.0, 30.0)
+    """Range of the factor on the embedded input."""
     alpha_output_range: tuple[float, float] = (0.1, 10.0)
+    """Range of the factor on the logits."""
     search_seed: int = 0
     """Seed of the samples; --seed is the seed of the runs."""
     round_size: int = 16

@@ -31,6 +31,7 @@ class Findings:
     results: Sequence[Result]
     headline: str = ""  # the answer in a few words
     answers: Sequence[Answer] = ()
+    doubts: tuple[str, ...] = ()  # the sentences within ``sentence`` that say what to doubt, where the answers say the rest
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,15 @@ def best_in_words(results: Sequence[Result]) -> str:
         f"Of {len(results)} runs, {diverged} diverged; the best ends at a loss of {mean_loss(best):.4f}{spread}: "
         f"{where + ', ' if where else ''}{runs}."
     )
+
+
+def best_row(results: Sequence[Result]) -> dict[str, Any]:
+    """The best runs, which differ only in their seed: their mean loss, ids, and the fields that vary in the study."""
+    best = min(by_seeds(results), key=mean_loss)
+    row = row_of(best[0])
+    varied = varied_columns([row_of(result) for result in results], (*_RESULT_COLUMNS, "seed"))
+    fields = {name: row[name] for name in varied}
+    return {"loss": mean_loss(best), "runs": [result.config.id for result in best], "fields": fields}
 
 
 def best_in_short(results: Sequence[Result]) -> str:

@@ -11,7 +11,7 @@ import contextlib
 import gc
 import hashlib
 import os
-import sys
+import shlex
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -28,6 +28,8 @@ from smupar.lm.run.distributed import device_name, pick_device
 from smupar.lm.run.signals import end_if_stopped, ended_by_sigterm
 from smupar.lm.run.stack import GPTStack, stack_key
 from smupar.lm.run.train import train
+from smupar.output.progress import Display, waiting
+from smupar.output.terminal import say
 from smupar.plan.optimizers import family_of
 from smupar.plan.plan import PlanWarning
 from smupar.study.config import EngineConfig, EngineName
@@ -60,13 +62,18 @@ def run_study(
 def settle(study: Study, propose: Stage, how: EngineConfig) -> Sequence[RunConfig]:
     """Runs what a stage proposes, and then what it proposes with those results, until nothing is missing. Returns all of its
     runs."""
+    said = ""
     while True:
         configs = propose(study)
         missing = study.missing(configs)
-        _refuse_other_files(study, configs)
-        _refuse_impossible(missing)
+        with waiting("looking at runs and text"):
+            _refuse_other_files(study, configs)
+            refuse_impossible(missing)
         if configs:
-            print(f"{len(configs)} runs, {len(configs) - len(missing)} of them done, in {study.folder}", flush=True)
+            hint = f"; watch it: smupar watch {shlex.quote(str(study.folder))}" if missing else ""
+            if missing or not said:  # else these runs have just ended
+                said = f"{len(configs)} runs, {len(configs) - len(missing)} of them done, in {study.folder}{hint}"
+                say(said)
         write_planned(study, missing)
         if not missing:
             return configs
@@ -74,10 +81,9 @@ def settle(study: Study, propose: Stage, how: EngineConfig) -> Sequence[RunConfi
             with ended_by_sigterm():
                 execute(study, configs, engine=how.engine, device=how.device, address=how.address)
         except (KeyboardInterrupt, SystemExit):
-            print(
+            say(
                 f"\n{len(configs) - len(study.missing(configs))} of {len(configs)} runs are done and kept; those that were "
-                "running go on from their last save: start the same command again",
-                file=sys.stderr,
+                "running go on from their last save: start the same command again"
             )
             raise
         if left := study.missing(missing):
@@ -93,7 +99,7 @@ def _refuse_other_files(study: Study, configs: Sequence[RunConfig]) -> None:
         study.remember("trace", trace.name, hashlib.sha256(trace.read_bytes()).hexdigest())
 
 
-def _refuse_impossible(configs: Sequence[RunConfig]) -> None:
+def refuse_impossible(configs: Sequence[RunConfig]) -> None:
     """Raises before the first run if any run names something that does not exist. Warns of masks that hardly move."""
     distinct = {(c.rule, c.pattern, c.allocation, c.optimizer.lower(), c.sparsity, c.model): c for c in configs}
     for config in distinct.values():
@@ -117,7 +123,8 @@ def execute(
         execute_on_ray(study, configs, address=address)
         return
     where = pick_device(device)
-    with contextlib.closing(StudyProgress(missing)) as progress, beating(study, progress, device_name(where)):
+    progress = StudyProgress(missing)
+    with Display(progress.status), beating(study, progress, device_name(where)):
         for group in groups(configs):
             run_group(study, group, engine, where, progress)
             if torch.cuda.is_initialized():  # frees what the group's captured steps held
@@ -146,7 +153,8 @@ def run_group(
         _train_division(study, division, group, None, device, progress)
     fresh = without(missing, begun)
     if fresh:
-        division, stack = _divide([config for config in group if config.id in fresh], engine, device)
+        progress.doing = "comparing engines" if engine == "auto" else "building models"
+        division, stack = divide([config for config in group if config.id in fresh], engine, device)
         _train_division(study, division, group, stack, device, progress)
 
 
@@ -171,8 +179,9 @@ def _goes_on(study: Study, division: Division, config: RunConfig, engine: Engine
 def _train_one_by_one(study: Study, configs: Sequence[RunConfig], device: torch.device, progress: StudyProgress) -> None:
     """Trains runs by the trainer, which takes a batch in parts if memory is small."""
     for config in study.missing(configs):
+        progress.begin(config)
         progress.running = {config.id: ()}  # the trainer writes its rows itself
-        summary = train(config, Execution(out=str(study.runs / config.id), device=str(device)))
+        summary = train(config, Execution(out=str(study.runs / config.id), device=str(device)), shows=False)
         end_if_stopped(summary.status)
         progress.done(summary)
 
@@ -206,7 +215,7 @@ def _train_division(
         train_stack(study, stack, part, division, number, progress)
 
 
-def _divide(group: Sequence[RunConfig], engine: EngineName, device: torch.device) -> tuple[Division, GPTStack | None]:
+def divide(group: Sequence[RunConfig], engine: EngineName, device: torch.device) -> tuple[Division, GPTStack | None]:
     """Decides how runs are stacked. Also returns the stack of the first ones, if there is one."""
     runs, room = tuple(config.id for config in group), largest_stack(group[0], device)
     if room < 1:
@@ -226,15 +235,15 @@ def _faster_stack(
     stacked = GPTStack(group[:size], text, device, own_batches=len({config.seed for config in group}) > 1)
     if not measure:
         return stacked, size
-    together = _seconds_of_warm_step(stacked, device) / size
+    together = seconds_of_warm_step(stacked, device) / size
     # Where steps are compiled, a single run is worth a look only if the group takes longer than compiling it.
     if device.type == "cuda" and sum(config.steps for config in group) * together < _LONG_SECONDS:
         return stacked, size
     single = GPTStack(group[:1], text, device)
-    return (stacked, size) if together <= _seconds_of_warm_step(single, device) else (single, 1)
+    return (stacked, size) if together <= seconds_of_warm_step(single, device) else (single, 1)
 
 
-def _seconds_of_warm_step(stack: GPTStack, device: torch.device) -> float:
+def seconds_of_warm_step(stack: GPTStack, device: torch.device) -> float:
     steps = range(_MEASURED_STEPS if device.type == "cuda" else 3)
     return min(seconds_of(partial(stack.step, step), device=device) for step in steps)
 

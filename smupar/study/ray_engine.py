@@ -27,6 +27,7 @@ from smupar.lm.run.distributed import device_name
 from smupar.lm.run.folder import Summary
 from smupar.lm.run.signals import handled
 from smupar.output.optional import first_line, optional
+from smupar.output.progress import Display
 from smupar.plan.settings import refuse
 from smupar.study.engines import groups, run_group
 from smupar.study.live import beating
@@ -59,7 +60,8 @@ def execute_on_ray(study: Study, configs: Sequence[RunConfig], *, address: str =
     todo = study.missing(configs)
     if not todo:
         return
-    with _connected(address) as ray, contextlib.closing(StudyProgress(todo)) as progress, beating(study, progress, "Ray"):
+    progress = StudyProgress(todo)
+    with _connected(address) as ray, Display(progress.status), beating(study, progress, "Ray"):
         _run_all(ray, study, todo, unique(configs), progress)
     _wait_until_seen(study, todo)
 
@@ -198,7 +200,7 @@ class _PartsProgress:
         progress.num_done = sum(state.done for state in states)
         progress.num_diverged = sum(state.diverged for state in states)
         running = sum(len(self.configs[number]) - self.states[number].done for number in self.states.keys() - self.ended)
-        progress.steps(sum(state.steps for state in states) - int(progress.bar.n), running)
+        progress.steps(sum(state.steps for state in states) - progress.num_steps, running)
 
     def _ask(self) -> None:
         """Reads the reports of workers if there are any. They are only shown, so nothing waits for them."""
@@ -238,6 +240,9 @@ class _WorkerProgress(StudyProgress):
     def __init__(self, tell: Callable[[_PartState], None], num_done: int) -> None:
         self._tell, self._state, self._last = tell, _PartState(), -math.inf
         self._add(done=num_done)
+
+    def begin(self, config: RunConfig) -> None:
+        pass
 
     def steps(self, num: int, running: int) -> None:
         self._add(steps=num)

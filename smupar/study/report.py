@@ -2,18 +2,71 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
 from smupar.output.page import write_page
+from smupar.output.pictures import missing_pictures
 from smupar.plan.settings import refuse
 from smupar.study.curves import draw_png
-from smupar.study.definition import Findings, StudyDefinition
+from smupar.study.definition import Findings, StudyDefinition, best_row
 from smupar.study.store import Study
 from smupar.study.view import StudyView, definition_of, left_out, mixed_decay
 
 
-def write_report(study: Study, definition: StudyDefinition | None = None) -> str:
-    """Writes report.html, picture.png, table.csv and table.json into the study's folder. Returns what the study found, and a
-    line that says where it is. Pass the ``definition`` if all of the study has been run. Without it, study.json says what the
-    study is, and the report says if runs are missing."""
+@dataclass(frozen=True)
+class Reported:
+    """What a study found, and the files that say so."""
+
+    title: str
+    folder: Path
+    findings: Findings
+    unfinished: str  # a sentence if runs are missing
+    doubts: tuple[str, ...]  # sentences about damaged runs, and runs that do not compare
+    files: tuple[str, ...]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to know before one believes it."""
+        return tuple(filter(None, (self.unfinished, *self.doubts)))
+
+    @property
+    def where(self) -> str:
+        first, *others = self.files
+        return ", ".join([f"{self.folder}/{first}", *others])
+
+    def with_file(self, name: str) -> Reported:
+        return replace(self, files=(*self.files, name))
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """As plain values, for programs."""
+        results = self.findings.results
+        return {
+            "title": self.title,
+            "folder": str(self.folder),
+            "is_finished": not self.unfinished,
+            "headline": self.findings.headline,
+            "sentence": self.findings.sentence,
+            "notes": self.notes,
+            "answers": self.findings.answers,
+            "runs": len(results),
+            "diverged": sum(result.summary.status == "diverged" for result in results),
+            "best": best_row(results),
+            "files": self.files,
+        }
+
+    def __str__(self) -> str:
+        so_far = self.findings.headline if self.unfinished else ""
+        left_out_, mixed = self.doubts
+        sentences = " ".join(filter(None, (self.unfinished, left_out_, so_far, self.findings.sentence, mixed)))
+        return f"{sentences}\n{self.where}"
+
+
+def write_report(study: Study, definition: StudyDefinition | None = None) -> Reported:
+    """Writes report.html, picture.png, table.csv and table.json into the study's folder. Pass the ``definition`` if all of the
+    study has been run. Without it, study.json says what the study is, and the report says if runs are missing."""
     refuse(not study.results(), f"{study.folder} has no finished run yet: start its command again")
     study.write_table()
     unfinished = ""
@@ -22,12 +75,12 @@ def write_report(study: Study, definition: StudyDefinition | None = None) -> str
         unfinished = _unfinished(study, definition)
     findings = _read(study, definition, is_finished=not unfinished)
     write_page(study.folder / "report.html", StudyView(study.folder, definition).document())
-    if findings.panels:
+    has_picture = bool(findings.panels) and not missing_pictures()
+    if has_picture:
         draw_png(findings.panels, study.folder / "picture.png")
-    so_far = findings.headline if unfinished else ""
-    parts = (unfinished, left_out(study), so_far, findings.sentence, mixed_decay(findings.results))
-    sentence = " ".join(filter(None, parts))
-    return f"{sentence}\n{study.folder}/report.html, {'picture.png, ' if findings.panels else ''}table.csv"
+    files = ("report.html", *(["picture.png"] if has_picture else []), "table.csv")
+    doubts = (left_out(study), mixed_decay(findings.results))
+    return Reported(definition.title, study.folder, findings, unfinished, doubts, files)
 
 
 def _read(study: Study, definition: StudyDefinition, *, is_finished: bool) -> Findings:
@@ -44,7 +97,7 @@ def _unfinished(study: Study, definition: StudyDefinition) -> str:
         num_runs = len({config.id for config in configs})
         if missing := len(study.missing(configs)):
             return (
-                f"Not finished: {num_runs - missing} of {num_runs} runs are done, in {study.folder}; its command, which "
-                "study.json holds, goes on."
+                f"Not finished: {num_runs - missing} of {num_runs} runs are done, in {study.folder}; rerun the command in its "
+                "study.json to continue."
             )
     return ""

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-
-from tqdm import tqdm
 
 from smupar.lm.config.run import RunConfig
 from smupar.lm.run.folder import Summary
@@ -16,6 +13,7 @@ from smupar.lm.run.loop import Cadence, Loop, Progress
 from smupar.lm.run.metrics import Row
 from smupar.lm.run.signals import Stop, end_if_stopped
 from smupar.lm.run.stack import GPTStack
+from smupar.output.progress import Status
 from smupar.study.stack_state import StackState
 from smupar.study.stacks import Division
 from smupar.study.store import Study
@@ -36,6 +34,7 @@ def train_stack(
     saved = state.load(stack)
     start, started = (saved.step, saved.progress) if saved else (0, [Progress() for _ in part])
     keeper = _StackKeeper(stack, state, saved.rows if saved else [[] for _ in part], len(wanted), progress)
+    progress.begin(part[0])
     progress.running = {part[n].id: keeper.rows[n] for n in wanted}
     cadence = Cadence(steps, max(1, steps // _NUM_ROWS), valid_every=steps, look_every=_LOOK_EVERY, save_seconds=_SAVE_SECONDS)
     if start:
@@ -91,35 +90,56 @@ class _StackKeeper:
 
 
 class StudyProgress:
-    """A progress bar: how many runs are done, running or diverged, and the time left."""
+    """How far a study is: work done, runs done, running and diverged, and the best loss so far."""
 
     running: Mapping[str, Sequence[Row]] = MappingProxyType({})  # the rows of runs that are trained now, by id
 
     def __init__(self, configs: Sequence[RunConfig]) -> None:
-        self.num_runs, self.num_done, self.num_diverged = len(configs), 0, 0
-        self.bar = tqdm(
-            total=sum(config.steps for config in configs),
-            desc="study",
-            unit="step",
-            unit_scale=True,
-            mininterval=0.5 if sys.stderr.isatty() else 10,
-            bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed} gone, {remaining} left, {postfix}",
-        )
+        self.num_runs, self.num_done, self.num_running, self.num_diverged = len(configs), 0, 0, 0
+        self.num_steps, self.total_steps = 0, max(1, sum(config.steps for config in configs))
+        self.usual_work = sum(config.steps * _work_of_step(config) for config in configs) / self.total_steps or 1.0
+        self.work, self.weight = 0.0, 1.0  # in steps of usual runs; what a step of the runs of the moment counts
+        self.best: float | None = None
+        self.doing = ""  # what is done before runs are trained
+        self.ended: set[str] = set()
+
+    def begin(self, config: RunConfig) -> None:
+        """Says that runs like this one are next."""
+        self.weight, self.doing = _work_of_step(config) / self.usual_work, ""
 
     def steps(self, num: int, running: int) -> None:
-        self.bar.set_postfix_str(
-            f"{self.num_done} of {self.num_runs} runs done, {running} running, {self.num_diverged} diverged", refresh=False
-        )
-        self.bar.update(num)
+        self.num_steps += num
+        self.work += num * self.weight
+        self.num_running = running
 
     def done(self, summary: Summary) -> None:
         self.num_done += 1
-        self.num_diverged += summary.status == "diverged"
+        self.ended.add(summary.id)
+        if summary.status == "diverged":
+            self.num_diverged += 1
+        elif summary.train_loss is not None:
+            self.best = min(summary.train_loss, math.inf if self.best is None else self.best)
 
     @property
     def share_done(self) -> float:
-        """Share of the steps, or of the runs, where the trainer counts their steps."""
-        return max(self.bar.n / (self.bar.total or 1), self.num_done / max(1, self.num_runs))
+        """Share of the work, or of the runs, where the trainer counts their steps."""
+        if self.num_done == self.num_runs:
+            return 1.0
+        return min(1.0, max(self.work / self.total_steps, 0.0 if self.work else self.num_done / max(1, self.num_runs)))
 
-    def close(self) -> None:
-        self.bar.close()
+    def status(self) -> Status:
+        """What a display shows."""
+        num_running = len(self.running.keys() - self.ended) if self.running else self.num_running
+        words = [f"{self.num_done} of {self.num_runs} done", self.doing or f"{num_running} running"]
+        words.append(f"{self.num_diverged} diverged")
+        if self.best is not None:
+            words.append(f"best {self.best:.3f}")
+        # Where there is little room, that no run diverged goes first.
+        rank = (0, 1, 3 if self.num_diverged == 0 else 2, 2 if self.num_diverged == 0 else 3)
+        return Status(self.share_done, tuple(words), rank[: len(words)])
+
+
+def _work_of_step(config: RunConfig) -> float:
+    """How long a step takes, in some unit: products of all layers, and what every product costs beside its multiplications."""
+    width, beside = config.model.width, 512  # narrow products take as long as wider ones
+    return config.batch_size * config.seq_len * config.model.depth * width * (width + beside)

@@ -29,7 +29,7 @@ from smupar import __version__
 from smupar.lm.config.run import LATER_FIELDS, RunConfig, default_of, differences, flat
 from smupar.lm.run.metrics import METRICS_FILE, Row, metrics_line
 from smupar.output.files import locked, refuse_other_files, write_atomic
-from smupar.output.json_files import DamagedFileError, read_object, read_record, write_sealed
+from smupar.output.json_files import DamagedFileError, printable, read_object, read_record, write_sealed
 from smupar.output.optional import optional
 from smupar.plan.settings import refuse
 from smupar.study.config import TransferConfig
@@ -265,11 +265,6 @@ def _has_grown(study: Study, here: dict[str, Any]) -> bool:
     other = differences(*({name: value for name, value in values.items() if name not in grown} for values in (old, new)))
     refuse(other, f"{study.folder} holds another study ({printable(other)}): choose another --out")
     return bool(grown)
-
-
-def printable(text: str) -> str:
-    """Text from a file as part of a message: in one line, and without codes that a terminal obeys."""
-    return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def _comparable(definition: dict[str, Any]) -> dict[str, Any]:

@@ -56,7 +56,8 @@ def define_transfer(config: TransferConfig) -> StudyDefinition:
         verdicts = analyse(config, results, trace)
         drawn = panels(config, verdicts, _Ids(config, results, trace))
         answers = [_answer(config, verdict) for verdict in verdicts]
-        return Findings(sentence(config, verdicts), drawn, results, headline(verdicts), answers)
+        told, doubts = sentence(config, verdicts), tuple(doubts_about(config, verdicts))
+        return Findings(told, drawn, results, headline(verdicts), answers, doubts)
 
     runs = proposals(config)
     stages: list[Stage] = [lambda study: runs, partial(measured_proposals, config)]
@@ -125,12 +126,18 @@ def sentence(config: TransferConfig, verdicts: Sequence[Verdict]) -> str:
         f"{_title(verdict.rule)} {_percent(verdict.farthest.excess(verdict.proxy.best_value))}" for verdict in verdicts
     )
     second = f"at {far.sparsity:.4g} sparsity and width {far.width}{_deep(far)} the proxy's best swept {name} costs {costs}"
+    return " ".join([f"{first}; {second}.", *doubts_about(config, verdicts)])
+
+
+def doubts_about(config: TransferConfig, verdicts: Sequence[Verdict]) -> list[str]:
+    """Sentences that say where no optimum was found, or where it may lie elsewhere."""
+    name = _NAMES[config.axis]
     curves = [curve for verdict in verdicts for curve in (verdict.proxy, *verdict.targets)]
     lost = _named(curve for curve in curves if curve.diverged)
     edges = _named(curve for curve in curves if curve.on_edge and not curve.diverged)
     doubts = [f"No run ended, so there is no best {name}: {lost}."] if lost else []
     doubts += [f"On the edge of the grid, so the best may lie beyond it (more --values would tell): {edges}."] if edges else []
-    return " ".join([f"{first}; {second}.", *doubts])
+    return doubts
 
 
 def headline(verdicts: Sequence[Verdict], *, so_far: bool = False) -> str:
@@ -196,7 +203,8 @@ def _read_so_far(config: TransferConfig, study: Study) -> Findings:
         drawn.append(panel)
     doubt = f"The optimum is not settled yet: {_named(open_setups)}." if open_setups else ""
     first = headline(verdicts, so_far=True) or f"No optimum is known yet: {len(results)} runs have ended."
-    return Findings(doubt, drawn, results, first, [_answer(config, verdict) for verdict in verdicts])
+    answers, doubts = [_answer(config, verdict) for verdict in verdicts], (doubt,) if doubt else ()
+    return Findings(doubt, drawn, results, first, answers, doubts)
 
 
 class _Ids:

@@ -31,6 +31,7 @@ FORMAT = "smupar-hps/1"
 _SIZES = ("base_width", "base_depth")  # of the proxy
 _DIGITS = 6  # of a sampled value, so that its run has the same id on every machine
 _CLOSE = 0.01  # a loss this near to the best is as good
+_LEAST_SAMPLES = 16  # with fewer, what matters cannot be told
 _EDGE = 0.05  # share of a range's logarithm: a best value so near to an end may want a wider range
 
 
@@ -58,6 +59,11 @@ class Tuned:
     @property
     def hps(self) -> dict[str, float]:
         return {name: getattr(self.best.config, name) for name in TUNED}
+
+    @property
+    def is_small(self) -> bool:
+        """Whether there are too few samples to tell how much a hyperparameter matters."""
+        return self.num_samples < _LEAST_SAMPLES
 
     def to_json(self) -> str:
         run, search = self.best.config, self.config
@@ -94,14 +100,17 @@ class Tuned:
         lines = [
             f"loss {self.best.loss:.4f} nats per token, the best of {self.num_samples} samples "
             f"({self.num_diverged} diverged), rule {run.rule}, width {run.model.width}, depth {run.model.depth}",
-            f"{'':<14}{'best':>9}   {'within 1 % of it':<20}  matters",
+            f"{'':<14}{'best':>9}" + ("" if self.is_small else f"   {'within 1 % of it':<20}  matters"),
         ]
         for name, value in self.hps.items():
             sensitivity = self.sensitivities[name]
             edge = _edge(value, self.config.ranges[name])
             note = "" if edge is None else f"  best near the {edge} end: widen --{name.replace('_', '-')}-range"
             close = f"{sensitivity.low:.3g} .. {sensitivity.high:.3g}"
-            lines.append(f"{name:<14}{value:>9.4g}   {close:<20}  {sensitivity.explained:>6.0%}{note}")
+            shown = "" if self.is_small else f"   {close:<20}  {sensitivity.explained:>6.0%}"
+            lines.append(f"{name:<14}{value:>9.4g}{shown}{note}")
+        if self.is_small:
+            lines.append(f"{self.num_samples} samples are too few to tell which of them matters (from {_LEAST_SAMPLES} on)")
         return "\n".join([*lines, f"use them with --hps {self.path}"])
 
 

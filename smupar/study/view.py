@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from smupar.lm.config.run import LATER_FIELDS, ModelConfig, RunConfig, flat
 from smupar.lm.run.metrics import METRICS_FILE, read_rows
-from smupar.output.json_files import WRONG_TYPES, DamagedFileError, read_object
+from smupar.output.json_files import WRONG_TYPES, DamagedFileError, printable, read_object
 from smupar.output.page import write_page
 from smupar.output.page.document import Chart, Document, PageProgress, PageTable, finite, thinned
 from smupar.plan.settings import refuse
@@ -29,7 +29,7 @@ from smupar.study.curves import chart_of
 from smupar.study.definition import Findings, StudyDefinition, varied_columns
 from smupar.study.live import Signs, read_planned, read_signs, repeated
 from smupar.study.space import unique
-from smupar.study.store import Result, Study, fields_of, printable
+from smupar.study.store import Result, Study, fields_of
 from smupar.study.sweep import sweep_from_json
 from smupar.study.transfer import transfer_from_json
 from smupar.study.tune import search_from_json

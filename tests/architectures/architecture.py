@@ -27,10 +27,9 @@ class Architecture:
     batch: Callable[[int], Any]  # seed -> batch
     loss: Callable[[nn.Module, Any], Tensor]
     logits: Callable[[nn.Module, Any], Tensor]
+    example: Callable[[Any], Any] = lambda batch: batch  # batch -> what the model is called with
     prepare: Callable[[nn.Module, Plan], None] | None = None  # sets what only the user can set
-    roles: dict[str, Any] = field(default_factory=dict)  # answers that differ from what the question suggests
-    settings: dict[str, Any] = field(default_factory=dict)  # settings of the check
-    note: str = ""
+    roles: dict[str, Any] = field(default_factory=dict)  # answers that differ from what a question without example suggests
 
 
 def tokens(seed: int, *, num: int = 2, length: int = LENGTH) -> Tensor:

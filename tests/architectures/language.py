@@ -10,9 +10,7 @@ from typing import Any
 import transformers as hf
 from torch import Tensor, nn
 
-from smupar.integrations import huggingface
-from smupar.plan.plan import Plan
-from tests.architectures.architecture import FIXED, HEAD_DIM, VOCAB, Architecture, labels, settle_all, tokens
+from tests.architectures.architecture import FIXED, HEAD_DIM, VOCAB, Architecture, labels, tokens
 
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
@@ -77,17 +75,6 @@ def grouped(width: int, **others: Any) -> dict[str, Any]:
     return {"num_key_value_heads": width // HEAD_DIM // 2, "head_dim": HEAD_DIM, **others}
 
 
-def by_hand(path: str, attribute: str, model: nn.Module, plan: Plan, *, divides: bool = False) -> None:
-    """Sets the scale in an attribute of every module whose class has this name."""
-    scale = plan.attention_scale(HEAD_DIM)
-    for module in model.modules():
-        if type(module).__name__ == path:
-            old = getattr(module, attribute)
-            value = 1 / scale if divides else scale
-            setattr(module, attribute, old.new_tensor(value) if isinstance(old, Tensor) else value)
-    plan.settle("attention_scale")
-
-
 def masked_lm(name: str, model: str, config: str, **fixed: Any) -> Architecture:
     def make(width: int) -> nn.Module:
         return getattr(hf, model)(getattr(hf, config)(**{**names(width), **BERT_DROPOUT, **fixed}))
@@ -96,11 +83,6 @@ def masked_lm(name: str, model: str, config: str, **fixed: Any) -> Architecture:
         return {"input_ids": tokens(seed, length=8), "labels": tokens(seed + 500, length=8)}
 
     return Architecture(name, make, batch, dict_loss, lambda model, given: model(input_ids=given["input_ids"]).logits)
-
-
-def set_and_settle(model: nn.Module, plan: Plan) -> None:
-    huggingface.set_attention_scale(model, plan)
-    settle_all(model, plan)
 
 
 def bert_classifier(width: int) -> nn.Module:
@@ -193,29 +175,25 @@ DECODERS = [
         "GPTJConfig",
         lambda w: NO_DROPOUT | {"rotary_dim": 8},
         start=gpt_names,
-        prepare=partial(by_hand, "GPTJAttention", "scale_attn", divides=True),
     ),
     decoder(
         "BLOOM",
         "BloomForCausalLM",
         "BloomConfig",
         lambda w: {"n_layer": 2, "n_head": w // HEAD_DIM, "hidden_dropout": 0.0},
-        prepare=partial(by_hand, "BloomAttention", "inv_norm_factor"),
     ),
-    decoder("Falcon", "FalconForCausalLM", "FalconConfig", lambda w: falcon(w) | {"multi_query": True}, prepare=settle_all),
+    decoder("Falcon", "FalconForCausalLM", "FalconConfig", lambda w: falcon(w) | {"multi_query": True}),
     decoder(
         "Falcon, new decoder",
         "FalconForCausalLM",
         "FalconConfig",
         lambda w: falcon(w) | {"new_decoder_architecture": True, "num_kv_heads": w // 32},
-        prepare=settle_all,
     ),
     decoder(
         "DeepSeek-V3",
         "DeepseekV3ForCausalLM",
         "DeepseekV3Config",
         deepseek,
-        prepare=partial(by_hand, "DeepseekV3Attention", "scaling"),
     ),
     decoder("Mixtral", "MixtralForCausalLM", "MixtralConfig", experts_of),
     decoder(
@@ -234,7 +212,13 @@ DECODERS = [
         roles=FIXED_EXPERTS,
     ),
     decoder("OLMoE", "OlmoeForCausalLM", "OlmoeConfig", lambda w: grouped(w) | {"num_experts": 4} | MOE),
-    decoder("Mamba", "MambaForCausalLM", "MambaConfig", lambda w: {"state_size": 8, "time_step_rank": w // 4}),
+    decoder(
+        "Mamba",
+        "MambaForCausalLM",
+        "MambaConfig",
+        lambda w: {"state_size": 8, "time_step_rank": w // 4},
+        roles={"*.A_log": "vector"},
+    ),
     decoder("Mamba-2", "Mamba2ForCausalLM", "Mamba2Config", mamba2),
 ]
 
@@ -246,20 +230,17 @@ OTHERS = [
     replace(
         masked_lm("ELECTRA", "ElectraForMaskedLM", "ElectraConfig", embedding_size=32),
         roles={"*embeddings_project.weight": "embedding", "generator_predictions.dense.weight": "hidden"},
-        prepare=set_and_settle,
     ),
     replace(
         masked_lm("ModernBERT", "ModernBertForMaskedLM", "ModernBertConfig", global_attn_every_n_layers=1),
-        prepare=settle_all,
     ),
-    Architecture("T5", t5, pairs, dict_loss, logits_of, prepare=settle_all),
+    Architecture("T5", t5, pairs, dict_loss, logits_of),
     Architecture(
         "T5 v1.1",
         partial(t5, feed_forward_proj="gated-gelu", tie_word_embeddings=False),
         pairs,
         dict_loss,
         logits_of,
-        prepare=settle_all,
     ),
     Architecture("BART", bart, pairs, dict_loss, logits_of),
     Architecture("Marian", partial(bart, kind="Marian"), pairs, dict_loss, logits_of),

@@ -39,13 +39,17 @@ def logits_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return model(batch[0])
 
 
+def first(batch: Any) -> tuple[Any]:
+    return (batch[0],)
+
+
 def lm(name: str, make: Callable[[int], nn.Module], **facts: Any) -> Architecture:
-    return Architecture(name, make, next_tokens, loss_of, logits_of, **facts)
+    return Architecture(name, make, next_tokens, loss_of, logits_of, first, **facts)
 
 
 def classifier(name: str, make: Callable[[int], nn.Module], *shape: int, **facts: Any) -> Architecture:
     """Classes of noise of this shape."""
-    return Architecture(name, make, lambda s: (noise(s, 4, *shape), labels(s, 4)), loss_of, logits_of, **facts)
+    return Architecture(name, make, lambda s: (noise(s, 4, *shape), labels(s, 4)), loss_of, logits_of, first, **facts)
 
 
 class LSTM(nn.Module):
@@ -311,13 +315,6 @@ def convnet(width: int) -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, width, 3, padding=1), *stage(2), *stage(1), *ends)
 
 
-def set_scale(model: nn.Module, plan: Any) -> None:
-    for module in model.modules():
-        if isinstance(module, (Attention, EinsumAttention)):
-            module.scale = plan.attention_scale(HEAD_DIM)
-    settle_all(model, plan)
-
-
 def denoised(seed: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
     return (noise(seed, 2, 3, 4, 4), noise(seed + 1, 2, 8)), labels(seed, 2, 4, 4)
 
@@ -331,7 +328,7 @@ def ids_of(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def clicks(name: str, make: Callable[[int], nn.Module], **facts: Any) -> Architecture:
-    return Architecture(name, make, ids_of, loss_of, logits_of, **facts)
+    return Architecture(name, make, ids_of, loss_of, logits_of, first, **facts)
 
 
 RIGHT = ("hidden", 0)  # x @ W
@@ -339,17 +336,25 @@ PLAIN = [
     lm("LSTM", LSTM),
     lm("LSTM, tied", partial(LSTM, tied=True)),
     lm("LSTM, embedding of fixed size", partial(LSTM, embedding=32)),
-    Architecture("U-Net", UNet, denoised, loss_of, logits_of, roles={"inp.weight": "embedding"}),
+    Architecture(
+        "U-Net",
+        UNet,
+        denoised,
+        loss_of,
+        logits_of,
+        first,
+        roles={"inp.weight": "embedding", "time.0.weight": "embedding", "out.weight": "unembedding"},
+    ),
     classifier("Mixer", Mixer, 4, FEATURES, roles={"blocks.*.t?.weight": "hidden"}),
     classifier("Mixer, token layers of fixed size", partial(Mixer, token_width=FIXED), 4, FEATURES),
-    classifier("ViT by hand", ViT, 3, 8, 8, prepare=set_scale),
+    classifier("ViT by hand", ViT, 3, 8, 8),
     Architecture(
         "DiT",
         DiT,
         lambda s: (noise(s, 4, 4, FEATURES), labels(s, 4), noise(s + 1, 4, 4, FEATURES)),
         squared,
         lambda model, batch: model(batch[:2]),
-        prepare=set_scale,
+        lambda batch: (batch[:2],),
     ),
     Architecture(
         "two towers",
@@ -357,6 +362,7 @@ PLAIN = [
         lambda s: (tokens(s, length=8), torch.arange(8)),
         loss_of,
         logits_of,
+        first,
         prepare=scale_similarity,
     ),
     classifier("graph network, raw matrices", GNN, 4, FEATURES, prepare=scale_similarity, roles=GNN_ROLES),
@@ -372,5 +378,5 @@ PLAIN = [
     clicks("Deep & Cross", DeepAndCross),
     clicks("Deep & Cross, embeddings of fixed size", partial(DeepAndCross, embedding=8), roles={"deep.0.weight": "embedding"}),
     clicks("DLRM", DLRM),
-    lm("einsum attention", partial(around, EinsumAttention), prepare=set_scale, roles={"*.w?": RIGHT}),
+    lm("einsum attention", partial(around, EinsumAttention), roles={"*.w?": RIGHT}),
 ]

@@ -9,8 +9,7 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
-from smupar.plan.plan import Plan
-from tests.architectures.architecture import HEAD_DIM, NUM_CLASSES, VOCAB, Architecture, labels, noise, settle_all, tokens
+from tests.architectures.architecture import HEAD_DIM, NUM_CLASSES, VOCAB, Architecture, labels, noise, tokens
 from tests.architectures.language import SPECIAL, dict_loss, names
 
 IMAGE = {"image_size": 8, "patch_size": 4, "num_channels": 3}
@@ -61,14 +60,6 @@ def captioned(seed: int) -> dict[str, Any]:
     return {"pixel_values": noise(seed, 4, 3, 8, 8), "input_ids": captions, "return_loss": True}
 
 
-def scale_towers(model: nn.Module, plan: Plan) -> None:
-    """The scale of these attentions is called ``scale``."""
-    for module in model.modules():
-        if type(module).__name__ in ("CLIPAttention", "SiglipAttention"):
-            module.scale = plan.attention_scale(HEAD_DIM)
-    settle_all(model, plan)
-
-
 def similarities(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     return model(**batch).logits_per_image
 
@@ -117,7 +108,7 @@ SEEING = [
     classifier("DeiT", "DeiT"),
     classifier("DINOv2", "Dinov2"),
     classifier("BEiT", "Beit"),
-    Architecture("SigLIP, classifier", siglip, pictures, dict_loss, logits_of, prepare=scale_towers),
+    Architecture("SigLIP, classifier", siglip, pictures, dict_loss, logits_of),
     Architecture("ConvNeXt", convnext, pictures, dict_loss, logits_of),
     Architecture(
         "CLIP",
@@ -125,7 +116,6 @@ SEEING = [
         captioned,
         dict_loss,
         similarities,
-        prepare=scale_towers,
         roles={"*patch_embedding.weight": "embedding"},
     ),
     Architecture(
@@ -134,7 +124,6 @@ SEEING = [
         captioned,
         dict_loss,
         similarities,
-        prepare=scale_towers,
         roles={"*patch_embedding.weight": "embedding", "*_projection.weight": "hidden"},
     ),
     Architecture("Whisper", whisper, spoken, dict_loss, logits_of),

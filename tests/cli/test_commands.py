@@ -17,8 +17,8 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
 
 
 def test_help_does_not_import_torch():
-    help_ = "try: main(['--help'])\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
-    code = f"import sys\nfrom smupar.cli.main import main\n{help_}"
+    helps = "for name in ['', *COMMANDS]: main([*name.split(), '--help-all'])"
+    code = f"import sys\nfrom smupar.cli.main import COMMANDS, main\n{helps}\nassert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "train" in done.stdout
@@ -28,7 +28,7 @@ def test_import_smupar_loads_nothing_above_the_core():
     code = "import sys, smupar; smupar.parameterize, smupar.audit; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "smupar.check.audit" in loaded
-    assert not [name for name in loaded if name.startswith(("smupar.lm", "smupar.cli.main", "smupar.bench.models", "tyro"))]
+    assert not [name for name in loaded if name.startswith(("smupar.lm", "smupar.cli.main", "smupar.bench.models"))]
 
 
 def test_rules_prints_the_smupar_column(command):
@@ -49,8 +49,11 @@ def test_plan_prints_json_that_reads_back(command):
 def test_train_reports_the_loss_after_the_plan(command):
     done = command("train", "--width", "64", "--depth", "1", "--steps", "3", "--seq-len", "16", "--sparsity", "0.5")
     assert done.returncode == 0, done.stderr
-    assert "blocks.0.mlp.down.weight" in done.stdout
-    assert "validation loss" in done.stdout.splitlines()[-1]
+    assert "hidden     5        47,104   0.5" in done.stderr
+    (line,) = done.stdout.splitlines()
+    assert "validation loss" in line
+    full = command("train", "--width", "64", "--depth", "1", "--steps", "2", "--seq-len", "16", "--sparsity", "0.5", "--full")
+    assert "blocks.0.mlp.down.weight" in full.stderr
 
 
 def test_bad_input_exits_with_2_and_one_line(command):
@@ -78,7 +81,9 @@ def test_check_without_matplotlib_still_gives_its_verdict(tmp_path):
     assert done.returncode in (0, 1), done.stderr
     assert "Traceback" not in done.stderr
     assert "pip install 'smupar[plot]'" in done.stderr
-    assert done.stdout.startswith("SmuPar: ")
+    verdict, first, *_ = done.stdout.splitlines()
+    assert verdict in ("The check passes.", "The check does not pass.")
+    assert " SmuPar over density" in first
     assert sorted(path.name for path in tmp_path.iterdir()) == ["check.html", "check.json"]
 
 
@@ -123,7 +128,7 @@ def test_data_that_is_not_there_exits_with_2_and_the_remedy(command, tmp_path):
 def test_bad_head_size_exits_with_2_and_one_line(command):
     done = command("train", "--width", "100")
     assert done.returncode == 2
-    assert done.stderr.startswith("smupar: width 100 is not a multiple of head_dim 32: --width 96 would be")
+    assert done.stderr.startswith("smupar: width 100 is not a multiple of head_dim 32: 96 would be")
     assert done.stderr.count("\n") == 1
 
 

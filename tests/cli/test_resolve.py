@@ -132,10 +132,10 @@ def test_resolved_configurations_are_normalised():
 
 
 def test_parsing_keeps_what_was_typed_and_nothing_else():
-    call = parse(["train", "610m", "--width", "512", "--no_tied", "--betas", "0.5", "0.6", "--out", "x"], {})
+    call = parse(["train", "610m", "--width", "512", "--no_tied", "--betas", "0.5", "0.6", "--out", "x"]).run
     assert call.args == ("610m",)
     assert call.keywords["config"] == {"width": 512, "tied": False, "betas": (0.5, 0.6)}
-    assert (call.keywords["how"], call.keywords["machine"], call.keywords["dry_run"]) == ({"out": "x"}, {}, False)
+    assert (call.keywords["how"], call.keywords["machine"]) == ({"out": "x"}, {})
 
 
 # Ids

@@ -540,12 +540,15 @@ def test_list_names_every_figure_and_finding():
 
 
 def test_dry_run_at_scale_paper_counts_runs_and_hours():
-    text = dry_run("fig03", make_scale("paper", None, reads=False))
+    def cost(name, scale):
+        return str(dry_run(name, scale, EngineConfig(), out="unused"))
+
+    text = cost("fig03", make_scale("paper", None, reads=False))
     assert "runs        23" in text
     assert "606,519,972" in text
     assert "633.1 GPU-hours" in text
-    assert dry_run("tab01", PAPER) == "tab01: nothing is trained"
-    assert "width 2048 (base 256), at sparsity 0, 0.5" in dry_run("fig05", PAPER)
+    assert cost("tab01", PAPER) == "tab01: nothing is trained"
+    assert "width 2048 (base 256), at sparsity 0, 0.5" in cost("fig05", PAPER)
 
 
 def test_tables_are_written_without_training(tmp_path):
@@ -564,7 +567,8 @@ def test_figure_is_drawn_from_the_runs_that_are_there(tmp_path):
     assert {path.name for path in done.folder.iterdir()} == {
         *("picture.png", "report.html", "rows.csv", "rows.json", "claim.json")
     }
-    assert str(done).startswith("fig11: HOLDS. SP's best learning rate moves 1x")
+    assert done.verdict == "HOLDS"
+    assert done.values["text"].startswith("SP's best learning rate moves 1x")
     with Study.open(tmp_path / "cpu" / "study", {"kind": "reproduce", "scale": "cpu", "data": "stdlib"}, "") as study:
         study.remember("trace", "proxy.json", "abc")
         assert study.files([replace(done.rows[0].config, follow="runs/proxy.json")]) == {

@@ -57,7 +57,19 @@ def test_model_without_values_has_none_to_rescale():
     model = on_meta(Layers, 256).to_empty(device="cpu")
     plan = smupar.parameterize(model, base=on_meta(Layers, 64), reset=True)
     assert {row.kept_factor for row in plan} == {1}
-    assert {row.kept_factor for row in smupar.make_plan(on_meta(Layers, 256), base=on_meta(Layers, 64))} == {1}
+
+
+class Rewritten(Layers):
+    def __init__(self, width):
+        super().__init__(width)
+        nn.init.normal_(self.hidden.bias)
+
+
+def test_plan_on_meta_knows_the_biases_that_torch_draws():
+    plan = smupar.make_plan(on_meta(Rewritten, 256), base=on_meta(Rewritten, 64))
+    assert {name: plan[name].kept_factor for name in FACTORS} == FACTORS | {"hidden.bias": 1}
+    (note,) = (note for note in plan.notes if note.kind == "kept")
+    assert "the initial values of 'hidden.bias' are not here" in str(note)
 
 
 class Positions(nn.Module):

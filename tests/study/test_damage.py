@@ -90,7 +90,7 @@ def test_damaged_run_is_left_out_aloud_and_run_again(study, sweep, damage, capsy
 
     main([*SWEEP, "--out", str(study.folder)])
     said = capsys.readouterr()
-    assert "3 runs, 2 of them done" in said.out
+    assert "3 runs, 2 of them done" in said.err
     assert "Of 3 runs, 0 diverged" in said.out
     assert "Left out" not in said.out
     for name in ("table.csv", "table.json"):

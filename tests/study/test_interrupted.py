@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import signal
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -66,9 +66,8 @@ def interrupt(folder, configs, *, after, how=signal.SIGTERM, engine="stacked"):
     with (
         suppress(SystemExit, KeyboardInterrupt, ConnectionError),
         open_study(folder) as study,
-        closing(StoppedProgress(configs, after, how)) as progress,
     ):
-        run_group(study, configs, engine, CPU, progress)
+        run_group(study, configs, engine, CPU, StoppedProgress(configs, after, how))
     return Study(folder)
 
 

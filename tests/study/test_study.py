@@ -203,7 +203,8 @@ def test_rows_of_a_long_stack_are_means_and_their_last_one_is_validated(tmp_path
     assert ["valid_loss" in row for row in rows] == [False] * 59 + [True]
 
 
-def test_losses_of_a_stack_are_fetched_every_fifty_steps(tmp_path):
+def test_losses_of_a_stack_are_fetched_every_fifty_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr("smupar.lm.run.loop._LONGEST_LOOK", float("inf"))  # steps alone decide
     seen = []
 
     class Watched(StudyProgress):
@@ -298,7 +299,7 @@ def test_folder_with_other_files_is_refused(tmp_path):
 
 
 def test_sweep_page_says_the_best_and_holds_every_run(serial):
-    found = write_report(serial)
+    found = str(write_report(serial))
     page = read_page(serial.folder / "report.html")
     assert "Of 16 runs, 0 diverged" in found
     by_seeds = {}
@@ -362,8 +363,7 @@ TINY_FLAGS += ["--data", words()]
 def test_report_of_a_study_that_is_not_finished_says_so(tmp_path, capsys):
     folder = tmp_path / "study"
     main(["transfer", "--widths", "64", "--sparsities", "0.5", "--rules", "mup", *TINY_FLAGS, "--out", str(folder)])
-    whole = capsys.readouterr().out.splitlines()[-2]
-    assert "the best learning rate moved: muP's" in whole
+    assert "best learning rate" in capsys.readouterr().out
     for run in sorted(folder.glob("runs/*"))[:3]:
         shutil.rmtree(run)
     main(["report", str(folder)])
@@ -379,8 +379,7 @@ def test_report_of_a_study_that_is_not_finished_says_so(tmp_path, capsys):
 def test_study_refuses_two_traces_of_one_name(tmp_path, capsys):
     proxy = ["train", *TINY_FLAGS, "--width", "32", "--sparsity", "0", "--record"]
     for name, lr in (("a", "0.01"), ("b", "0.02")):
-        with pytest.raises(SystemExit):  # 0
-            main([*proxy, "--lr", lr, "--out", str(tmp_path / name)])
+        main([*proxy, "--lr", lr, "--out", str(tmp_path / name)])
     traces = ",".join(str(tmp_path / name / "trace.json") for name in "ab")
     with pytest.raises(SystemExit):
         main(["sweep", f"follow={traces}", *TINY_FLAGS, "--width", "64", "--out", str(tmp_path / "study")])
@@ -403,9 +402,9 @@ def test_sweep_can_grow(tmp_path, capsys):
     sweep = ["sweep", "lr=0.01,0.02", *TINY_FLAGS, "--width", "32", "--out", str(tmp_path / "study")]
     main(sweep)
     main([sweep[0], "lr=0.005,0.01,0.02", *sweep[2:]])
-    said = capsys.readouterr().out
-    assert "3 runs, 2 of them done" in said
-    assert "Of 3 runs, 0 diverged" in said
+    said = capsys.readouterr()
+    assert "3 runs, 2 of them done" in said.err
+    assert "Of 3 runs, 0 diverged" in said.out
     with pytest.raises(SystemExit):
         main(sweep)
     assert "holds another study" in capsys.readouterr().err  # which would hide what is there
@@ -415,13 +414,13 @@ def test_transfer_grown_in_steps_is_the_one_that_was_asked_for_at_once(tmp_path,
     def transfer(out, values, rules, seeds):
         flags = ["--widths", "64", "--sparsities", "0.5", "--values", *values, "--rules", *rules, "--seeds", seeds]
         main(["transfer", *TINY_FLAGS, *flags, "--out", str(tmp_path / out)])
-        return capsys.readouterr().out
+        return capsys.readouterr()
 
     transfer("grown", ("0.004", "0.008", "0.016"), ("smupar",), "1")
     grown = transfer("grown", ("0.004", "0.008", "0.016", "0.032"), ("sp", "smupar"), "2")
-    assert "16 runs, 6 of them done" in grown
+    assert "16 runs, 6 of them done" in grown.err
     fresh = transfer("fresh", ("0.004", "0.008", "0.016", "0.032"), ("sp", "smupar"), "2")
-    assert grown.splitlines()[-2] == fresh.splitlines()[-2]
+    assert grown.out.splitlines()[:-1] == fresh.out.splitlines()[:-1]
 
 
 def test_default_values_of_a_transfer_can_be_added_to(tmp_path, capsys):
@@ -433,7 +432,7 @@ def test_default_values_of_a_transfer_can_be_added_to(tmp_path, capsys):
     ]
     main(transfer)
     main([*transfer, "--values", *(str(2.0**exponent) for exponent in range(-12, -3))])
-    assert "18 runs, 16 of them done" in capsys.readouterr().out
+    assert "18 runs, 16 of them done" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -691,7 +690,7 @@ def test_transfer_study_runs_from_end_to_end(tmp_path):
     config = TransferConfig(run=TINY, rules=("sp", "smupar"), widths=(64,), sparsities=(0.75,), values=(0.002, 0.008, 0.03))
     with Study.open(tmp_path / "study", {"kind": "transfer", **asdict(config)}, "smupar transfer") as study:
         execute(study, proposals(config), engine="stacked", device="cpu")
-        found = write_report(study)
+        found = str(write_report(study))
     assert found.splitlines()[0] == sentence(config, analyse(config, study.results()))
     assert "SmuPar" in found
 
@@ -717,7 +716,7 @@ def test_tune_page_has_a_panel_for_each_hyperparameter(tmp_path):
 
     search = define_search(TuneConfig(run=replace(TINY, sparsity=0.0, steps=5), num_samples=3))
     with run_study(tmp_path / "study", search, "smupar tune", EngineConfig()) as (study, _):
-        assert "Of 3 runs" in write_report(study)
+        assert "Of 3 runs" in str(write_report(study))
     charts = read_page(tmp_path / "study" / "report.html")["charts"]
     assert [chart["x_label"] for chart in charts] == ["lr", "init_std", "alpha_input", "alpha_output"]
     assert [len(line["points"]) for chart in charts for line in chart["lines"]] == [3] * 4
@@ -729,7 +728,7 @@ def test_study_whose_growth_has_a_mistake_stays_as_it_was(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main([sweep[0], "rule=sp,mup,smupr", *sweep[2:]])
     main([sweep[0], "rule=sp,mup,smupar", *sweep[2:]])
-    assert "3 runs, 2 of them done" in capsys.readouterr().out
+    assert "3 runs, 2 of them done" in capsys.readouterr().err
 
 
 def test_run_that_a_sweep_names_twice_counts_once(tmp_path, capsys):
@@ -746,7 +745,7 @@ def test_measured_updates_of_a_grown_study_are_judged_by_the_trace_of_its_best_p
 
     def transfer(out, values):
         main(["transfer", *TINY_FLAGS, *flags, "--values", *values, "--out", str(tmp_path / out)])
-        return capsys.readouterr().out.splitlines()[-2]
+        return capsys.readouterr().out.splitlines()[:-1]
 
     transfer("grown", few)
     assert transfer("grown", more) == transfer("fresh", more)

@@ -80,7 +80,7 @@ def test_study_fills_in_while_it_runs(visit, tmp_path):
     )
     command = [sys.executable, "-m", "smupar", "sweep", "lr=2^-9..2^-4", *flags.split(), "--valid-batches", "1"]
     study = subprocess.Popen(
-        [*command, "--out", str(tmp_path / "study")], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [*command, "--out", str(tmp_path / "study")], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     with study, serving_when_it_has_begun(study, tmp_path) as server:
         page = visit(server.url, wait=".progress, .chart")
@@ -104,7 +104,7 @@ class serving_when_it_has_begun:  # noqa: N801 (a context manager, as serving is
         self.study, self.folder = study, folder
 
     def __enter__(self):
-        assert "6 runs, 0 of them done" in self.study.stdout.readline()
+        assert "6 runs, 0 of them done" in self.study.stderr.readline()
         self.context = serving([self.folder], port=0)
         self.server = self.context.__enter__()
         self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02})

@@ -74,7 +74,7 @@ def bench(
         *((case, partial(_steps, case[1], depth)) for case in stacks),
         *((("csr", "", each, 1 / 128), _product) for each in widths),
     ]
-    for (backend, _, at_width, density), measure in tqdm(cases, desc="bench", leave=False):
+    for (backend, _, at_width, density), measure in tqdm(cases, desc="bench", leave=False, disable=None):
         sides = Contestants(at_width, density, tokens)
         rows = sides.attempt(backend, partial(measure, backend, sides, repeats, machine))
         yield Part(rows or [], sides.missed)

@@ -85,7 +85,7 @@ def _on_cpu(
 ) -> Iterator[Part]:
     cases = [(width, density) for density in densities]
     cases += [(other, 1 / 32) for other in widths if (other, 1 / 32) not in cases]
-    for at_width, density in tqdm(cases, desc="bench", leave=False):
+    for at_width, density in tqdm(cases, desc="bench", leave=False, disable=None):
         yield Part(cpu.bench_layers(at_width, density, tokens, depth, repeats, machine), [])
     if gpt is not None:
         yield Part(cpu.bench_gpt(gpt, tokens, 1 / 32, repeats), [])

@@ -60,7 +60,17 @@ class SampledCall:
             used = self.output_grad.ne(0).any(-1)
             x = x[used] if used.any() else x
         effect = self.kind.effect(self.module, parameter, parameter.detach() - before, x)
+        if self._is_shift_without_effect(effect):
+            effect = effect - effect.mean(0)
         return effect * _factor(self.module) if self.kind.is_lookup else effect
+
+    def _is_shift_without_effect(self, effect: Tensor) -> bool:
+        """Whether the loss does not depend on a vector that is added to all rows, as to all keys of an attention: its gradient,
+        the sum over rows, is zero. What all rows share is no signal in the update, so a sign of it falls with the width."""
+        if self.output_grad is None or self.kind.reads == IMAGES or len(effect) < 2:
+            return False
+        grad = self.output_grad.double()
+        return bool(grad.sum(0).norm() < 1e-4 * grad.norm())
 
 
 class WholeCall:

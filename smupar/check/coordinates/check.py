@@ -8,28 +8,28 @@ sizes, not a model, losses or a checkpoint.
 from __future__ import annotations
 
 import math
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, product
-from typing import Any, SupportsIndex, Unpack
+from typing import Any, Self, SupportsIndex, Unpack
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from smupar.check.audit import Finding, differences, unsettled
 from smupar.check.coordinates.depth import SAME_DEPTH, layers_of
 from smupar.check.coordinates.grid import Grid, MakeModel, listed
-from smupar.check.coordinates.measure import JUDGED, Cell, GridPoint, SizeRecorder
+from smupar.check.coordinates.measure import JUDGED, Cell, GridPoint, Reading, SizeRecorder
 from smupar.check.coordinates.report import Report
 from smupar.model.parameterize import parameterize
 from smupar.model.seam import optimizers
 from smupar.optim.groups import param_groups
 from smupar.optim.guard import LRRatioWarning, ratio_problem, wrong_groups
+from smupar.output.progress import Display, Status
 from smupar.plan.layers import has_running_statistics, kind_of
 from smupar.plan.make import Settings
 from smupar.plan.parameters import parent_path
@@ -62,6 +62,8 @@ def coord_check(
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
     allocation: Callable[[float], Any] | None = None,
     progress: bool = True,
+    horizon: int | None = None,
+    sparsifier: Callable[[nn.Module, Plan, Any], Any] | None = None,
     **settings: Unpack[Settings],
 ) -> Report:
     """Trains a few steps at every width, density and depth, and judges whether activations, gradients and updates keep their
@@ -79,9 +81,13 @@ def coord_check(
     prepare       function (model, plan) that sets what only you can set, such as the attention scale
     scheduler     optimizer -> scheduler; its step() is called after each step
     allocation    density -> what ``parameterize`` takes as density, such as smupar.erk
+    horizon       train so many steps instead of ``steps``, look at log-spaced ones, and say from when on updates drift
+    sparsifier    with horizon: (model, plan, optimizers) -> what moves the masks of sparse models, such as RigL
     settings      settings of ``parameterize``
     """
-    training = _Training(loss_fn, optimizer, lr, weight_decay, scheduler, prepare, allocation, settings)
+    training = _Training(loss_fn, optimizer, lr, weight_decay, scheduler, prepare, allocation, settings, sparsifier)
+    refuse(horizon is not None and depths, "depths are compared in the first steps alone: leave out horizon")
+    kind, steps = _kind_of_run(horizon, training), steps if horizon is None else horizon
     rule_list = (rules,) if isinstance(rules, str) else tuple(rules)
     training.check(rule_list, densities)
     seed_list, taken = _seeds_and_batches(seeds, steps, batches)
@@ -89,17 +95,14 @@ def coord_check(
         grid = Grid(make_model, int(base_width), widths, densities, depths, base_depth)
     axes = product(rule_list, grid.widths, grid.densities, grid.depths, seed_list)
     cells = [Cell(rule, width, density, seed, depth=depth) for rule, width, density, depth, seed in axes]
-    shown = tqdm(cells, desc="coordinate check", unit="run", disable=not progress, file=sys.stderr, leave=False)
-    runs = [_Run(cell, grid, training).carried_out(taken) for cell in shown]
+    runs = [kind(cell, grid, training) for cell in cells]
+    _carry_out(runs, taken, shows=progress)
     readings = [reading for run in runs for reading in run.readings]
     refuse(
         not any(reading.quantity in JUDGED for reading in readings),
         "nothing could be measured: none of the model's layers is called as a module and returns a tensor",
     )
-    plans: dict[GridPoint, Plan] = {}
-    for run in runs:
-        plans.setdefault(run.cell.point, run.plan)
-    return Report(readings, faults={run.cell: run.faults for run in runs if run.faults}, plans=plans)
+    return kind.report(runs, readings)
 
 
 def _seeds_and_batches(seeds: int | Sequence[int], steps: int, batches: Iterable[Any]) -> tuple[tuple[int, ...], list[Any]]:
@@ -114,6 +117,24 @@ def _seeds_and_batches(seeds: int | Sequence[int], steps: int, batches: Iterable
     return seed_list, taken
 
 
+def _kind_of_run(horizon: int | None, training: _Training) -> type[GridRun]:
+    if horizon is None:
+        refuse(training.sparsifier is not None, "sparsifier= is for a check over a whole run: pass horizon= too")
+        return GridRun
+    from smupar.check.whole_run.run import LongRun  # which is a GridRun itself
+
+    return LongRun
+
+
+def faults_and_plans(
+    runs: Sequence[GridRun],
+) -> tuple[dict[Cell, list[Finding]], dict[GridPoint, Plan]]:
+    plans: dict[GridPoint, Plan] = {}
+    for run in runs:
+        plans.setdefault(run.cell.point, run.plan)
+    return {run.cell: run.faults for run in runs if run.faults}, plans
+
+
 @dataclass(frozen=True)
 class _Training:
     """How every model of the grid is made and trained."""
@@ -126,6 +147,7 @@ class _Training:
     prepare: Callable[[nn.Module, Plan], None] | None
     allocation: Callable[[float], Any] | None
     settings: Settings
+    sparsifier: Callable[[nn.Module, Plan, Any], Any] | None = None
 
     def check(self, rules: tuple[str, ...], densities: float | Sequence[float]) -> None:
         refuse(not rules, "rules is empty: name at least one, such as rules=['smupar']")
@@ -151,29 +173,54 @@ class _Training:
         return returned
 
 
-class _Run:
+def _carry_out(runs: Sequence[GridRun], batches: list[Any], *, shows: bool) -> None:
+    """Trains all models of the grid, and shows how many are done."""
+    done = 0
+
+    def status() -> Status:
+        return Status(done / len(runs), (f"{done} of {len(runs)} models trained",))
+
+    with Display(status) if shows else nullcontext():
+        for run in runs:
+            run.carry_out(batches)
+            done += 1
+
+
+class GridRun:
     def __init__(self, cell: Cell, grid: Grid, training: _Training) -> None:
         self.cell, self.grid, self.training = cell, grid, training
         self.faults: list[Finding] = []
 
-    def carried_out(self, batches: list[Any]) -> _Run:
+    def carry_out(self, batches: list[Any]) -> None:
         with torch.random.fork_rng(), warnings.catch_warnings():
             warnings.simplefilter("ignore", PlanWarning)  # the report shows these once
             warnings.simplefilter("ignore", LRRatioWarning)
             torch.manual_seed(self.cell.seed)
             self.build()
             self.train(batches)
-        self.readings = self.recorder.readings(self.cell)
+        self.readings = self.read()
         # A report needs no models and optimizers, and all models of a large grid would not fit into memory together.
-        del self.model, self.recorder, self.optimizers, self.schedulers
-        return self
+        del self.model, self.optimizers, self.schedulers
+        self.__dict__.pop("recorder", None)
+
+    def read(self) -> list[Reading]:
+        return self.recorder.readings(self.cell)
+
+    @classmethod
+    def report(cls, runs: Sequence[Self], readings: list[Reading]) -> Report:
+        return Report(readings, *faults_and_plans(runs))
 
     def build(self) -> None:
         cell, grid, training = self.cell, self.grid, self.training
         self.model = grid.make(cell.width, cell.depth)
-        delta = grid.delta if cell.width == grid.base_width else None
         density = training.allocation(cell.density) if training.allocation is not None and cell.density < 1 else cell.density
-        settings: Settings = {**training.settings, "rule": cell.rule, "density": density, "seed": cell.seed, "delta": delta}
+        settings: Settings = {
+            **training.settings,
+            "rule": cell.rule,
+            "density": density,
+            "seed": cell.seed,
+            "delta": grid.delta,
+        }
         self.plan = parameterize(self.model, base=grid.base, reset=False, **settings)
         if training.prepare is not None:
             training.prepare(self.model, self.plan)
@@ -193,9 +240,8 @@ class _Run:
         if self.cell.depth is not None:
             run = partial(self.training.loss_fn, self.model, copy(batches[0]))
             layers = layers_of(self.model, self.grid.base, self.plan, run)
-            self.faults += [
-                Finding(f"{path!r} is in no branch that is divided", "branch missing", path) for path in layers.beside
-            ]
+            text = "is in no branch that is divided"
+            self.faults += [Finding(f"{path!r} {text}", "branch missing", path) for path in layers.beside]
         self.recorder = SizeRecorder(self.model, self.plan, self.grid.growth_in(self.model), layers)
         self._probe(batches[0])
         for step, batch in enumerate(batches, 1):

@@ -51,8 +51,9 @@ class Grid:
         self.depths: tuple[int | None, ...] = tuple(dict.fromkeys(depths)) or (None,)
         self.base = self._on_meta(base_width)
         other = next((width for width in widths if width != base_width), 2 * base_width)
-        self.delta = self._on_meta(other) if base_width in widths else None
-        self.growth = _growth(self.base, self._on_meta(other))
+        # Models at other widths are compared with the same delta, so that a look at an example's forward pass is made once.
+        self.delta = self._on_meta(other)
+        self.growth = _growth(self.base, self.delta)
         self._refuse_twins((*widths, other))
 
     def make(self, width: int, depth: int | None) -> nn.Module:

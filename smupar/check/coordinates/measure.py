@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from smupar.check.coordinates.calls import SampledCall, WholeCall, first_tensor, kept_call
 from smupar.check.coordinates.depth import SAME_DEPTH, Layers
+from smupar.model.attention import QUERY_FACTOR
 from smupar.plan.layers import kind_of
 from smupar.plan.parameters import parent_path
 from smupar.plan.plan import Plan, PlanRow
@@ -103,8 +104,11 @@ class SizeRecorder:
         self._called: dict[str, None] = {}  # paths in the order of their calls in the first pass
         self._probing = self._repeating = False
         watched = {*self.layers, *self.blocks, *(path for row in plan if _is_matrix(row) for path in _ancestors(row.name))}
+        # What a layer makes is measured before its queries are scaled: they may be a part of it that grows with the width.
         self._handles = [
-            modules[path].register_forward_hook(partial(self._after_forward, path), with_kwargs=True)
+            modules[path].register_forward_hook(
+                partial(self._after_forward, path), with_kwargs=True, prepend=hasattr(modules[path], QUERY_FACTOR)
+            )
             for path in modules
             if path in watched
         ]

@@ -14,6 +14,9 @@
 #include <utility>
 
 #include <unistd.h>
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -152,12 +155,12 @@ struct Scratch {
 };
 
 // The non-zeros in the order of one dimension of W: where each line starts, and for each non-zero its place in the other
-// dimension and its value.
-template <typename T>
+// dimension and its value. Packed lines have smaller places and values.
+template <typename Value, typename Place = int32_t>
 struct Lines {
   const int64_t* starts;
-  const int32_t* others;
-  const T* values;
+  const Place* others;
+  const Value* values;
 };
 
 struct Sizes {
@@ -165,8 +168,8 @@ struct Sizes {
 };
 
 // y = x W' + bias for one tile of tokens; the non-zeros by outputs.
-template <typename T, int num_vectors>
-void forward_tile(const T* x, const T* bias, Sizes sizes, Lines<T> lines, T* y, Vec<T>* tile) {
+template <typename T, int num_vectors, typename Lines>
+void forward_tile(const T* x, const T* bias, Sizes sizes, Lines lines, T* y, Vec<T>* tile) {
   constexpr int n = Simd<T>::lanes;
   constexpr int chains = std::max(1, 4 / num_vectors);  // sums side by side: an addition waits four cycles for the one before
   turn_in<T, num_vectors>(x, sizes.in, sizes.tokens, 0, sizes.in, tile);
@@ -179,7 +182,7 @@ void forward_tile(const T* x, const T* bias, Sizes sizes, Lines<T> lines, T* y, 
       for (int v = 0; v < num_vectors; ++v) sum[0][v] += start;
       const auto add = [&](int64_t k, Vec<T>* to) {
         const Vec<T>* from = tile + static_cast<int64_t>(lines.others[k]) * num_vectors;
-        const T weight = lines.values[k];
+        const T weight = static_cast<T>(lines.values[k]);
         for (int v = 0; v < num_vectors; ++v) to[v] += weight * from[v];
       };
       int64_t k = lines.starts[first + i];
@@ -238,8 +241,8 @@ void backward_tile(const T* grad_y, const T* x, Sizes sizes, Lines<T> lines, T* 
     for (int lane = 0; lane < n; ++lane) grad_values[written + i] += products[i][lane];
 }
 
-template <typename T, int num_vectors>
-void forward_tiles(const T* x, const T* bias, Sizes sizes, Lines<T> lines, T* y, int num_threads) {
+template <typename T, int num_vectors, typename Lines>
+void forward_tiles(const T* x, const T* bias, Sizes sizes, Lines lines, T* y, int num_threads) {
   constexpr int64_t size = int64_t(num_vectors) * Simd<T>::lanes;
   const int64_t num_tiles = (sizes.tokens + size - 1) / size;
 #pragma omp parallel num_threads(num_threads)
@@ -308,8 +311,8 @@ void with_tile(int64_t features, int64_t tokens, int num_threads, With with) {
   with(std::integral_constant<int, num_vectors>());
 }
 
-template <typename T>
-void forward(const T* x, const T* bias, Sizes sizes, Lines<T> lines, T* y, int num_threads) {
+template <typename T, typename Lines>
+void forward(const T* x, const T* bias, Sizes sizes, Lines lines, T* y, int num_threads) {
   with_tile<T>(sizes.in, sizes.tokens, num_threads, [&](auto num_vectors) {
     forward_tiles<T, num_vectors.value>(x, bias, sizes, lines, y, num_threads);
   });
@@ -328,13 +331,87 @@ void backward(const T* grad_y, const T* x, Sizes sizes, Lines<T> lines, T* grad_
   });
 }
 
+// Packed, for decoding: 2 bytes for a place, 2 or 4 for a value. What costs is reading W, once for each token of a text.
+
+// A bfloat16 number: the upper half of a float.
+struct Half {
+  uint16_t bits;
+  explicit operator float() const {
+    const uint32_t wide = uint32_t(bits) << 16;
+    float value;
+    std::memcpy(&value, &wide, sizeof value);
+    return value;
+  }
+  static Half rounded(float value) {
+    uint32_t wide;
+    std::memcpy(&wide, &value, sizeof wide);
+    if (value != value) return {uint16_t(wide >> 16 | 0x40)};
+    return {uint16_t((wide + 0x7fff + ((wide >> 16) & 1)) >> 16)};  // to the nearest, ties to even, as torch does
+  }
+};
+
+constexpr int kFewTokens = 4;  // up to here each token goes through W by itself; a tile would be mostly empty
+
+#if defined(__AVX512F__)
+inline __m512i load16(const uint16_t* from) {
+  return _mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+}
+inline __m512 load16(const Half* from) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(load16(reinterpret_cast<const uint16_t*>(from)), 16));
+}
+inline __m512 load16(const float* from) { return _mm512_loadu_ps(from); }
+
+// The product of a row of W with the activations of one token. Reads up to 15 places and values beyond the last.
+template <typename Value>
+inline float dot(const Value* values, const uint16_t* places, int64_t count, const float* x) {
+  __m512 sum = _mm512_setzero_ps();
+  for (int64_t k = 0; k < count; k += 16) {
+    const __mmask16 there = count - k >= 16 ? 0xffff : (1u << (count - k)) - 1;
+    const __m512 from = _mm512_mask_i32gather_ps(_mm512_setzero_ps(), there, load16(places + k), x, sizeof(float));
+    sum = _mm512_fmadd_ps(_mm512_maskz_mov_ps(there, load16(values + k)), from, sum);
+  }
+  return _mm512_reduce_add_ps(sum);
+}
+#else
+template <typename Value>
+inline float dot(const Value* values, const uint16_t* places, int64_t count, const float* x) {
+  float sums[4] = {};
+  int64_t k = 0;
+  for (; k + 4 <= count; k += 4)
+    for (int c = 0; c < 4; ++c) sums[c] += static_cast<float>(values[k + c]) * x[places[k + c]];
+  for (; k < count; ++k) sums[0] += static_cast<float>(values[k]) * x[places[k]];
+  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+#endif
+
+template <typename Value>
+void packed(const float* x, const float* bias, Sizes sizes, Lines<Value, uint16_t> lines, float* y, int num_threads) {
+  if (sizes.tokens > kFewTokens) return forward<float>(x, bias, sizes, lines, y, num_threads);
+#pragma omp parallel for num_threads(num_threads) schedule(static) if (num_threads > 1)
+  for (int64_t row = 0; row < sizes.out; ++row) {
+    const int64_t first = lines.starts[row], count = lines.starts[row + 1] - first;
+    for (int64_t token = 0; token < sizes.tokens; ++token)
+      y[token * sizes.out + row] = (bias == nullptr ? 0.0f : bias[row]) +
+                                   dot(lines.values + first, lines.others + first, count, x + token * sizes.in);
+  }
+}
+
+// Activations in bfloat16, sums in fp32.
+void packed(const Half* x, const float* bias, Sizes sizes, Lines<Half, uint16_t> lines, Half* y, int num_threads) {
+  const int64_t num_in = sizes.tokens * sizes.in, num_out = sizes.tokens * sizes.out;
+  Scratch<float> wide(num_in + num_out);
+  for (int64_t i = 0; i < num_in; ++i) wide.data[i] = static_cast<float>(x[i]);
+  packed<Half>(wide.data, bias, sizes, lines, wide.data + num_in, num_threads);
+  for (int64_t i = 0; i < num_out; ++i) y[i] = Half::rounded(wide.data[num_in + i]);
+}
+
 }  // namespace
 
 // Plain C, so that no header of torch or Python is needed and a compile takes seconds.
 #define SMUPAR_KERNELS(T, suffix)                                                                                        \
   extern "C" void smupar_forward_##suffix(const T* x, int64_t tokens, int64_t in, int64_t out, const int64_t* starts,    \
                                           const int32_t* others, const T* values, const T* bias, T* y, int num_threads) { \
-    forward<T>(x, bias, {tokens, in, out}, {starts, others, values}, y, num_threads);                                    \
+    forward<T>(x, bias, {tokens, in, out}, Lines<T>{starts, others, values}, y, num_threads);                                 \
   }                                                                                                                      \
   extern "C" void smupar_backward_##suffix(const T* grad_y, const T* x, int64_t tokens, int64_t in, int64_t out,         \
                                            const int64_t* starts, const int32_t* others, const T* values, T* grad_x,     \
@@ -344,3 +421,13 @@ void backward(const T* grad_y, const T* x, Sizes sizes, Lines<T> lines, T* grad_
 
 SMUPAR_KERNELS(float, f32)
 SMUPAR_KERNELS(double, f64)
+
+#define SMUPAR_PACKED(T, suffix)                                                                                       \
+  extern "C" void smupar_packed_##suffix(const T* x, int64_t tokens, int64_t in, int64_t out, const int64_t* starts,   \
+                                         const uint16_t* others, const T* values, const float* bias, T* y,             \
+                                         int num_threads) {                                                            \
+    packed(x, bias, {tokens, in, out}, Lines<T, uint16_t>{starts, others, values}, y, num_threads);                     \
+  }
+
+SMUPAR_PACKED(float, f32)
+SMUPAR_PACKED(Half, bf16)

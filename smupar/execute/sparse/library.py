@@ -32,6 +32,7 @@ _UNFINISHED = re.compile(r"kernel-[0-9a-f]{16}-\d+\.tmp")
 _ADDRESS, _INT, _LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 _FORWARD = [_ADDRESS, _LONG, _LONG, _LONG, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _INT]
 _BACKWARD = [_ADDRESS, _ADDRESS, _LONG, _LONG, _LONG, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _INT]
+_TRAINING = {"forward": _FORWARD, "backward": _BACKWARD}
 
 
 class NoKernel(Exception):  # noqa: N818  # not an error: torch's products are used instead
@@ -167,11 +168,11 @@ def _alone_in(folder: Path) -> Iterator[int]:
 
 
 def _typed(loaded: ctypes.CDLL) -> ctypes.CDLL:
-    for suffix in ("f32", "f64"):
-        for name, arguments in (("forward", _FORWARD), ("backward", _BACKWARD)):
-            try:
-                function = getattr(loaded, f"smupar_{name}_{suffix}")
-            except AttributeError as error:
-                raise OSError(f"it lacks a function ({error})") from error
-            function.argtypes, function.restype = arguments, None
+    functions = {f"{name}_{suffix}": arguments for name, arguments in _TRAINING.items() for suffix in ("f32", "f64")}
+    for name, arguments in {**functions, "packed_f32": _FORWARD, "packed_bf16": _FORWARD}.items():
+        try:
+            function = getattr(loaded, f"smupar_{name}")
+        except AttributeError as error:
+            raise OSError(f"it lacks a function ({error})") from error
+        function.argtypes, function.restype = arguments, None
     return loaded

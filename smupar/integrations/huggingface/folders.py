@@ -23,6 +23,7 @@ from smupar.model.parameterize import add_masks, attach, let_masks_move
 from smupar.model.weights import weight_of
 from smupar.output.files import refuse_existing, whole_folder, write_atomic
 from smupar.output.json_files import read_text
+from smupar.output.optional import first_line
 from smupar.output.sums import SUMS, UncheckedWarning, check_sums, write_sums
 from smupar.plan.attention import AttentionChange, find_attentions
 from smupar.plan.plan import PLAN_FILE, Plan, PlanWarning
@@ -97,7 +98,7 @@ def load(folder: str | PathLike[str], *, model_class: type[PreTrainedModel] | No
     plan = _read_plan(path)
     if not is_checked:
         warnings.warn(f"{path} has no checksums, so it is loaded without a check", UncheckedWarning, stacklevel=2)
-    config = AutoConfig.from_pretrained(path)
+    config = _read_config(path)
     tensors = _read_tensors(path)
     for row in plan:
         if is_compressed(tensors, row.name):  # the model was saved with sparse storage
@@ -179,6 +180,14 @@ def _read_plan(folder: Path) -> Plan:
         "Read a plain model with from_pretrained. Use save(model, plan, folder) for a model that smupar.parameterize changed.",
     )
     return Plan.from_json(read_text(file, remedy="save the model again"), source=str(file))
+
+
+def _read_config(folder: Path) -> Any:
+    try:
+        # Without the argument transformers asks at the terminal whether to run code that lies in the folder.
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # missing or damaged files and unknown architectures may raise any type
+        raise ValueError(f"transformers cannot read {folder / 'config.json'} ({first_line(error)}): save it again") from error
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:

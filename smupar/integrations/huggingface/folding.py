@@ -7,13 +7,16 @@ by trying, on small inputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from copy import deepcopy
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from smupar.integrations.huggingface.inputs import runs
 from smupar.model.queries import find_queries, quiet
@@ -29,7 +32,7 @@ _EXPONENTS = (1.0, -1.0, 0.5, -0.5)  # how a number may enter: as a factor, a di
 def folded(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
     """A plain model with the same outputs."""
     numbers = [each for each in plan.multipliers if each.is_set and "." not in each.name]
-    config = deepcopy(model.config)
+    config = _with_scales(model, plan)
     if has_two_factors(plan) or numbers:
         config.tie_word_embeddings = False
     plain = type(model)(config).eval()
@@ -64,6 +67,53 @@ def has_two_factors(plan: Plan) -> bool:
 
 
 # Attention
+
+
+def _with_scales(model: PreTrainedModel, plan: Plan) -> PreTrainedConfig:
+    """A copy of the config, with the attention scales that the plan put into fields of modules, where a number of the config
+    decides them: Gemma 2 keeps 1 / scale^2, Granite the scale itself."""
+    wanted = {(change.path, change.field): change.value for change in plan.attention if change.field}
+    best = deepcopy(model.config)
+    scales = _scales(model, best)
+    for path, name, value in _numbers(best):
+        likely = [key for key in wanted if key in scales and _may_decide(value, scales[key])]
+        for new in {value * (wanted[key] / scales[key]) ** exponent for key in likely for exponent in (1, -1, 2, -2)}:
+            config = deepcopy(best)
+            with suppress(Exception):  # configs check types: this may be the number of a token
+                setattr(attrgetter(path)(config) if path else config, name, int(new) if float(new).is_integer() else new)
+            found = _scales(model, config)
+            if _num_right(found, wanted) > _num_right(scales, wanted):
+                best, scales = config, found
+                break
+    return best
+
+
+def _numbers(config: PreTrainedConfig) -> list[tuple[str, str, float]]:
+    """(path of a config inside the config, name of a field, its value) of all positive numbers."""
+    parts = {"": config} | {name: part for name, part in vars(config).items() if isinstance(part, PreTrainedConfig)}
+    every = ((path, name, value) for path, part in parts.items() for name, value in vars(part).items())
+    return [each for each in every if type(each[2]) in (int, float) and each[2] > 0]
+
+
+def _may_decide(value: float, scale: float) -> bool:
+    return any(math.isclose(value**exponent, scale, rel_tol=1e-4) for exponent in (1, -1, 0.5, -0.5))
+
+
+def _scales(model: PreTrainedModel, config: PreTrainedConfig) -> dict[tuple[str, str], float]:
+    """What the fields of attentions hold in a model of this config; nothing if it cannot be built with the same shapes."""
+    try:
+        with torch.device("meta"):
+            built = type(model)(deepcopy(config))
+    except Exception:  # whatever a model says about a number that does not fit
+        return {}
+    shapes = ({name: parameter.shape for name, parameter in each.named_parameters()} for each in (model, built))
+    if len({str(each) for each in shapes}) > 1:
+        return {}
+    return {(each.holder, each.field): each.value for each in find_attentions(built) if each.field}
+
+
+def _num_right(found: Mapping[tuple[str, str], float], wanted: Mapping[tuple[str, str], float]) -> int:
+    return sum(key in found and math.isclose(found[key], value, rel_tol=1e-4) for key, value in wanted.items())
 
 
 def _fold_attention(plain: PreTrainedModel, plan: Plan) -> None:

@@ -1,4 +1,5 @@
-"""Small inputs for a model of transformers, from its config alone. They are for probes, and have no meaning."""
+"""Small inputs for a model of transformers, from its config alone. They are for looks at a forward pass and for probes, and
+have no meaning."""
 
 from __future__ import annotations
 
@@ -10,13 +11,29 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from smupar.plan.forward import run_copy
+
 NUM_TOKENS = 6
+NUM_SAMPLES = 3200  # of raw sound
 
 
 def runs(model: PreTrainedModel) -> list[Callable[[], Any]]:
     """Forward passes of the model and of every model inside it, such as the vision tower of a model that reads both."""
     parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     return [partial(_run, part) for part in parts]
+
+
+def fitting(model: PreTrainedModel) -> dict[str, Any] | None:
+    """Inputs with which the model's forward pass works, if any are known: with pictures, where the model reads them."""
+    for make in (_with_pictures, example):
+        try:
+            inputs = make(model)
+            if inputs is not None:
+                run_copy(model, inputs, lambda copied, args, kwargs: copied(*args, **kwargs))
+                return inputs
+        except Exception:  # a config without the fields that are read here, or a forward pass that wants something else
+            continue
+    return None
 
 
 def _run(model: PreTrainedModel) -> Any:
@@ -30,13 +47,28 @@ def example(model: PreTrainedModel) -> dict[str, Any]:
         "input_ids": _tokens,
         "pixel_values": _pixels,
         "input_features": _features,
+        "input_values": _sound,
     }
-    inputs = {model.main_input_name: makers[model.main_input_name](config, model)}
+    name = model.main_input_name
+    inputs = {name: makers[name](config, model)} if name in makers else dict(model.dummy_inputs)
     if config.is_encoder_decoder:
         inputs["decoder_input_ids"] = _tokens(config, model)
     if hasattr(config, "vision_config") and hasattr(config, "text_config") and hasattr(model, "logit_scale"):
         inputs["pixel_values"] = _pixels(config, model)  # compares texts with pictures
     return inputs
+
+
+def _with_pictures(model: PreTrainedModel) -> dict[str, Any] | None:
+    """A picture, and a text that mentions it, for a language model with eyes; None for other models."""
+    config: Any = model.config
+    token = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
+    if token is None or not hasattr(config, "vision_config"):
+        return None
+    pixels, text = _pixels(config, model), _tokens(config, model)
+    side = config.vision_config.patch_size
+    num_patches = pixels.shape[-2] // side * (pixels.shape[-1] // side)
+    num_tokens = getattr(config, "mm_tokens_per_image", None) or num_patches
+    return {"input_ids": torch.cat([text.new_full((1, num_tokens), token), text], 1), "pixel_values": pixels}
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -63,6 +95,12 @@ def _features(config: Any, model: nn.Module) -> Tensor:
     """Spectra, as Whisper reads them: its encoder halves their number."""
     shape = (1, config.num_mel_bins, 2 * config.max_source_positions)
     return _waves(shape, model)
+
+
+def _sound(config: Any, model: nn.Module) -> Tensor:
+    """Raw sound, as Wav2Vec2 reads it, or spectra, as AST does."""
+    bins = getattr(config, "num_mel_bins", None)
+    return _waves((1, NUM_SAMPLES) if bins is None else (1, config.max_length, bins), model)
 
 
 def _waves(shape: tuple[int, ...], model: nn.Module) -> Tensor:

@@ -14,11 +14,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from smupar.integrations.huggingface.families import FAMILIES, base_config
 from smupar.integrations.huggingface.folders import keep_plan
-from smupar.integrations.huggingface.inputs import example, runs
+from smupar.integrations.huggingface.inputs import fitting, runs
 from smupar.model import parameterize as apply
-from smupar.model.attention import set_scales
-from smupar.plan.branches import find_branches
+from smupar.model.attention import call, set_scales
 from smupar.plan.depth import correspond
+from smupar.plan.evidence import Note
+from smupar.plan.forward import Example, moved
 from smupar.plan.make import Settings
 from smupar.plan.plan import Plan, PlanWarning
 from smupar.plan.settings import refuse
@@ -26,6 +27,7 @@ from smupar.plan.settings import refuse
 # If the number of key and value heads is the same at every width, these matrices have the shape of readouts.
 _HIDDEN = ("*.k_proj.weight", "*.v_proj.weight")
 _ABOUT_FILES = ("dtype", "torch_dtype", "architectures", "transformers_version", "model_type", "name_or_path")
+_NO_EXAMPLE = "no inputs for a look at the forward pass: roles come from shapes and modules alone. Pass example=, a batch"
 _FEW = 2**14  # entries of a base's tensor that gets values, to be compared with the model's
 
 
@@ -41,7 +43,8 @@ def parameterize(
     plan.
 
     base      width at which hyperparameters were tuned, or the config or model of that width, which may have fewer layers
-    settings  settings of ``smupar.parameterize``
+    settings  settings of ``smupar.parameterize``. Without an ``example``, small inputs of smupar's own show how the model
+              uses its parameters; ``example=None`` leaves the look out
 
     GPT-2, Llama, Mistral, Qwen2, Qwen3, GPT-NeoX and ViT are known. For other architectures, give a config or a model as base;
     a warning says what to confirm.
@@ -62,18 +65,27 @@ def parameterize(
             stacklevel=2,
         )
     settings.setdefault("multipliers", "base")
-    if settings.get("branches") is None:
-        settings["branches"] = _branches(model, narrow)
+    _refuse_shared_layers(model, narrow)
+    given = settings.get("example")
+    if "example" not in settings:
+        settings["example"] = fitting(narrow if isinstance(narrow, PreTrainedModel) else model)
     plan = apply.parameterize(model, base=narrow, reset=reset, **settings)
-    set_attention_scale(model, plan)
+    if settings["example"] is None:
+        plan.notes.append(Note("example", _NO_EXAMPLE, False))
+    set_attention_scale(model, plan, given)
     keep_plan(model, plan)
     return plan
 
 
-def set_attention_scale(model: PreTrainedModel, plan: Plan) -> None:
+def set_attention_scale(model: PreTrainedModel, plan: Plan, example: Example | None = None) -> None:
     """Gives every attention module the rule's scale: in its own field, if a probe on small inputs shows that the field acts;
-    otherwise by a factor on its queries. A warning and the plan's reminder name what is left over."""
-    set_scales(model, plan, runs(model))
+    otherwise by a factor on its queries. A warning and the plan's reminder name what is left over.
+
+    example   a batch for the model, beside the small inputs that smupar knows
+    """
+    device = next(model.parameters()).device
+    own = [] if example is None else [lambda: call(model, moved(example, str(device)))]
+    set_scales(model, plan, [*own, *runs(model)])
 
 
 class _RealNumbers(TorchFunctionMode):
@@ -170,17 +182,14 @@ def _with_known_roles(model: PreTrainedModel, base: nn.Module, settings: Setting
     return {**settings, "roles": roles | {glob: role for glob, role in hidden.items() if glob not in roles}, "delta": delta}
 
 
-def _branches(model: PreTrainedModel, base: nn.Module) -> list[str] | None:
-    """The modules that end residual branches, if model and base differ in depth: a pass of the base on small inputs shows
-    them."""
+def _refuse_shared_layers(model: PreTrainedModel, base: nn.Module) -> None:
+    """Refuses a depth that no list of layers shows. Elsewhere the example's forward pass shows the residual branches."""
     counts = [getattr(getattr(each, "config", None), "num_hidden_layers", None) for each in (model, base)]
-    differ = bool(correspond(model, base).lists)
     refuse(
-        counts[0] != counts[1] and not differ,
+        counts[0] != counts[1] and not correspond(model, base).lists,
         f"model and base have {counts[0]} and {counts[1]} layers, but no list of layers shows it, since layers share their "
         "weights: build the base's config with as many layers",
     )
-    return find_branches(model, base, example(base)) if differ and isinstance(base, PreTrainedModel) else None
 
 
 def _to_confirm(model: PreTrainedModel) -> str:

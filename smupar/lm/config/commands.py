@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -32,6 +33,7 @@ class PrepareConfig:
     split: str = "train"
     """Split of a Hugging Face dataset."""
     encoding: str = "utf-8"
+    """Encoding of the files."""
     errors: Literal["strict", "replace", "ignore"] = "strict"
     """What to do with bytes that are not valid in the encoding."""
     max_tokens: int | None = None
@@ -50,18 +52,34 @@ class CheckConfig:
     rules: tuple[str, ...] = ("sp", "mup", "smupar")
     """Rules to check side by side. sp and mup are baselines; the exit code is about the others."""
     base_width: int = 64
+    """Width at which the hyperparameters were tuned."""
     widths: tuple[int, ...] = (256,)
+    """Widths of the models."""
     sparsities: tuple[float, ...] = (0.0, 0.75, 0.9375)
     """Shares of hidden weights that are zero."""
     pattern: str = "random"
+    """random, bernoulli, fan_in, N:M, N:M-transposable, block-N or neuron."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
+    """Optimizer of the runs."""
     lr: float = 2**-6
+    """Base learning rate."""
     init_std: float = RunConfig.init_std
+    """Init std of hidden weights at base width, and of the embedding."""
     alpha_input: float = RunConfig.alpha_input
+    """Factor on the embedded input."""
     alpha_output: float = RunConfig.alpha_output
+    """Factor on the logits."""
     steps: int = 10
+    """Steps of each run."""
+    whole_run: int | None = None
+    """Train so many steps instead, with warm-up and a learning rate that falls to zero, and say from which step on updates
+    drift. Choose the batch and the length of your runs."""
+    weight_decay: float = 0.0
+    """How fast weights shrink. The first ten steps do not depend on it; a whole run does."""
     seeds: int = 3
+    """Number of seeds; more seeds make intervals smaller."""
     depth: int = 2
+    """Number of blocks."""
     depths: tuple[int, ...] = ()
     """Numbers of blocks to compare, instead of depth alone."""
     base_depth: int | None = None
@@ -69,7 +87,9 @@ class CheckConfig:
     depth_rule: Literal["completep", "depth-mup", "none"] | None = None
     """How factors follow the depth; default completep for SmuPar's rules, none for sp and mup."""
     head_dim: int = 32
+    """Width of an attention head."""
     batch_size: int = 1
+    """Sequences per step."""
     seq_len: int = 16
     """Few tokens: what the gradients of other tokens do to a token falls with the width under any rule."""
     device: str = "auto"
@@ -79,7 +99,8 @@ class CheckConfig:
 
     def __post_init__(self) -> None:
         check_positive(self, "steps", "seeds", "depth", "batch_size", "seq_len", "base_width")
-        check_not_negative(self, "lr", "init_std", "alpha_input", "alpha_output")
+        check_not_negative(self, "lr", "weight_decay", "init_std", "alpha_input", "alpha_output")
+        check_positive(self, *(() if self.whole_run is None else ("whole_run",)))
         check_sparsities(*self.sparsities)
         refuse(not self.widths or min(self.widths) < 1, f"widths must be whole numbers from 1 on, got {self.widths}")
         check_not_too_large("width", *self.widths)
@@ -90,11 +111,12 @@ class CheckConfig:
 
 @dataclass(frozen=True)
 class GenerateConfig:
-    """Sampling from a run or an export."""
+    """Sampling from a run, an export, or a model that transformers reads."""
 
     folder: str
-    """Folder of a run, of one of its checkpoints, or of an export."""
-    prompt: str = "\n"
+    """Folder of a run, of one of its checkpoints, of an export, or of a model that transformers reads."""
+    prompt: tuple[str, ...] = ("\n",)
+    """One prompt, whose text is printed as it is generated; or several, whose texts are generated together."""
     tokens: int = 300
     """How many tokens to generate; the text may end earlier."""
     temperature: float = 0.8
@@ -102,8 +124,26 @@ class GenerateConfig:
     top_k: int = 50
     """Choose among this many most likely tokens; 0: among all tokens."""
     seed: int = 0
+    """Each prompt has random numbers of its own, which begin at the seed."""
     device: str = "auto"
     """auto: a GPU if there is one."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """bf16: weights and activations are rounded, which takes half of the memory."""
+    storage: Literal["auto", "dense", "packed"] = "auto"
+    """packed: layers keep only their non-zeros, on a CPU; auto: those layers that are faster so, measured; dense: none."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.prompt, str):
+            object.__setattr__(self, "prompt", (self.prompt,))
+        check_choices(self)
+        refuse(
+            self.tokens < 1 or not 0 <= self.temperature < math.inf or self.top_k < 0,
+            "--tokens must be above 0, --temperature and --top-k at least 0",
+        )
+        check_not_too_large("tokens", self.tokens)
+        refuse(abs(self.seed) >= 2**63, "--seed must fit into 64 bits: choose a smaller number")
+        empty = not self.prompt or "" in self.prompt
+        refuse(empty, "the prompt is empty: give at least one character with --prompt")
 
 
 @dataclass(frozen=True)
@@ -117,6 +157,7 @@ class ExportConfig:
     format: Literal["dense", "sparse"] = "dense"
     """dense: zeros are stored; sparse: only the kept weights are stored, as CSR."""
     dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type of the stored weights."""
     best: bool = False
     """Take the checkpoint with the lowest validation loss instead of the last."""
 
@@ -153,6 +194,7 @@ class ScoringConfig:
     device: str = "auto"
     """auto: a GPU if there is one."""
     batch_size: int = 16
+    """Sequences in a forward pass."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """bf16 is for products and activations; weights and softmax stay fp32."""
     max_length: int = 2048

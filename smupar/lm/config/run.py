@@ -83,15 +83,21 @@ class ModelConfig:
     """A GPT whose head size is fixed as width grows. The defaults are the paper's: ALiBi, SwiGLU, tied embedding."""
 
     width: int = 256
+    """Width of the residual stream. It is a multiple of head_dim."""
     depth: int = 2
+    """Number of blocks."""
     head_dim: int = 32
+    """Width of an attention head; it stays the same as the model gets wider."""
     vocab_size: int = 256
+    """Number of tokens that the model knows; it grows to what --data needs."""
     ff_ratio: float | None = None
     """Inner width of the MLP divided by the width of the model; default 8/3 for SwiGLU, 4 for GELU."""
     ff_multiple: int | None = None
     """The inner width is rounded down to a multiple of this; default head_dim."""
     positions: Literal["alibi", "rotary", "learned", "none"] = "alibi"
+    """How attention knows where tokens are."""
     activation: Literal["swiglu", "gelu"] = "swiglu"
+    """Activation of the MLP."""
     biases: bool = False
     """Give linear layers and norms a bias. The unembedding never has one."""
     tied: bool = True
@@ -123,7 +129,10 @@ class RunConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     rule: str = "smupar"
-    """sp, mup, smupar, smupar-init-only or smupar-lr-only."""
+    """sp, mup, smupar, smupar-init-only, smupar-lr-only or smupar-aligned."""
+    kappa: float | None = None
+    """For smupar-aligned: how many weights of a neuron must agree before that counts as much as the rest of an update, as
+    measured on the proxy (docs/rules.md)."""
     base_width: int = 64
     """Width at which lr, init_std and the alphas were tuned."""
     base_depth: int | None = None
@@ -158,19 +167,25 @@ class RunConfig:
     record: bool = False
     """Measure what each update does to every hidden layer, and write trace.json for other runs to follow."""
     init_std: float = 0.087
+    """Init std of hidden weights at base width, and of the embedding."""
     alpha_input: float = 9.17
+    """Factor on the embedded input."""
     alpha_output: float = 1.095
+    """Factor on the logits, besides the rule's own."""
 
     optimizer: str = "adamw"
     """adamw, adam, sgd, muon (with AdamW for what is not hidden), lion, nadam, radam, adamax, rmsprop or adagrad."""
     lr: float = 2**-6
+    """Base learning rate: the peak that was tuned at base width."""
     rest_lr: float | None = None
     """Learning rate of a second optimizer, AdamW, for everything but the hidden weights. Default: no second optimizer; for muon
     the same as lr."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the averages of Adam's family, and of Lion."""
     momentum: float = 0.9
     """For sgd and muon."""
     eps: float = 1e-8
+    """Epsilon of the optimizer."""
     eps_scaling: Literal["constant", "width"] = "constant"
     """width: epsilon shrinks with the width, like the gradients."""
     weight_decay: float = 0.1
@@ -186,9 +201,11 @@ class RunConfig:
     warmup: int | None = None
     """Steps of linear warm-up; default a tenth of all steps."""
     steps: int = 400
+    """Number of training steps."""
     batch_size: int = 8
     """Sequences per step, over all ranks and micro-batches."""
     seq_len: int = 64
+    """Tokens in a sequence."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """bf16 is for products and activations; weights and optimizer state stay fp32."""
     data: str = STANDARD_LIBRARY
@@ -196,7 +213,9 @@ class RunConfig:
     valid_data: str | None = None
     """Folder with text to validate on. Default: the last 5 % of data, which are then not trained on."""
     valid_batches: int = 20
+    """Batches of a validation."""
     seed: int = 0
+    """Seed of masks, initial weights and batches."""
 
     def __post_init__(self) -> None:
         check_run(self)
@@ -212,10 +231,15 @@ class RunConfig:
         """The same run in the one spelling that is hashed and stored."""
         data = self.data and name_of_text(self.data)
         valid_data = self.valid_data and name_of_text(self.valid_data)
-        sparsity = self.exact_sparsity
-        if (data, valid_data, sparsity) == (self.data, self.valid_data, self.sparsity):
+        sparsity, kappa = self.exact_sparsity, self.used_kappa
+        if (data, valid_data, sparsity, kappa) == (self.data, self.valid_data, self.sparsity, self.kappa):
             return self
-        return replace(self, data=data, valid_data=valid_data, sparsity=sparsity)
+        return replace(self, data=data, valid_data=valid_data, sparsity=sparsity, kappa=kappa)
+
+    @property
+    def used_kappa(self) -> float | None:
+        """kappa, for a rule that has one. In a comparison of rules it is given to all runs."""
+        return self.kappa if get_rule(self.rule).two_terms else None
 
     @property
     def portable(self) -> RunConfig:
@@ -418,6 +442,8 @@ class Execution:
     them to observed.json."""
     wandb: bool = False
     """Write the metrics to Weights & Biases too; WANDB_MODE=offline keeps them in the run's folder."""
+    full: bool = False
+    """Print the plan with every number of every parameter, not a summary by kind of layer."""
     peak_tflops: float | None = None
     """Peak speed of one device, for the share of peak that is shown. Default: from the datasheet, or else the measured speed of
     a large product."""

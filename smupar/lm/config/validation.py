@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from smupar.plan.settings import UNSTRUCTURED, refuse
+from smupar.rules import get_rule
 
 if TYPE_CHECKING:
     from smupar.lm.config.run import ModelConfig, RunConfig
@@ -92,7 +93,7 @@ def check_model(model: ModelConfig) -> None:
     width, head_dim, ratio = model.width, model.head_dim, model.ff_ratio
     refuse(
         width % head_dim,
-        f"width {width} is not a multiple of head_dim {head_dim}: --width {max(1, round(width / head_dim)) * head_dim} "
+        f"width {width} is not a multiple of head_dim {head_dim}: {max(1, round(width / head_dim)) * head_dim} "
         "would be, or choose another --head-dim",
     )
     refuse(ratio is not None and not 0 < ratio < 1000, f"ff_ratio must lie in (0, 1000), got {ratio}")
@@ -106,6 +107,11 @@ def check_run(run: RunConfig) -> None:
     """Refuses everything that is wrong about a run and can be seen before its text and device are known."""
     check_sparsities(run.sparsity or 0.0)
     check_choices(run)
+    check_not_negative(run, *(() if run.kappa is None else ("kappa",)))
+    refuse(
+        bool(get_rule(run.rule).two_terms) and run.kappa is None,
+        f"rule {run.rule} needs --kappa: train the proxy with --observe, and take kappa() of its observed.json",
+    )
     _check_sizes(run)
     _check_optimizer(run)
     _check_moving_masks(run)

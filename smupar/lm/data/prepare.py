@@ -265,7 +265,9 @@ def _changed_files(units: Sequence[SourceUnit], progress: PreparationState) -> l
     if progress.partial is not None:
         before.append((units[progress.num_units], progress.partial))
     size = sum(read.num_bytes for _, read in before)
-    with tqdm(total=size, desc="compare", unit="B", unit_scale=True, disable=size < BAR_BYTES, leave=False) as bar:
+    with tqdm(
+        total=size, desc="compare", unit="B", unit_scale=True, disable=True if size < BAR_BYTES else None, leave=False
+    ) as bar:
         changed = [unit.name for unit, read in before if not still_begins_with(Path(unit.name), read, bar)]
     return [f"another text in {changed[0]}" + (f" and {len(changed) - 1} more" if len(changed) > 1 else "")] if changed else []
 

@@ -165,7 +165,9 @@ def verify(folder: str | Path) -> ShardIndex:
 def check_content(folder: Path, index: ShardIndex, shards: Sequence[Shard]) -> None:
     """Reads these shards, and raises if one is not what the index says. Their sizes have been checked."""
     size = sum(shard.num_tokens for shard in shards) * index.dtype.itemsize
-    with tqdm(total=size, desc="verify", unit="B", unit_scale=True, disable=size < BAR_BYTES, leave=False) as bar:
+    with tqdm(
+        total=size, desc="verify", unit="B", unit_scale=True, disable=True if size < BAR_BYTES else None, leave=False
+    ) as bar:
         for wrong in wrong_shards(folder, index, shards, bar.update):
             raise ValueError(f"{wrong}: {_AGAIN}")
 

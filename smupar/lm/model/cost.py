@@ -9,7 +9,8 @@ token and nothing else. Dense layers multiply zeros like other numbers; "sparse"
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -70,7 +71,58 @@ def fitting_micro_batch(config: RunConfig, *, num_ranks: int, sharded: bool, mem
     return max((size for size in (*small, *(each // size for size in small)) if size <= room), default=1)
 
 
-def report(config: RunConfig, how: Execution, *, gpus: int, gpu_gib: float, peak_share: float) -> str:
+@dataclass(frozen=True)
+class Forecast:
+    """What a run will cost on some GPUs."""
+
+    config: RunConfig
+    cost: Cost
+    gpus: int
+    gpu_gib: float
+    peak_share: float
+    peak_tflops: float
+    micro_batch: int
+    is_sharded: bool
+
+    @property
+    def hours(self) -> float:
+        return self.cost.hours(num_gpus=self.gpus, peak_tflops=self.peak_tflops, share=self.peak_share)
+
+    @property
+    def memory_gib(self) -> float:
+        return (self.cost.state_bytes + self.cost.activation_bytes) / _GIB
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """As plain values, for programs."""
+        about = ("gpus", "gpu_gib", "peak_share", "peak_tflops", "micro_batch", "hours", "memory_gib")
+        return {**{name: getattr(self, name) for name in about}, "cost": asdict(self.cost), "config": asdict(self.config)}
+
+    def __str__(self) -> str:
+        config, cost, model = self.config, self.cost, self.config.model
+        sparsity = plan_on_meta(config).hidden_sparsity
+        lines = {
+            "model": f"GPT, width {model.width}, depth {model.depth}, {model.num_heads} heads of {model.head_dim}, MLP of "
+            f"{model.inner_width}, vocabulary {model.vocab_size:,}",
+            "rule": f"{config.rule}, base width {config.base_width}; {sparsity:.4g} of the hidden weights are zero "
+            f"({config.pattern})",
+            "parameters": f"{cost.num_parameters:,}",
+            "non-zeros": f"{cost.num_nonzeros:,} ({cost.num_nonzeros / cost.num_parameters:.1%})",
+            "tokens": f"{cost.num_tokens:,} = {config.steps:,} steps of {config.batch_size} x {config.seq_len}; "
+            f"{cost.num_tokens / cost.num_parameters:.3g} for each parameter",
+            "FLOPs": f"{cost.dense_flops:.3g} as run, {cost.sparse_flops:.3g} without multiplying zeros "
+            f"({cost.sparse_flops / cost.dense_flops:.1%}); 6 N tokens = {cost.usual_flops:.3g}",
+            "memory": f"{self.memory_gib:.1f} GiB of {self.gpu_gib:g} on each GPU, about: {cost.state_bytes / _GIB:.1f} for "
+            f"weights, gradients, optimizer and masks{' (a shard of them)' if self.is_sharded else ''}, "
+            f"{cost.activation_bytes / _GIB:.1f} for the activations of {self.micro_batch} sequences (--micro-batch)"
+            + ("" if self.memory_gib <= self.gpu_gib else ": TOO MUCH"),
+            "time": f"{in_words(3600 * self.hours)} on {self.gpus} GPU{'s' if self.gpus > 1 else ''} at {self.peak_share:.0%} "
+            f"of {self.peak_tflops:g} TFLOP/s",
+        }
+        return "\n".join(f"{name:<12}{text}" for name, text in lines.items())
+
+
+def forecast(config: RunConfig, how: Execution, *, gpus: int, gpu_gib: float, peak_share: float) -> Forecast:
     """What ``smupar train --dry-run`` prints."""
     refuse(
         gpus < 1 or not gpu_gib > 0 or not 0 < peak_share <= 1,
@@ -84,26 +136,7 @@ def report(config: RunConfig, how: Execution, *, gpus: int, gpu_gib: float, peak
     sharded, peak_tflops = how.parallel == "fsdp" and gpus > 1, how.peak_tflops or _PEAK_TFLOPS["H200"]
     micro_batch = how.micro_batch or fitting_micro_batch(config, num_ranks=gpus, sharded=sharded, memory=gpu_gib * _GIB)
     cost = estimate(config, num_ranks=gpus, micro_batch=micro_batch, sharded=sharded)
-    plan, model = plan_on_meta(config), config.model
-    hours = cost.hours(num_gpus=gpus, peak_tflops=peak_tflops, share=peak_share)
-    total = (cost.state_bytes + cost.activation_bytes) / _GIB
-    lines = {
-        "model": f"GPT, width {model.width}, depth {model.depth}, {model.num_heads} heads of {model.head_dim}, MLP of "
-        f"{model.inner_width}, vocabulary {model.vocab_size:,}",
-        "rule": f"{config.rule}, base width {config.base_width}; {plan.hidden_sparsity:.4g} of the hidden weights are zero "
-        f"({config.pattern})",
-        "parameters": f"{cost.num_parameters:,}",
-        "non-zeros": f"{cost.num_nonzeros:,} ({cost.num_nonzeros / cost.num_parameters:.1%})",
-        "tokens": f"{cost.num_tokens:,} = {config.steps:,} steps of {config.batch_size} x {config.seq_len}; "
-        f"{cost.num_tokens / cost.num_parameters:.3g} for each parameter",
-        "FLOPs": f"{cost.dense_flops:.3g} as run, {cost.sparse_flops:.3g} without multiplying zeros "
-        f"({cost.sparse_flops / cost.dense_flops:.1%}); 6 N tokens = {cost.usual_flops:.3g}",
-        "memory": f"{total:.1f} GiB of {gpu_gib:g} on each GPU, about: {cost.state_bytes / _GIB:.1f} for weights, gradients, "
-        f"optimizer and masks{' (a shard of them)' if sharded else ''}, {cost.activation_bytes / _GIB:.1f} for the "
-        f"activations of {micro_batch} sequences (--micro-batch)" + ("" if total <= gpu_gib else ": TOO MUCH"),
-        "time": f"{_hours(hours)} on {gpus} GPU{'s' if gpus > 1 else ''} at {peak_share:.0%} of {peak_tflops:g} TFLOP/s",
-    }
-    return "\n".join(f"{name:<12}{text}" for name, text in lines.items())
+    return Forecast(config, cost, gpus, gpu_gib, peak_share, peak_tflops, micro_batch, sharded)
 
 
 def _is_multiplied(row: PlanRow, config: RunConfig) -> bool:
@@ -135,10 +168,11 @@ def _activation_bytes(config: RunConfig) -> float:
     return model.depth * block + 2 * size * model.vocab_size  # logits and their gradient
 
 
-def _hours(hours: float) -> str:
-    if hours < 1 / 60:
-        return f"{hours * 3600:.1f} s"
-    return f"{hours * 60:.1f} minutes" if hours < 1 else f"{hours:.1f} hours"
+def in_words(seconds: float) -> str:
+    """A time that is about this long."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} minutes" if seconds < 3600 else f"{seconds / 3600:,.1f} hours"
 
 
 def peak_flops(device: torch.device, dtype: str, given_tflops: float | None = None) -> float:

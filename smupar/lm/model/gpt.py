@@ -19,20 +19,60 @@ from smupar.plan.plan import Plan
 
 
 class Cache:
-    """Keys and values of one layer for the tokens seen so far, for generation."""
+    """Keys and values of every layer for the tokens seen so far, for generation.
 
-    def __init__(self) -> None:
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
+    Texts of a batch end together: shorter ones have tokens of padding on their left. ``padding`` says how many each has.
+    """
+
+    def __init__(self, depth: int, padding: Tensor | None = None) -> None:
+        self.layers = [LayerCache(self) for _ in range(depth)]
+        self.length, self.padding = 0, padding
+        self._bias: Tensor | None = None
 
     def __len__(self) -> int:
-        return 0 if self.keys is None else self.keys.shape[2]
+        return self.length
+
+    def advance(self, num: int) -> None:
+        """Counts tokens that all layers have seen."""
+        self.length, self._bias = self.length + num, None
+
+    def bias(self, attention: Attention, q: Tensor, num_keys: int) -> Tensor:
+        """The bias of the attention logits of these tokens. It is the same in every layer, so it is computed once."""
+        if self._bias is None:
+            bias = attention.bias(q, num_keys)[None]
+            self._bias = bias if self.padding is None else bias.masked_fill(self._padded(num_keys), float("-inf"))
+        return self._bias
+
+    def _padded(self, num_keys: int) -> Tensor:
+        """Which keys are padding, for queries that are not. Padding attends to padding: a softmax over nothing would be NaN."""
+        assert self.padding is not None
+        position, first = torch.arange(num_keys, device=self.padding.device), self.padding[:, None, None, None]
+        return (position < first) & (position[self.length :, None] >= first)
+
+
+class LayerCache:
+    """Keys and values of one layer. Their memory doubles when it is full, so that a token is copied about once."""
+
+    def __init__(self, whole: Cache) -> None:
+        self.whole = whole
+        self.room: tuple[Tensor, Tensor] | None = None
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        if self.keys is not None and self.values is not None:
-            keys, values = torch.cat([self.keys, keys], 2), torch.cat([self.values, values], 2)
-        self.keys, self.values = keys, values
-        return keys, values
+        """Adds the keys and values of new tokens; returns those of all tokens."""
+        start, stop = self.whole.length, self.whole.length + keys.shape[2]
+        if self.room is None or self.room[0].shape[2] < stop:
+            self.room = _larger(keys, stop, self.room and self.room[0]), _larger(values, stop, self.room and self.room[1])
+        for room, new in zip(self.room, (keys, values), strict=True):
+            room[:, :, start:stop] = new
+        return self.room[0][:, :, :stop], self.room[1][:, :, :stop]
+
+
+def _larger(like: Tensor, num: int, old: Tensor | None) -> Tensor:
+    """Room for twice that many tokens, with what is in the old room."""
+    room = like.new_empty(*like.shape[:2], 2 * num, like.shape[3])
+    if old is not None:
+        room[:, :, : old.shape[2]] = old
+    return room
 
 
 class Attention(nn.Module):
@@ -48,21 +88,24 @@ class Attention(nn.Module):
         self.block_mask: BlockMask | None = None  # set by use_flex_attention
         self.plain = False  # set by use_plain_attention
 
-    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
         batch, length, width = x.shape
-        start = 0 if cache is None else len(cache)
+        start = 0 if cache is None else cache.whole.length
         q, k, v = self.qkv(x).view(batch, length, 3, -1, self.head_dim).permute(2, 0, 3, 1, 4)
         if self.positions == "rotary":
             q, k = rotate(q, start), rotate(k, start)
         if cache is not None:
             k, v = cache.extend(k, v)
         q = (q * self.scale).to(v.dtype)  # in a stack the scale is not a scalar, and would turn bf16 into fp32
-        if self.plain and cache is None:
+        if cache is not None:
+            bias = cache.whole.bias(self, q, k.shape[2])
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
+        elif self.plain:
             scores = (q @ k.mT).float() + self.bias(q, length)
             y = torch.softmax(scores, -1).to(v.dtype) @ v
-        elif self.positions == "alibi" and self.block_mask is not None and cache is None:
+        elif self.positions == "alibi" and self.block_mask is not None:
             y = flex_alibi(q, k, v, self.block_mask)
-        elif self.positions == "alibi" or start:
+        elif self.positions == "alibi":
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias(q, k.shape[2]), scale=1.0)
         else:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
@@ -104,7 +147,7 @@ class TransformerBlock(nn.Module):
         self.mlp = MLP(config)
         self.factor = residual_factor(config, config.depth)
 
-    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
         x = x + self.factor * self.attention(self.norm_attention(x), cache)
         return x + self.factor * self.mlp(self.norm_mlp(x))
 
@@ -126,18 +169,25 @@ class GPT(nn.Module):
         if self.config.tied:
             self.unembedding.weight = self.embedding.weight
 
-    def forward(self, tokens: Tensor, caches: list[Cache] | None = None) -> Tensor:
-        return self.unembedding(self.features(tokens, caches))
+    def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
+        return self.unembedding(self.features(tokens, cache))
 
-    def features(self, tokens: Tensor, caches: list[Cache] | None = None) -> Tensor:
+    def features(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
         """The input of the unembedding."""
         x = self.embedding(tokens)
         if self.config.positions == "learned":
-            start = 0 if caches is None else len(caches[0])
-            x = x + self.position(torch.arange(start, start + tokens.shape[1], device=tokens.device))
+            x = x + self.position(_positions(tokens, cache))
         for layer, block in enumerate(self.blocks):
-            x = block(x) if caches is None else block(x, caches[layer])
+            x = block(x) if cache is None else block(x, cache.layers[layer])
+        if cache is not None:
+            cache.advance(tokens.shape[1])
         return self.norm(x)
+
+
+def _positions(tokens: Tensor, cache: Cache | None) -> Tensor:
+    start = 0 if cache is None else cache.length
+    position = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+    return position if cache is None or cache.padding is None else (position - cache.padding[:, None]).clamp(min=0)
 
 
 def attentions(model: nn.Module) -> list[Attention]:
@@ -259,6 +309,7 @@ def _settings(config: RunConfig) -> Settings:
         "multipliers": "base" if config.scales_branches else "own",
         "branches": BRANCHES,
         "depth": config.depth_rule,
+        "kappa": config.used_kappa,
         # If model and base are equally wide, a wider delta shows which dimensions scale.
         "delta": on_meta(replace(config.model, width=2 * config.base_width))
         if config.model.width == config.base_width

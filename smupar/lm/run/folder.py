@@ -47,6 +47,7 @@ from smupar.updates.trace import Trace
 Status = Literal["finished", "diverged", "interrupted", "terminated"]
 
 TRACE_FILE, FOLLOWED_FILE, SUMMARY_FILE = "trace.json", "followed.json", "summary.json"
+_NAMED = ("depth", "lr", "steps", "batch_size", "seed")  # fields that a folder's name tells if they differ from the default
 _MEASURED = (METRICS_FILE, TOKENIZER_FILE, TRACE_FILE, OBSERVED_FILE)
 _TEMPORARY = re.compile(r"[\w-]+\.jsonl?\.\d+\.tmp")  # what write_atomic leaves if the process is killed
 
@@ -102,9 +103,22 @@ def _commit(checkout: Path) -> str | None:
 
 
 def default_folder(config: RunConfig) -> Path:
-    """The folder of a run without --out, named so that the same command finds its run again."""
-    sparsity = "default" if config.sparsity is None else f"{config.sparsity:g}"
-    return Path("runs") / f"{config.rule}-width{config.model.width}-sparsity{sparsity}-{config.id}"
+    """The folder of a run without --out: what it is, in a few words, and its id, by which the same command finds it again.
+    A folder of the same id with another name, such as an older version gave it, stays the run's folder."""
+    id_ = config.id
+    for folder in sorted(Path("runs").glob(f"*-{id_}")):
+        if (folder / "config.json").is_file():
+            return folder
+    return Path("runs") / f"{_name_of(config)}-{id_}"
+
+
+def _name_of(config: RunConfig) -> str:
+    """Rule, width and sparsity, and the first fields that differ from those of a run without flags."""
+    density = config.density
+    zeros = config.pattern.replace(":", "of") if density is None else f"sparse{1 - density:.4g}" if density < 1 else "dense"
+    usual, own = flat(asdict(RunConfig())), flat(asdict(config))
+    others = [f"{name.replace('_', '')}{value:g}" for name, value in own.items() if name in _NAMED and value != usual[name]]
+    return "-".join([config.rule, f"width{config.model.width}", zeros, *others[:3]])
 
 
 class RunFolder:

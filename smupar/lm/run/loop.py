@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from smupar.lm.run.step import Stepper
 
 _SLOW_SECONDS = 0.5
-_LONGEST_LOOK = 5.0
+_LONGEST_LOOK = 2.0
 
 
 class Keeper(Protocol):

@@ -10,15 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
-import time
+import shlex
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
-
-from tqdm import tqdm
 
 from smupar.lm.config.run import Execution, RunConfig
 from smupar.lm.data import batches as data
@@ -32,21 +28,26 @@ from smupar.lm.run.signals import Stop
 from smupar.lm.run.step import Stepper
 from smupar.lm.run.tracking import tracked
 from smupar.output.json_files import as_record
+from smupar.output.progress import Display, Status
+from smupar.output.terminal import say
 from smupar.plan.plan import PlanWarning
 from smupar.plan.settings import refuse
+from smupar.plan.summary import summary_of
 
 _NUM_VALIDATIONS = 5
-_LINE_SECONDS = 10.0
 
 
-def train(config: RunConfig, how: Execution | None = None) -> Summary:
-    """Trains one GPT as configured: prints its plan, shows progress, leaves metrics and checkpoints in the run's folder."""
+def train(config: RunConfig, how: Execution | None = None, *, shows: bool = True) -> Summary:
+    """Trains one GPT as configured: shows its plan and progress, leaves metrics and checkpoints in the run's folder. A study
+    that shows its own progress passes ``shows=False``."""
     config, how = config.normalised, how or Execution()
     path = Path(how.out) if how.out else default_folder(config)
     with join(how) as world, Stop.on_signals() as stop:
         if not world.is_main:
             world.wait()  # while the main rank looks at text and folder
-            return read_summary(path) or _train(config, how, world, data.open_text(config, check=False), path, None, stop)
+            return read_summary(path) or _train(
+                config, how, world, data.open_text(config, check=False), path, None, stop, shows
+            )
         corpus = data.open_text(config)
         with contextlib.closing(RunFolder(path, config, corpus)) as folder:
             if how.from_step is not None:
@@ -59,21 +60,32 @@ def train(config: RunConfig, how: Execution | None = None) -> Summary:
                     f"{path / SUMMARY_FILE} is damaged (it is that of a run {summary.id}): delete it, and the same command "
                     "writes it again",
                 )
-                print(f"{path} has ended already; for another run of the same configuration choose another --out")
-            return summary or _train(folder.config, how, world, corpus, path, folder, stop)
+                say(f"{path} has ended already; for another run of the same configuration choose another --out")
+            return summary or _train(folder.config, how, world, corpus, path, folder, stop, shows)
 
 
 def _train(
-    config: RunConfig, how: Execution, world: World, corpus: data.Corpus, path: Path, folder: RunFolder | None, stop: Stop
+    config: RunConfig,
+    how: Execution,
+    world: World,
+    corpus: data.Corpus,
+    path: Path,
+    folder: RunFolder | None,
+    stop: Stop,
+    shows: bool,
 ) -> Summary:
     """Trains in ``path``; ``folder`` is None on all ranks but the main one, which writes."""
     stepper = Stepper(config, how, world, corpus, read_followed(path))
     if folder:
         folder.begin(config, corpus)  # only now: a configuration that cannot be built must not keep the folder
-    _say(world, str(stepper.plan) if stepper.storage is None else f"{stepper.plan}\n{stepper.storage}")
+    if shows:
+        _say(world, _told(stepper, full=how.full))
     if world.is_main and config.few_moves_warning:
         warnings.warn(config.few_moves_warning, PlanWarning, stacklevel=3)
     progress = _resumed(stepper, path, folder)
+    if shows:
+        doing = f"going on from step {progress.step} of {config.steps}, in" if progress.step else "training in"
+        _say(world, f"{doing} {path}; watch it: smupar watch {shlex.quote(str(path))}")
     cadence = Cadence(
         config.steps, how.log_every, how.valid_every or max(1, config.steps // _NUM_VALIDATIONS), save_every=how.save_every
     )
@@ -81,7 +93,7 @@ def _train(
     with tracked(path, config, how, first, writes=world.is_main) as track:
         keeper = _FolderKeeper(stepper, how, path, folder, track, first)
         loop = Loop(stepper, cadence, keeper, stop, [progress])
-        with keeper.bar:
+        with Display(keeper.status) if world.is_main and shows else contextlib.nullcontext():
             status = loop.run()
     [summary] = loop.summaries(status, [str(path)])
     if summary.status == "diverged":
@@ -91,6 +103,12 @@ def _train(
         summary.write(path, trace, None if observer is None else observer.observation)
     world.wait()
     return summary
+
+
+def _told(stepper: Stepper, *, full: bool) -> str:
+    """The plan, and how weights are kept."""
+    plan = str(stepper.plan) if full else f"{summary_of(stepper.plan)}\n--full prints every parameter"
+    return plan if stepper.storage is None else f"{plan}\n{stepper.storage}"
 
 
 def _resumed(stepper: Stepper, path: Path, folder: RunFolder | None) -> Progress:
@@ -103,8 +121,6 @@ def _resumed(stepper: Stepper, path: Path, folder: RunFolder | None) -> Progress
             progress = as_record(Progress, state, source=f"{last / checkpoint.STATE}", remedy="restore it")
         if stepper.observer is not None:
             stepper.observer.step = progress.step
-    doing = f"going on from step {progress.step} of {stepper.config.steps}, in" if last else "training in"
-    _say(stepper.world, f"{doing} {path}")
     if folder:
         # If losses wait for a row, the checkpoint's own step has no row yet.
         progress.num_rows = folder.resume_metrics(progress.step - bool(progress.since_row), progress.num_rows)
@@ -147,12 +163,11 @@ def _doubt_checkpoint(folder: Path, first: int, world: World) -> None:
 
 def _say(world: World, text: str) -> None:
     if world.is_main:
-        print(text, flush=True)
+        say(text)
 
 
 class _FolderKeeper:
-    """Rows and checkpoints of one run go into its folder, rows also to the trackers. Progress is a bar on a terminal, elsewhere
-    a line now and then, so that logs can be read."""
+    """Rows and checkpoints of one run go into its folder, rows also to the trackers."""
 
     def __init__(
         self, stepper: Stepper, how: Execution, path: Path, folder: RunFolder | None, track: Callable[[Row], None], first: int
@@ -163,22 +178,18 @@ class _FolderKeeper:
         # As is usual, 6 FLOPs count for each parameter and token.
         peak = peak_flops(world.device, stepper.config.dtype, how.peak_tflops) * world.size
         self.peak_speed = peak / (6 * stepper.num_parameters)
-        self.on_terminal = sys.stderr.isatty()
-        hidden = not (world.is_main and self.on_terminal)
-        self.bar = tqdm(total=self.steps, initial=first, desc="training", unit="step", disable=hidden)
-        self.printed_at = -math.inf
+        self.done, self.loss, self.speed = first, math.nan, math.nan
 
     def show(self, done: int, loss: float, seconds: float) -> None:
-        speed = self.stepper.config.batch_size * self.stepper.config.seq_len / seconds
-        text = f"loss {loss:.3f}, {_short(speed)} tokens/s, {speed / self.peak_speed:.0%} of peak"
-        self.bar.set_postfix_str(text, refresh=False)
-        self.bar.update(done - self.bar.n)
-        now = time.perf_counter()
-        printed_lately = now - self.printed_at <= _LINE_SECONDS and done < self.steps
-        if self.stepper.world.is_main and not self.on_terminal and not printed_lately:
-            left = timedelta(seconds=round(seconds * (self.steps - done)))
-            print(f"step {done} of {self.steps}: {text}, {left} left", file=sys.stderr, flush=True)
-            self.printed_at = now
+        self.done, self.loss = done, loss
+        self.speed = self.stepper.config.batch_size * self.stepper.config.seq_len / seconds
+
+    def status(self) -> Status:
+        """What a display shows."""
+        words = [f"step {self.done} of {self.steps}"]
+        if math.isfinite(self.speed):
+            words += [f"loss {self.loss:.3f}", f"{_short(self.speed)} tokens/s", f"{self.speed / self.peak_speed:.0%} of peak"]
+        return Status(self.done / self.steps, tuple(words), rank=(1, 0, 2, 3)[: len(words)])
 
     def log(self, index: int, row: Row) -> None:
         if self.folder:

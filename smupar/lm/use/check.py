@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,28 +17,52 @@ from smupar.lm.model.gpt import BRANCHES, GPT, set_attention_scale
 from smupar.lm.run.distributed import pick_device
 from smupar.lm.run.step import next_token_loss
 from smupar.output.files import locked, refuse_other_files
+from smupar.output.pictures import missing_pictures
 
 
 def check_gpt(config: CheckConfig, *, lr: Mapping[str, float] | None = None) -> Report:
     """Runs ``coord_check`` on GPTs; writes check.png, .html and .json. ``lr`` gives each rule its own learning rate instead
     of the common one."""
-    device, folder = pick_device(config.device), Path(config.out)
+    folder = Path(config.out)
     with locked(folder):  # raises before any work if the folder cannot be written
         if not (folder / "check.json").exists():
             refuse_other_files(folder, "check")
+        if missing := missing_pictures():
+            warnings.warn(missing, UserWarning, stacklevel=2)
+        report = _checked(config, lr)
+        report.to_json(folder / "check.json")
+        report.to_html(folder / "check.html")
+        if not missing:
+            report.plot(folder / "check.png")
+    return report
+
+
+def files_of(config: CheckConfig) -> list[str]:
+    """The files that a check leaves in its folder, the page first."""
+    return [name for name in ("check.html", "check.png", "check.json") if (Path(config.out) / name).exists()]
+
+
+def _checked(config: CheckConfig, lr: Mapping[str, float] | None) -> Report:
+    device = pick_device(config.device)
 
     def make_model(width: int, depth: int = config.depth) -> GPT:
         model = GPT(ModelConfig(width=width, depth=depth, head_dim=config.head_dim))
         return model if next(model.parameters()).is_meta else model.to(device)
 
     text, _ = data.split(data.standard_library())
-    batches = [
+    batches = (
         data.batch(
             text, seed=0, step=step, batch_size=config.batch_size, seq_len=config.seq_len, to=lambda part: part.to(device)
         )
-        for step in range(config.steps)
-    ]
-    report = coord_check(
+        for step in range(config.whole_run or config.steps)
+    )
+
+    def falling(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+        """Warm-up for a tenth of the run, and a learning rate that falls to zero."""
+        steps = config.whole_run or config.steps
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, 10 * (step + 1) / steps) * (1 - step / steps))
+
+    return coord_check(
         make_model,
         next_token_loss,
         batches,
@@ -51,6 +75,9 @@ def check_gpt(config: CheckConfig, *, lr: Mapping[str, float] | None = None) -> 
         optimizer={"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[config.optimizer],
         lr=config.lr if lr is None else lr,
         steps=config.steps,
+        horizon=config.whole_run,
+        weight_decay=config.weight_decay,
+        scheduler=None if config.whole_run is None else falling,
         seeds=config.seeds,
         prepare=set_attention_scale,
         pattern=config.pattern,
@@ -60,12 +87,3 @@ def check_gpt(config: CheckConfig, *, lr: Mapping[str, float] | None = None) -> 
         branches=BRANCHES,
         depth=config.depth_rule,
     )
-    report.to_json(folder / "check.json")
-    report.to_html(folder / "check.html")
-    try:
-        report.plot(folder / "check.png")
-    except ModuleNotFoundError as error:  # neither verdict nor page need matplotlib
-        print(f"{folder}/check.html, check.json; {error}", file=sys.stderr)
-    else:
-        print(f"{folder}/check.html, check.png, check.json", file=sys.stderr)
-    return report

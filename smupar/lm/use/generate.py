@@ -1,75 +1,194 @@
-"""Sampling text. The model is called as in training, so the logits carry the same output factor."""
+"""Sampling text, for one prompt or several at the same time.
+
+A model is made ready for decoding first: factors of the rule are folded into the weights, so that no hook runs for each token,
+and layers keep only their non-zeros where that is faster.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from smupar.execute.sparse.packed import pack
 from smupar.lm.config.commands import GenerateConfig
-from smupar.lm.config.validation import check_not_too_large
 from smupar.lm.model.gpt import GPT, Cache
 from smupar.lm.run.distributed import pick_device
-from smupar.lm.use.load import load_model
+from smupar.lm.use.export import folded
+from smupar.lm.use.load import is_of_transformers, load_model, load_transformers, num_positions
 from smupar.plan.settings import refuse
 
 _COLDEST = 1e-30  # below it logits divided by the temperature overflow fp32; the likeliest token is certain long before
 
+Logits = Callable[
+    [Tensor], Tensor
+]  # takes the new tokens (texts, tokens); gives the logits of the next ones (texts, vocabulary)
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A model that is ready to generate, and its tokenizer."""
+
+    model: Any
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
+    vocab_size: int  # of the tokenizer; the extra ids of a padded vocabulary are never chosen
+    ends: int | None  # the token that ends a text
+    positions: int | None  # how many tokens the model has positions for; None: any number
+    begin: Callable[[Tensor | None], Logits]  # begins texts that have this many tokens of padding on their left
+
 
 def generate(config: GenerateConfig) -> Iterator[str]:
-    """Yields the prompt and then the generated text, piece by piece."""
-    refuse(
-        config.tokens < 1 or not 0 <= config.temperature < math.inf or config.top_k < 0,
-        "--tokens must be above 0, --temperature and --top-k at least 0",
-    )
-    check_not_too_large("tokens", config.tokens)
-    refuse(abs(config.seed) >= 2**63, "--seed must fit into 64 bits: choose a smaller number")
-    model, tokenizer = load_model(config.folder, device=pick_device(config.device))
-    prompt = tokenizer.encode(config.prompt).tolist()
-    refuse(not prompt, "the prompt is empty: give at least one character with --prompt")
-    refuse(
-        max(prompt) >= model.config.vocab_size,
-        f"the prompt has token {max(prompt)}, beyond the model's vocabulary of {model.config.vocab_size}",
-    )
-    shown = tokenizer.decode(prompt)
-    yield shown
-    ids = list(prompt)
-    for token in sample(model, prompt, config, vocab_size=tokenizer.vocab_size):
-        if token == tokenizer.eot:
+    """Yields the prompt and then the generated text, piece by piece. Of several prompts, yields the whole texts, numbered."""
+    decoder = load_decoder(config)
+    prompts = [decoder.encode(prompt) for prompt in config.prompt]
+    for prompt in prompts:
+        _check_prompt(prompt, decoder, config.tokens)
+    if len(prompts) == 1:
+        steps = sample_texts(decoder.begin, prompts, config, vocab_size=decoder.vocab_size)
+        yield from _pieces(decoder, prompts[0], (int(step[0]) for step in steps))
+        return
+    for number, text in enumerate(_whole_texts(decoder, prompts, config), 1):
+        yield f"--- {number} of {len(prompts)}\n{text}\n"
+
+
+def load_decoder(config: GenerateConfig) -> Decoder:
+    path, device = Path(config.folder), pick_device(config.device)
+    if is_of_transformers(path):
+        model, tokenizer = load_transformers(path)
+        ready = _ready(model, config, device)
+        tell = (lambda text: tokenizer.encode(text)), (lambda ids: tokenizer.decode(ids))
+        size = min(len(tokenizer), model.get_input_embeddings().num_embeddings)
+        return Decoder(
+            ready, *tell, size, tokenizer.eos_token_id, num_positions(model), lambda pads: _OfTransformers(ready, pads)
+        )
+    trained, own = load_model(path)
+    gpt = GPT(replace(trained.config, tied=False))
+    gpt.load_state_dict(folded(trained), assign=True)
+    ready = _ready(gpt, config, device)
+    positions = gpt.config.context if gpt.config.positions == "learned" else None
+    return Decoder(ready, lambda text: own.encode(text).tolist(), own.decode, own.vocab_size, own.eot, positions, of_gpt(ready))
+
+
+def _ready(model: Any, config: GenerateConfig, device: torch.device) -> Any:
+    model = model.to(device, torch.bfloat16 if config.dtype == "bf16" else torch.float32).eval()
+    pack(model, storage=config.storage, rows=len(config.prompt))
+    return model
+
+
+def of_gpt(model: GPT) -> Callable[[Tensor | None], Logits]:
+    def begin(padding: Tensor | None) -> Logits:
+        cache = Cache(len(model.blocks), padding)
+        return lambda tokens: model(tokens, cache)[:, -1].float()
+
+    return begin
+
+
+class _OfTransformers:
+    """The logits of texts that grow, from a model of transformers."""
+
+    def __init__(self, model: Any, padding: Tensor | None) -> None:
+        self.model, self.padding, self.seen, self.past = model, padding, 0, None
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        start, self.seen = self.seen, self.seen + tokens.shape[1]
+        position = torch.arange(self.seen, device=tokens.device).expand(len(tokens), -1)
+        padding = 0 if self.padding is None else self.padding[:, None]
+        out = self.model(
+            tokens,
+            attention_mask=(position >= padding).long(),
+            position_ids=(position - padding).clamp(min=0)[:, start:],
+            past_key_values=self.past,
+            use_cache=True,
+        )
+        self.past = out.past_key_values
+        return out.logits[:, -1].float()
+
+
+def _check_prompt(prompt: list[int], decoder: Decoder, num_tokens: int) -> None:
+    vocabulary = decoder.model.get_input_embeddings() if hasattr(decoder.model, "get_input_embeddings") else None
+    size = decoder.model.config.vocab_size if vocabulary is None else vocabulary.num_embeddings
+    refuse(not prompt, "the prompt has no tokens: give at least one character with --prompt")
+    refuse(max(prompt) >= size, f"the prompt has token {max(prompt)}, beyond the model's vocabulary of {size}")
+    if decoder.positions is not None and len(prompt) + num_tokens > decoder.positions:
+        room = decoder.positions - len(prompt)
+        remedy = f"pass --tokens {room} or fewer" if room > 0 else "shorten the prompt"
+        raise ValueError(f"the model has positions for {decoder.positions} tokens, the prompt has {len(prompt)}: {remedy}")
+
+
+# Tokens
+
+
+def sample(model: GPT, prompt: list[int], config: GenerateConfig, *, vocab_size: int) -> Iterator[int]:
+    """Samples one text token by token."""
+    for step in sample_texts(of_gpt(model), [prompt], config, vocab_size=vocab_size):
+        yield int(step[0])
+
+
+def sample_texts(
+    begin: Callable[[Tensor | None], Logits], prompts: list[list[int]], config: GenerateConfig, *, vocab_size: int
+) -> Iterator[list[int]]:
+    """Yields the next token of every text, step by step."""
+    device = pick_device(config.device)
+    rngs = [torch.Generator(device=device).manual_seed(config.seed) for _ in prompts]
+    longest = max(map(len, prompts))
+    missing = [longest - len(prompt) for prompt in prompts]
+    tokens = torch.tensor([[0] * gap + prompt for gap, prompt in zip(missing, prompts, strict=True)], device=device)
+    with torch.no_grad():
+        logits_of = begin(torch.tensor(missing, device=device) if any(missing) else None)
+    for _ in range(config.tokens):
+        with torch.no_grad():  # not around the yield: it would hold for whoever asks for tokens
+            tokens = choose(logits_of(tokens)[:, :vocab_size], config, rngs)
+        yield tokens[:, 0].tolist()
+
+
+def choose(logits: Tensor, config: GenerateConfig, rngs: list[torch.Generator]) -> Tensor:
+    """The next token of each text, as a column."""
+    if config.temperature < _COLDEST:
+        return logits.argmax(1, keepdim=True)
+    if config.top_k:
+        least = logits.topk(min(config.top_k, logits.shape[1])).values[:, -1:]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    shares = torch.softmax(logits / config.temperature, 1)
+    return torch.cat([torch.multinomial(row, 1, generator=rng)[None] for row, rng in zip(shares, rngs, strict=True)])
+
+
+# Text
+
+
+def _pieces(decoder: Decoder, prompt: list[int], tokens: Iterator[int]) -> Iterator[str]:
+    """The text in pieces. Only what follows the last piece is decoded for each token, with that piece before it, since a
+    tokenizer may treat the beginning of a text in its own way."""
+    yield decoder.decode(prompt)
+    ids, before, shown = list(prompt), max(0, len(prompt) - 1), len(prompt)
+    for token in tokens:
+        if token == decoder.ends:
             break
         ids.append(token)
-        text = tokenizer.decode(ids)
-        if not text.endswith("\ufffd"):  # the last character may be incomplete: wait for the next token
-            yield text[len(shown) :]
-            shown = text
-    if rest := tokenizer.decode(ids)[len(shown) :]:
+        text = _since(decoder, ids, before, shown)
+        if text and not text.endswith("\ufffd"):  # the last character may be incomplete: wait for the next token
+            yield text
+            before, shown = shown, len(ids)
+    if rest := _since(decoder, ids, before, shown):
         yield rest
 
 
-@torch.no_grad()
-def sample(model: GPT, prompt: list[int], config: GenerateConfig, *, vocab_size: int) -> Iterator[int]:
-    """Samples token by token, and keeps the keys and values of earlier tokens. The extra ids of a padded vocabulary are never
-    chosen."""
-    device = model.embedding.weight.device
-    rng = torch.Generator(device=device).manual_seed(config.seed)
-    if model.config.positions == "learned" and len(prompt) + config.tokens > model.config.context:
-        room = model.config.context - len(prompt)
-        remedy = f"pass --tokens {room} or fewer" if room > 0 else "shorten the prompt"
-        raise ValueError(f"the model has positions for {model.config.context} tokens, the prompt has {len(prompt)}: {remedy}")
-    caches = [Cache() for _ in model.blocks]
-    tokens = torch.tensor([prompt], device=device)
-    for _ in range(config.tokens):
-        logits = model(tokens, caches)[0, -1, :vocab_size].float()
-        tokens = choose(logits, config, rng).view(1, 1)
-        yield int(tokens)
+def _since(decoder: Decoder, ids: list[int], before: int, shown: int) -> str:
+    """The text of the tokens from ``shown`` on; those from ``before`` on have been shown."""
+    return decoder.decode(ids[before:])[len(decoder.decode(ids[before:shown])) :]
 
 
-def choose(logits: Tensor, config: GenerateConfig, rng: torch.Generator) -> Tensor:
-    if config.temperature < _COLDEST:
-        return logits.argmax()
-    if config.top_k:
-        least = logits.topk(min(config.top_k, len(logits))).values[-1]
-        logits = logits.masked_fill(logits < least, float("-inf"))
-    return torch.multinomial(torch.softmax(logits / config.temperature, 0), 1, generator=rng)
+def _whole_texts(decoder: Decoder, prompts: list[list[int]], config: GenerateConfig) -> list[str]:
+    texts, ended = [list(prompt) for prompt in prompts], [False] * len(prompts)
+    for step in sample_texts(decoder.begin, prompts, config, vocab_size=decoder.vocab_size):
+        for number, token in enumerate(step):
+            ended[number] = ended[number] or token == decoder.ends
+            if not ended[number]:
+                texts[number].append(token)
+        if all(ended):
+            break
+    return [decoder.decode(text) for text in texts]

@@ -20,8 +20,10 @@ from smupar.lm.run.folder import read_config, read_facts
 from smupar.model.csr import expand_export
 from smupar.output.files import resolved
 from smupar.output.json_files import DamagedFileError, is_sealed, read_object, read_record
+from smupar.output.optional import first_line, optional
 from smupar.output.sums import SUMS, UncheckedWarning, check_sums
-from smupar.plan.plan import Plan, PlanWarning
+from smupar.plan.plan import PLAN_FILE, Plan, PlanWarning
+from smupar.plan.settings import refuse
 
 EXPORT_FORMAT = "smupar-gpt/1"
 _EXPORT_AGAIN = "export the run again, or get another copy"
@@ -73,6 +75,33 @@ def load_model(folder: str | Path, *, device: torch.device | None = None) -> tup
         raise FileNotFoundError(f"no folder {path}: give the folder of a run, which `smupar train` names in its last line")
     run = load_run(path, device=device)
     return run.model, run.tokenizer
+
+
+def load_transformers(path: Path) -> tuple[Any, Any]:
+    """A causal model of transformers in fp32 on the CPU, and its tokenizer."""
+    transformers = optional("transformers", f"the model {path}", "eval")
+    # transformers would load this folder without its factors, and without an error.
+    refuse((path / PLAN_FILE).exists(), f"{path} needs the factors of its plan: smupar export {path} OUT, then use OUT")
+    try:
+        # Without the last argument transformers asks at the terminal whether to run code that lies in the folder.
+        local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(path, **local)
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **local)
+    except Exception as error:  # missing or damaged files and unknown architectures may raise any type
+        raise ValueError(
+            f"transformers cannot read {path} ({first_line(error)}): give a causal model and its tokenizer"
+        ) from error
+    return model.eval(), tokenizer
+
+
+def is_of_transformers(path: Path) -> bool:
+    return "model_type" in read_description(path)
+
+
+def num_positions(model: Any) -> int | None:
+    """How many tokens a model of transformers has positions for; None if its config does not say."""
+    names = ("n_positions", "max_position_embeddings", "n_ctx")
+    return next((getattr(model.config, name) for name in names if getattr(model.config, name, None)), None)
 
 
 # Exports

@@ -31,11 +31,17 @@ from smupar.lm.data.tokenizer import Tokenizer
 from smupar.lm.model.gpt import GPT
 from smupar.lm.run.distributed import pick_device
 from smupar.lm.run.folder import versions
-from smupar.lm.use.load import is_export, load_model, load_run, read_description
+from smupar.lm.use.load import (
+    is_export,
+    is_of_transformers,
+    load_model,
+    load_run,
+    load_transformers,
+    num_positions,
+    read_description,
+)
 from smupar.output.files import resolved, write_atomic, writing
 from smupar.output.json_files import DamagedFileError, parse_json, read_text
-from smupar.output.optional import first_line, optional
-from smupar.plan.plan import PLAN_FILE
 from smupar.plan.settings import refuse
 
 _AT_ONCE = 1024  # number of positions whose probabilities are in memory at a time
@@ -98,7 +104,7 @@ def load_scoring_model(folder: str | Path, device: torch.device) -> ScoringModel
     """Loads a model from a run, one of its checkpoints, an export, or a folder that transformers reads."""
     path = Path(folder)
     refuse_without_model(path)
-    if "model_type" in read_description(path):
+    if is_of_transformers(path):
         return _from_transformers(path, device)
     if is_export(path):
         return scoring_model_of(*load_model(path, device=device), _identity(path))
@@ -126,24 +132,14 @@ def scoring_model_of(model: GPT, tokenizer: Tokenizer, identity: dict[str, Any])
 
 
 def _from_transformers(path: Path, device: torch.device) -> ScoringModel:
-    transformers = optional("transformers", f"the model {path}", "eval")
-    # transformers would load this folder without its factors, and without an error.
-    refuse((path / PLAN_FILE).exists(), f"{path} needs the factors of its plan: smupar export {path} OUT, then score OUT")
-    try:
-        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=torch.float32)
-    except Exception as error:  # missing or damaged files and unknown architectures may raise any type
-        raise ValueError(
-            f"transformers cannot read {path} ({first_line(error)}): give a causal model and its tokenizer"
-        ) from error
-    model = model.eval().to(device)
+    model, tokenizer = load_transformers(path)
+    model = model.to(device)
     prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     start = None if prefix is None else tokenizer.decode([prefix])
 
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=start is None or not text.startswith(start))
 
-    names = ("n_positions", "max_position_embeddings", "n_ctx")
     vocabulary = hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
     return ScoringModel(
         logits=lambda tokens, rows, positions: model(tokens).logits[rows, positions],
@@ -151,7 +147,7 @@ def _from_transformers(path: Path, device: torch.device) -> ScoringModel:
         encode_plain=partial(tokenizer.encode, add_special_tokens=False),
         prefix=prefix,
         vocab_size=model.get_input_embeddings().num_embeddings,
-        positions=next((getattr(model.config, name) for name in names if getattr(model.config, name, None)), None),
+        positions=num_positions(model),
         identity=_identity(path) | {"weights": _fingerprint(model), "tokenizer": vocabulary},
     )
 

@@ -92,7 +92,13 @@ def inspecting(path: Path) -> Iterator[Inspection]:
     """A new inspection, with a progress bar if there is much to read."""
     total = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     with tqdm(
-        total=total, desc="verify", unit="B", unit_scale=True, disable=total < BAR_BYTES, leave=False, file=sys.stderr
+        total=total,
+        desc="verify",
+        unit="B",
+        unit_scale=True,
+        disable=True if total < BAR_BYTES else None,
+        leave=False,
+        file=sys.stderr,
     ) as bar:
         yield Inspection(bar=bar)
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from smupar.check.coordinates.calls import WholeCall
+from smupar.check.coordinates.calls import SampledCall, WholeCall
 from smupar.check.coordinates.measure import DY, GRAD_X, Y
 from smupar.check.coordinates.verdict import FAIL, PASS
 from tests.check.coordinates.grid import batches_of, check, size_of, slope_of, token_batches, trained_once, twin
@@ -219,3 +219,17 @@ def test_rows_that_the_loss_does_not_depend_on_do_not_count_for_the_effect():
     effect = read @ (model.inner.weight.detach() - before["inner.weight"]).T
     assert size_of(report, "inner", DY).rms == pytest.approx(effect.square().mean().sqrt().item(), rel=1e-4)
     assert size_of(report, "inner", Y).num_entries == 4 * 8 * 16
+
+
+@pytest.mark.parametrize("sums_to_zero", [True, False])
+def test_shift_of_all_rows_counts_only_if_the_loss_depends_on_it(sums_to_zero):
+    """A shift of all keys of an attention changes nothing."""
+    torch.manual_seed(0)
+    keys, x, grad = nn.Linear(6, 4), torch.randn(5, 6), torch.randn(5, 4)
+    call, before = SampledCall(keys, x), keys.weight.detach().clone()
+    call.keep_gradient(grad - grad.mean(0) if sums_to_zero else grad)
+    with torch.no_grad():
+        keys.weight.add_(1.0)
+    change = x.sum(-1, keepdim=True).expand(5, 4)
+    expected = change - change.mean(0) if sums_to_zero else change
+    torch.testing.assert_close(call.effect(keys.weight, before), expected)

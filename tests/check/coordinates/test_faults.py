@@ -291,8 +291,8 @@ def test_output_factor_that_was_settled_but_not_applied_shows_in_the_slopes():
 class Uncalled(GPT):
     """Has a readout, and uses its weight alone."""
 
-    def forward(self, tokens, caches=None):
-        return F.linear(self.features(tokens, caches), self.unembedding.weight)
+    def forward(self, tokens, cache=None):
+        return F.linear(self.features(tokens, cache), self.unembedding.weight)
 
 
 def test_readout_that_is_never_called_is_noted():

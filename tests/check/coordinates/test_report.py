@@ -150,9 +150,12 @@ def test_command_exits_with_the_verdict_and_writes_three_files(command, tmp_path
     written = strict_json((tmp_path / "new" / "folder" / "check.json").read_text())
     assert list(written["verdicts"]) == list(rules)
     assert written["ok"] == (code == 0)
-    assert done.stdout.startswith("SmuPar" if rules == ("smupar",) else "muP" if "only" in rules[0] else "SP: FAIL")
-    if "smupar" in rules:
-        assert "SmuPar: PASS over density (at width 128)" in done.stdout
+    verdict, first, *_ = done.stdout.splitlines()
+    assert verdict == ("The check passes." if code == 0 else "The check does not pass.")
+    title = "SmuPar" if "smupar" in rules else "SP" if "sp" in rules else "muP"
+    assert first.startswith(f"{'PASS' if code == 0 else 'FAIL'} {title}")
+    if len(rules) > 1:
+        assert "\nFAIL SP over density" in done.stdout
 
 
 @pytest.mark.parametrize(

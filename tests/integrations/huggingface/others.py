@@ -41,76 +41,63 @@ def deepseek(width):
     return grouped(width, num_key_value_heads=width // 16, first_k_dense_replace=1, **heads, **experts)
 
 
-# name -> (class, arguments of its config at a width, roles that have to be given)
+# name -> (class, arguments of its config at a width)
 OTHERS = {
-    "gemma": ("GemmaForCausalLM", lambda width: grouped(width, head_dim=16), {}),
+    "gemma": ("GemmaForCausalLM", lambda width: grouped(width, head_dim=16)),
+    "gemma2": ("Gemma2ForCausalLM", lambda width: grouped(width, head_dim=16, query_pre_attn_scalar=16)),
+    "gemma3": ("Gemma3ForCausalLM", lambda width: grouped(width, head_dim=16, query_pre_attn_scalar=16)),
     "t5": (
         "T5ForConditionalGeneration",
         lambda width: {"d_model": width, "d_kv": 16, "d_ff": 2 * width, "num_layers": 2, "num_heads": width // 16,
                        "vocab_size": 64, "decoder_start_token_id": 0, **SPECIAL},
-        {},
     ),
     "granite": (
         "GraniteForCausalLM",
         lambda width: grouped(width, logits_scaling=width / 64, attention_multiplier=0.5),
-        {},
     ),
-    "llava": ("LlavaForConditionalGeneration", llava, {}),
+    "llava": ("LlavaForConditionalGeneration", llava),
     "falcon": (
         "FalconForCausalLM",
         lambda width: {**blocks(width), "vocab_size": 64, "num_kv_heads": width // 32, "new_decoder_architecture": True,
                        **SPECIAL},
-        {},
     ),
     "modernbert": (
         "ModernBertForMaskedLM",
         lambda width: {**blocks(width), **TOKENS, "cls_token_id": 0, "sep_token_id": 0},
-        {},
     ),
     "gptj": (
         "GPTJForCausalLM",
         lambda width: {"n_embd": width, "n_layer": 2, "n_head": width // 16, "n_positions": 64, "rotary_dim": 8,
                        "vocab_size": 64, **SPECIAL},
-        {},
     ),
     "bloom": (
         "BloomForCausalLM",
         lambda width: {"hidden_size": width, "n_layer": 2, "n_head": width // 16, "vocab_size": 64, **SPECIAL},
-        {},
     ),
     "deepseek": (
         "DeepseekV3ForCausalLM",
         deepseek,
-        {"*_a_proj*.weight": "hidden", "*_b_proj.weight": "hidden", "*.gate.weight": ("hidden", 1),
-         "*.experts.*": ("hidden", 2)},
     ),
     "mixtral": (
         "MixtralForCausalLM",
         lambda width: grouped(width, num_local_experts=4, num_experts_per_tok=2),
-        {"*.gate.weight": ("hidden", 1), "*.experts.*": ("hidden", 2)},
     ),
     "mamba": (
         "MambaForCausalLM",
         lambda width: {"hidden_size": width, "num_hidden_layers": 2, "state_size": 8, "vocab_size": 64, **SPECIAL},
-        {"*.A_log": "vector"},  # a rate of decay for each channel
     ),
     "whisper": (
         "WhisperForConditionalGeneration",
         lambda width: two_stacks(width, num_mel_bins=8, max_source_positions=16, max_target_positions=16),
-        {},
     ),
 }  # fmt: skip
 
 
 def config_of(name, width):
-    kind, arguments, _ = OTHERS[name]
+    kind, arguments = OTHERS[name]
     return getattr(transformers, kind).config_class(**arguments(width))
 
 
 def build(name, width=128):
     torch.manual_seed(0)
     return getattr(transformers, OTHERS[name][0])(config_of(name, width)).eval()
-
-
-def roles(name):
-    return OTHERS[name][2]

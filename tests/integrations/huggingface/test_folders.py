@@ -1,6 +1,7 @@
 """Generation, folders and exports."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -186,3 +187,28 @@ def test_exported_folder_has_checksums(tmp_path):
     assert (found.wrong, found.unchecked, found.counts["file"]) == ([], [], 3)
     (tmp_path / "plain/config.json").write_text("{}")
     assert len(verify(tmp_path / "plain").wrong) == 1
+
+
+@pytest.mark.parametrize("command", ["export {folder} {folder}-out", "eval score {folder} --requests {folder}/requests.jsonl"])
+def test_code_in_a_folder_is_not_run_even_if_somebody_would_say_yes(tmp_path, monkeypatch, capsys, command):
+    """transformers asks at the terminal whether to run it."""
+    model, _ = trained("gpt2")
+    folder, proof = tmp_path / "model", tmp_path / "proof"
+    model.save_pretrained(folder)
+    code = (
+        "import pathlib, transformers\npathlib.Path({!r}).touch()\nclass EvilConfig(transformers.PretrainedConfig):\n    pass\n"
+    )
+    (folder / "evil.py").write_text(code.format(str(proof)))
+    config = json.loads((folder / "config.json").read_text())
+    places = {"AutoConfig": "evil.EvilConfig", "AutoModelForCausalLM": "evil.EvilModel"}
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "evil", "auto_map": places}))
+    (folder / "sums.json").unlink()
+    (folder / "requests.jsonl").write_text('{"format": "smupar-requests/1"}\n')
+    if command.startswith("eval"):
+        (folder / "smupar_plan.json").unlink()
+    monkeypatch.setattr("builtins.input", lambda *args: "y")
+    with pytest.raises(SystemExit) as ended:
+        main(command.format(folder=folder).split())
+    assert ended.value.code == 2
+    assert "transformers cannot read" in capsys.readouterr().err
+    assert not proof.exists()

@@ -11,7 +11,7 @@ from smupar.cli.main import main
 from smupar.integrations import huggingface
 from smupar.integrations.huggingface.inputs import example
 from smupar.plan.attention import find_attentions
-from tests.integrations.huggingface.others import OTHERS, build, config_of, roles, two_stacks
+from tests.integrations.huggingface.others import OTHERS, build, config_of, two_stacks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is not among the known architectures")
 # Some layers are thin on purpose: a small rank is what DeepSeek and Mamba are about.
@@ -20,7 +20,7 @@ thin = pytest.mark.filterwarnings("ignore:.*keep fewer than 16 weights per neuro
 
 def parameterized(name, *, base=64, **settings):
     model = build(name)
-    return model, huggingface.parameterize(model, base=config_of(name, base), roles=roles(name), **settings)
+    return model, huggingface.parameterize(model, base=config_of(name, base), **settings)
 
 
 @torch.no_grad()
@@ -208,7 +208,7 @@ DEEPER = {
 def test_branches_of_a_model_that_is_deeper_than_its_base_are_found(name, fields, ends):
     kind, arguments, _ = OTHERS[name]
     base = getattr(transformers, kind).config_class(**{**arguments(64), **dict.fromkeys(fields, 1)})
-    plan = huggingface.parameterize(build(name), base=base, roles=roles(name))
+    plan = huggingface.parameterize(build(name), base=base)
     assert {factor for _, factor in plan.branches} == {0.5}
     assert {path.split(".1.")[1] for path, _ in plan.branches if ".1." in path} == ends
 

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from smupar.lm.config.presets import preset
 from smupar.lm.config.run import Execution, ModelConfig, RunConfig
-from smupar.lm.model.cost import estimate, fitting_micro_batch, peak_flops, report
+from smupar.lm.model.cost import estimate, fitting_micro_batch, forecast, peak_flops
 from smupar.lm.model.gpt import build
 from smupar.lm.run.optimizers import make_optimizers
 from smupar.lm.run.step import next_token_loss
@@ -155,7 +155,7 @@ def test_fitting_micro_batch_is_the_largest_divisor_that_fits():
 
 
 def test_report_has_the_numbers():
-    text = report(PAPER, Execution(), gpus=8, gpu_gib=139, peak_share=0.45)
+    text = str(forecast(PAPER, Execution(), gpus=8, gpu_gib=139, peak_share=0.45))
     lines = {line.split()[0]: line for line in text.splitlines()}
     assert "width 2048, depth 10, 32 heads of 64, MLP of 5461, vocabulary 50,257" in lines["model"]
     assert "smupar, base width 256; 0.9375 of the hidden weights are zero" in lines["rule"]
@@ -168,8 +168,8 @@ def test_report_has_the_numbers():
 
 def test_report_says_when_it_does_not_fit():
     huge = replace(PAPER, model=replace(PAPER.model, width=16384))
-    assert "TOO MUCH" in report(huge, Execution(), gpus=1, gpu_gib=80, peak_share=0.45)
-    sharded = report(huge, Execution(parallel="fsdp"), gpus=252, gpu_gib=80, peak_share=0.45)
+    assert "TOO MUCH" in str(forecast(huge, Execution(), gpus=1, gpu_gib=80, peak_share=0.45))
+    sharded = str(forecast(huge, Execution(parallel="fsdp"), gpus=252, gpu_gib=80, peak_share=0.45))
     assert "TOO MUCH" not in sharded
     assert "(a shard of them)" in sharded
 

@@ -84,7 +84,7 @@ def test_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(fin
     make, said = DAMAGE[damage]
     make(folder / LAST)
     train(config, replace(HOW, out=str(folder)))
-    lines = [line for line in capsys.readouterr().out.splitlines() if "is damaged" in line]
+    lines = [line for line in capsys.readouterr().err.splitlines() if "is damaged" in line]
     assert len(lines) == 1
     assert said in lines[0]
     assert lines[0].endswith(f", and is now called damaged-00000027: using step {before}")
@@ -135,7 +135,7 @@ def test_damage_is_found_without_checksums_where_it_can_be(finished, config, tmp
     without_checksums(folder / LAST)
     DAMAGE[damage][0](folder / LAST)
     train(config, replace(HOW, out=str(folder)))
-    assert "step-00000027 is damaged" in capsys.readouterr().out
+    assert "step-00000027 is damaged" in capsys.readouterr().err
     assert_same_run(folder, finished[0])
 
 
@@ -162,10 +162,10 @@ def test_state_of_the_wrong_kind_is_named(finished, config, tmp_path, change):
 def test_run_goes_back_to_a_step_and_ends_the_same(finished, config, tmp_path, capsys):
     folder = shutil.copytree(finished[0], tmp_path / "run")
     train(config, replace(HOW, out=str(folder), from_step=27))
-    assert "going on from step 27 of 30" in capsys.readouterr().out
+    assert "going on from step 27 of 30" in capsys.readouterr().err
     assert_same_run(folder, finished[0])
     train(config, replace(HOW, out=str(folder), from_step=0))
-    assert "training in" in capsys.readouterr().out
+    assert "training in" in capsys.readouterr().err
     assert_same_run(folder, finished[0])
 
 
@@ -189,7 +189,7 @@ def test_run_that_diverges_after_it_went_on_doubts_its_checkpoint(finished, conf
     save_file(fill, folder / LAST / MODEL)
     without_checksums(folder / LAST)
     assert train(config, replace(HOW, out=str(folder))).status == "diverged"
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     assert (
         f"the checkpoint of step 27, from which it went on, may be damaged. The same command with --from-step {earlier[-1]}"
         in said

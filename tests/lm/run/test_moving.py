@@ -207,7 +207,7 @@ def test_finished_run_is_said_to_have_ended_though_its_trace_is_gone(finished, t
     gone = replace(config, follow=str(tmp_path / "gone" / "trace.json"))
     (folder / "config.json").write_text(gone.to_json())
     assert train(gone, replace(KEEP_ALL, out=str(folder))).status == "finished"
-    assert "has ended already" in capsys.readouterr().out
+    assert "has ended already" in capsys.readouterr().err
 
 
 def test_run_goes_on_when_its_trace_was_moved(finished, proxy, tmp_path):
@@ -378,7 +378,7 @@ def test_observed_run_goes_on_and_leaves_its_observation(config, tmp_path):
     half = train(replace(config), replace(HOW, out=str(tmp_path / "plain")))
     assert whole.train_loss == half.train_loss
     seen = Observation.load(tmp_path / "whole" / "observed.json")
-    assert seen.at == [1, 2, 3, 4, 6, 8, 11, 16, 23, 30]
+    assert seen.at == [1, 2, 3, 4, 6, 8, 11, 16, 23, 24, 30]
     folder = resumable(tmp_path / "whole", tmp_path / "rest", 27)
     train(config, replace(how, out=str(folder)))
     again = Observation.load(folder / "observed.json")

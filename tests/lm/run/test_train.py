@@ -103,7 +103,7 @@ def test_finished_run_is_not_trained_again(finished, config, capsys):
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     assert train(config, replace(HOW, out=str(folder))) == read_summary(folder)
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
-    assert "has ended already" in capsys.readouterr().out
+    assert "has ended already" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from smupar.lm.config.commands import GenerateConfig
-from smupar.lm.use.generate import choose, generate, sample
+from smupar.lm.config.commands import ExportConfig, GenerateConfig
+from smupar.lm.config.run import Execution, ModelConfig
+from smupar.lm.model.gpt import GPT
+from smupar.lm.run.train import train
+from smupar.lm.use.export import export
+from smupar.lm.use.generate import choose, generate, of_gpt, sample, sample_texts
 from smupar.lm.use.load import load_model, load_run
 from tests.lm.use.tiny import chain, trained_run
 
@@ -100,7 +105,7 @@ def test_choices_have_the_shares_of_the_softmax():
     rng = torch.Generator().manual_seed(0)
 
     def shares(**options):
-        tokens = [int(choose(logits, _config(**options), rng)) for _ in range(4000)]
+        tokens = [int(choose(logits[None], _config(**options), [rng])) for _ in range(4000)]
         return np.bincount(tokens, minlength=4) / 4000
 
     assert shares(temperature=1.0, top_k=0) == pytest.approx([0.1, 0.2, 0.3, 0.4], abs=0.03)
@@ -149,15 +154,97 @@ def test_half_a_character_waits_for_its_rest(tmp_path):
     assert list(generate(_config(folder, prompt="caf", tokens=20, temperature=0.0))) == ["caf", "é", "!"]
 
 
+def test_tokens_of_several_bytes_are_shown_as_in_the_whole_text(tmp_path):
+    following = {102: 0xE2, 0xE2: 0x82, 0x82: 0xAC, 0xAC: 102}  # f and the three bytes of a euro sign, again and again
+    folder = chain(tmp_path / "euro", following)
+    assert list(generate(_config(folder, prompt="f", tokens=9, temperature=0.0))) == ["f", "€", "f", "€", "f", "\ufffd"]
+
+
+# Several prompts, other folders
+
+
+@pytest.mark.parametrize("positions", ["alibi", "rotary", "learned", "none"])
+def test_texts_of_a_batch_are_those_of_each_prompt_alone(positions):
+    torch.manual_seed(0)
+    model = GPT(ModelConfig(width=64, depth=2, head_dim=16, positions=positions)).eval()
+    prompts, config = [[1, 2, 3, 4, 5, 6, 7], [9], [200, 100, 50]], _config(tokens=30)
+    together = list(zip(*sample_texts(of_gpt(model), prompts, config, vocab_size=256), strict=True))
+    alone = [tuple(sample(model, prompt, config, vocab_size=256)) for prompt in prompts]
+    assert together == alone
+
+
+def test_several_prompts_are_numbered_and_end_on_their_own(tmp_path):
+    folder = chain(tmp_path / "abc", {97: 98, 98: 99, 99: 0, 120: 120})
+    pieces = list(generate(_config(folder, prompt=("xa", "b", "x"), tokens=4, temperature=0.0)))
+    assert pieces == ["--- 1 of 3\nxabc\n", "--- 2 of 3\nbc\n", "--- 3 of 3\nxxxxx\n"]
+
+
+def test_packed_and_dense_give_the_same_text(run, tmp_path):
+    sparse = str(tmp_path / "sparse")
+    export(ExportConfig(run, out=sparse, format="sparse"))
+    texts = {
+        "".join(generate(_config(folder, prompt="Tune", tokens=30, storage=storage)))
+        for folder in (run, sparse)
+        for storage in ("dense", "packed", "auto")
+    }
+    assert len(texts) == 1
+
+
+def test_run_that_was_trained_without_its_zeros_generates_like_its_dense_twin(run, tmp_path):
+    config, twin = load_run(run).config, str(tmp_path / "csr")
+    train(config, Execution(out=twin, device="cpu", storage="csr", peak_tflops=1.0))
+    texts = {"".join(generate(_config(folder, prompt="Tune", tokens=30, temperature=0.0))) for folder in (run, twin)}
+    assert len(texts) == 1
+
+
+def test_model_of_transformers_gives_the_text_of_its_own_generate(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {word: number for number, word in enumerate(["<end>", *"abcdefg"])}
+    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<end>"))
+    plain.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<end>")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=8, n_positions=16, n_embd=32, n_layer=2, n_head=2, eos_token_id=0)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    with torch.no_grad():
+        for parameter in model.transformer.h.parameters():
+            parameter.mul_(torch.rand_like(parameter) < 0.5)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    expected = []
+    for prompt in ("a b c", "d"):
+        given = tokenizer(prompt, return_tensors="pt")
+        ids = model.generate(**given, max_new_tokens=6, do_sample=False, pad_token_id=0)[0].tolist()
+        expected.append(tokenizer.decode(ids[: ids.index(0)] if 0 in ids else ids))
+    for storage in ("dense", "packed"):
+        options = {"tokens": 6, "temperature": 0.0, "storage": storage}
+        assert "".join(generate(_config(str(tmp_path), prompt="a b c", **options))) == expected[0]
+        together = list(generate(_config(str(tmp_path), prompt=("a b c", "d"), **options)))
+        assert [text.split("\n")[1] for text in together] == expected
+    with pytest.raises(ValueError, match="positions for 16 tokens, the prompt has 3: pass --tokens 13 or fewer"):
+        next(generate(_config(str(tmp_path), prompt="a b c", tokens=14)))
+
+
 # Bad input
 
 
 def test_impossible_options_raise(run):
     for options in ({"tokens": 0}, {"temperature": -1.0}, {"top_k": -1}):
         with pytest.raises(ValueError, match="--tokens must be above 0, --temperature and --top-k at least 0"):
-            next(generate(_config(run, **options)))
+            _config(run, **options)
     with pytest.raises(ValueError, match="the prompt is empty: give at least one character with --prompt"):
-        next(generate(_config(run, prompt="")))
+        _config(run, prompt="")
+
+
+def test_model_without_zeros_cannot_be_packed(tmp_path):
+    torch.manual_seed(0)
+    folder = chain(tmp_path / "full", {97: 97})
+    tensors = load_file(f"{folder}/model.safetensors")
+    save_file({name: torch.ones_like(tensor) for name, tensor in tensors.items()}, f"{folder}/model.safetensors")
+    with pytest.raises(ValueError, match=r"no layer can be packed .*hardly any zeros.*use dense"):
+        next(generate(_config(folder, storage="packed")))
+    assert next(generate(_config(folder, prompt="a"))) == "a"
 
 
 def test_more_tokens_than_learned_positions_raise_with_the_number_left(tmp_path):

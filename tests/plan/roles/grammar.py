@@ -296,9 +296,10 @@ def chosen(width, rng):
 
     def use(p, x, *_):
         chosen = p.router(x).argmax(-1).flatten()
-        return torch.bmm(p.w[chosen], x.flatten(0, 1)[..., None]).view_as(x)
+        return torch.bmm(p.w[chosen], x.flatten(0, 1)[..., None]).view_as(x) + p.bias[chosen].view_as(x)
 
-    return Part({"router": (nn.Linear(width, 3), HIDDEN), "w": (raw(3, width, width), truth)}, use)
+    weights = {"w": (raw(3, width, width), truth), "bias": (raw(3, width), VECTOR)}
+    return Part({"router": (nn.Linear(width, 3), HIDDEN), **weights}, use)
 
 
 def recurrent(width, rng):
@@ -364,7 +365,13 @@ def narrowing_head(width, rng):
     )
 
 
-HEADS = (linear_head, linear_head, raw_head, two_heads, narrowing_head)
+def normed_head(width, rng):
+    """A norm divides out the size of what the layer writes, so no factor would act."""
+    norm = rng.choice((nn.LayerNorm, nn.RMSNorm))(CLASSES)
+    return Part({"fc": (nn.Linear(width, CLASSES), HIDDEN), "norm": (norm, FIXED)}, lambda p, x, *_: 3 * p.norm(p.fc(x)))
+
+
+HEADS = (linear_head, linear_head, raw_head, two_heads, narrowing_head, normed_head)
 WITH_FIXED_OUTPUT = (gate, experts, token_mixing, chosen, stacked)
 
 

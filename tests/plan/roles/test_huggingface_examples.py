@@ -79,8 +79,8 @@ MODELS = {
     }),
     "CLIP": (clip, {"input_ids": TOKENS, "pixel_values": IMAGES}, {
         "vision_model.embeddings.patch_embedding.weight": ("embedding", 1, 4),
-        "visual_projection.weight": ("unembedding", 4, 1),
-        "text_projection.weight": ("unembedding", 4, 1),
+        "visual_projection.weight": ("hidden", 4, 1),
+        "text_projection.weight": ("hidden", 4, 1),
     }),
 }  # fmt: skip
 

@@ -1,0 +1,98 @@
+"""What commands answer. A command returns a ``Reply``, and ``main`` prints it: as lines for people, the verdict first and in
+colour, or as JSON for programs. Everything that is said on the way goes to standard error.
+
+So every command that answers something has --json and --quiet, and no command implements them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from smupar.output.json_files import printable_lines
+from smupar.output.page.document import Answer, Tone
+from smupar.output.terminal import columns, is_terminal, painted, wrapped
+
+_INDENT = "  "
+
+
+class Told(NamedTuple):
+    """A line for people. ``lead`` comes first and has the colour of the tone; what is too long for a terminal is wrapped."""
+
+    text: str
+    lead: str = ""
+    tone: Tone = "plain"
+    is_table: bool = False  # aligned by columns, so never wrapped
+    indent: str = ""
+
+
+@dataclass(frozen=True)
+class Reply:
+    lines: Sequence[Told]
+    values: Mapping[str, Any] | None = None  # for --json; None if this process has nothing to say, like a rank above 0
+    code: int = 0  # the exit code
+    pieces: Iterable[str] = ()  # text that is printed as it is made, in place of lines; in JSON it is "text"
+
+
+def table(text: str) -> list[Told]:
+    """Text whose columns are aligned."""
+    return [Told(line, is_table=True) for line in text.splitlines()]
+
+
+def cards(answers: Iterable[Answer]) -> list[Told]:
+    """A line for each card of a page: what came out, in the colour of its tone, and then why."""
+    return [Told(" ".join(card["text"].split()), f"{card['name']} {card['value']}:".strip(), card["tone"]) for card in answers]
+
+
+def show(answer: Reply, *, as_json: bool) -> None:
+    if as_json:
+        show_json(answer)
+    elif answer.pieces:
+        for piece in answer.pieces:
+            print(piece, end="", flush=True)
+        print()
+    else:
+        for line in answer.lines:
+            print("\n".join(_printed(line)))
+    sys.stdout.flush()
+
+
+def show_json(answer: Reply) -> None:
+    if answer.values is None:
+        return
+    values = dict(answer.values) | ({"text": "".join(answer.pieces)} if answer.pieces else {})
+    print(json.dumps(plain(values), indent=1, allow_nan=False))
+
+
+def _printed(line: Told) -> list[str]:
+    out, text = sys.stdout, printable_lines(line.text)
+    first = line.indent + line.lead + (" " if line.lead and text else "")
+    if line.is_table or not is_terminal(out):
+        lines = [f"{first}{text}"]
+    else:
+        lines = wrapped(text, columns(out), first=first, indent=line.indent + (_INDENT if line.lead else ""))
+    if line.lead:
+        start = len(line.indent) + len(line.lead)
+        lines[0] = line.indent + painted(line.lead, "bold", line.tone, on=out) + lines[0][start:]
+    return lines
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON can hold it: what is no number becomes null, exact fractions become numbers."""
+    if isinstance(value, Mapping):
+        return {str(name): plain(each) for name, each in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return {item.name: plain(getattr(value, item.name)) for item in fields(value)}
+    if isinstance(value, (list, tuple, set)):
+        return [plain(each) for each in value]
+    if isinstance(value, (Path, Fraction)):
+        return str(value) if isinstance(value, Path) else float(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

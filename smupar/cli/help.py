@@ -1,0 +1,164 @@
+"""Help in two tiers: ``--help`` shows the flags that matter, ``--help-all`` all of them, in sections."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TextIO
+
+from smupar.cli.flags import Flag, flags_of, summary_of
+from smupar.cli.parser import Command
+from smupar.output.terminal import columns, painted, wrapped
+
+_MOST_COLUMNS, _LEAST_FOR_TWO, _LEFT = 100, 60, 24
+_FEW = 14  # a command with no more flags shows all of them
+
+# The flags of long commands that --help shows. Names that a command does not have do not matter.
+_MAIN = {
+    "plan": "width depth base_width sparsity pattern allocation rule init_std optimizer data hps full",
+    "train": "width depth sparsity pattern rule lr steps batch_size data hps out dry_run",
+    "check": "rules widths sparsities base_width depth pattern optimizer lr steps seeds device out",
+    "sweep": "width depth sparsity rule lr steps batch_size seq_len data engine out dry_run",
+    "tune": "num_samples method base_width depth lr_range optimizer steps batch_size data engine out dry_run",
+    "transfer": "axis values rules sparsities widths base_width seeds steps data engine out dry_run",
+    "reproduce": "scale data weight_decay clip engine device out publish list settings dry_run",
+}
+# Flags of transfer and tune that they set themselves. Typing one is refused, with the flag to use instead.
+HIDDEN = {
+    "transfer": ("width", "sparsity", "rule", "correction", "follow", "record"),
+    "tune": ("lr", "init_std", "alpha_input", "alpha_output"),
+}
+# The commands as `smupar --help` shows them.
+_PARTS = {
+    "Plan and check": ("rules", "plan", "check"),
+    "Train and use": ("train", "generate", "export", "eval", "data"),
+    "Studies": ("sweep", "tune", "transfer", "reproduce"),
+    "Look": ("watch", "report", "verify", "bench"),
+}
+_ABOUT = "Tune a small dense model, then train wide sparse ones with the same hyperparameters."
+
+
+def hidden_words(name: str) -> set[str]:
+    """The flags that no help, suggestion or completion of a command names."""
+    return {"--" + flag.replace("_", "-") for flag in HIDDEN.get(name, ())}
+
+
+def visible(name: str, flags: Iterable[Flag], more: Iterable[str] = ()) -> list[Flag]:
+    """The flags that a command may take; not those that it sets itself, nor ``more``."""
+    return [flag for flag in flags if flag.name not in (*HIDDEN.get(name, ()), *more)]
+
+
+def show_commands(commands: Mapping[str, Command], out: TextIO | None = None) -> None:
+    """What ``smupar --help`` prints."""
+    page = _Page(out or sys.stdout)
+    page.usage("smupar COMMAND [flags]")
+    page.paragraphs(_ABOUT)
+    for title, names in _PARTS.items():
+        page.title(title)
+        for name in names:
+            page.entry(name, _in_short(commands[name]))
+    page.title("More")
+    page.entry("smupar COMMAND --help", "The flags of a command that matter; --help-all shows all of them.")
+    page.entry("smupar completion SHELL", "Print a completion script for bash or zsh.")
+    page.entry("smupar --version, -V", "What is installed.")
+    page.print()
+
+
+def show(
+    name: str,
+    command: Command,
+    *,
+    shown: Mapping[type, object],
+    everything: bool = False,
+    steps: Mapping[str, Command] | None = None,
+    answers: bool = True,
+    hides: Iterable[str] = (),
+    out: TextIO | None = None,
+) -> None:
+    """What ``smupar NAME --help`` prints. ``steps`` are commands below this one, ``answers`` says whether it takes --json."""
+    page, flags = _Page(out or sys.stdout), visible(name, flags_of(command, shown), hides)
+    positional, options = [f for f in flags if f.is_positional], [f for f in flags if not f.is_positional]
+    words = [flag.usage for flag in positional]
+    page.usage(" ".join(["smupar", name, *words, *(["[flags]"] if options or answers else [])]))
+    page.paragraphs(summary_of(command))
+    if steps:
+        page.title("Steps")
+        for step, function in steps.items():
+            page.entry(f"{name} {step}", _in_short(function))
+    if positional:
+        page.title("Arguments")
+        for flag in positional:
+            page.flag(flag)
+    main = [flag for flag in options if flag.name in _MAIN.get(name, "").split()]
+    few = everything or len(options) <= _FEW or not main
+    for section, own in _sections(options if few else _in_order(main, _MAIN[name].split())):
+        page.title(section)
+        for flag in own:
+            page.flag(flag)
+    page.title("Always")
+    if answers:
+        page.entry("--json", "Print the answer as JSON on standard output, and nothing else there.")
+        page.entry("-q, --quiet", "Print the answer alone: no progress, no notes but warnings.")
+    page.entry("-h, --help", "Show this." if few else "Show the flags that matter.")
+    if not few:
+        page.entry("--help-all", f"Show all {len(options)} flags.")
+    page.print()
+
+
+def _in_order(flags: Sequence[Flag], names: Sequence[str]) -> list[Flag]:
+    """The flags in the order of the names, in one section."""
+    by_name = {flag.name: flag for flag in flags}
+    return [replace(by_name[name], section="") for name in names if name in by_name]
+
+
+def _sections(flags: Iterable[Flag]) -> list[tuple[str, list[Flag]]]:
+    found: dict[str, list[Flag]] = {"Flags": []}
+    for flag in flags:
+        found.setdefault(flag.section or "Flags", []).append(flag)
+    return [(section, own) for section, own in found.items() if own]
+
+
+def _in_short(command: Command) -> str:
+    """What a command does, up to the first colon or full stop."""
+    return re.split(r"[:.](?:\s|$)", " ".join(summary_of(command).split()))[0] + "."
+
+
+class _Page:
+    """Lines of help, in two columns where the terminal is wide enough."""
+
+    def __init__(self, out: TextIO) -> None:
+        self.out, self.width, self.lines = out, columns(out, most=_MOST_COLUMNS), list[str]()
+
+    def usage(self, text: str) -> None:
+        self.lines += wrapped(text, self.width, indent=" " * 11, first="usage: ")
+
+    def title(self, text: str) -> None:
+        self.lines += ["", painted(text, "bold", on=self.out)]
+
+    def paragraphs(self, text: str) -> None:
+        for paragraph in text.split("\n\n"):
+            self.lines += ["", *wrapped(" ".join(paragraph.split()), self.width)]
+
+    def flag(self, flag: Flag) -> None:
+        shown = flag.default and not flag.is_switch
+        self.entry(
+            flag.usage.strip("[]") if flag.is_positional else flag.usage,
+            flag.sentence + (f" (default: {flag.default})" if shown else ""),
+        )
+
+    def entry(self, name: str, text: str) -> None:
+        painted_name = painted(name, "name", on=self.out)
+        if self.width < _LEAST_FOR_TWO:
+            self.lines += [f"  {painted_name}", *wrapped(text, self.width, indent="      ")]
+            return
+        indent = " " * (_LEFT + 2)
+        if len(name) + 4 > _LEFT + 2:
+            self.lines += [f"  {painted_name}", *wrapped(text, self.width, indent=indent)]
+            return
+        first, *others = wrapped(text, self.width, indent=indent)
+        self.lines += [f"  {painted_name}{' ' * (_LEFT - len(name))}{first[len(indent) :]}", *others]
+
+    def print(self) -> None:
+        print("\n".join(self.lines), file=self.out)
