@@ -66,8 +66,7 @@ def coord_check(
     sparsifier: Callable[[nn.Module, Plan, Any], Any] | None = None,
     **settings: Unpack[Settings],
 ) -> Report:
-    """Trains a few steps at every width, density and depth, and judges whether activations, gradients and updates keep their
-    size.
+    """Trains a few steps at every width, density and depth, and judges whether activations, gradients and updates stay equal.
 
     make_model    width -> model; models may differ only in their width. With depths: (width, depth) -> model
     loss_fn       (model, batch) -> scalar loss

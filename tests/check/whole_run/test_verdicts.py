@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import smupar
-from smupar.check.coordinates.measure import Cell
+from smupar.check.coordinates.measure import Cell, GridPoint
 from smupar.check.whole_run.drift import Drift
 from smupar.check.whole_run.report import RunReport
 from smupar.check.whole_run.run import readings_of
@@ -48,7 +48,7 @@ def report(slope=lambda step: -0.2, **settings):
     if "decay" in settings and not isinstance(settings["decay"], dict):
         observations[cells[1.0]] = seen(1.0, slope, decay=settings["decay"])
     readings = [reading for cell, own in observations.items() for reading in readings_of(own, cell, plan)]
-    plans = {("smupar", 64, density): plan for density in DENSITIES}
+    plans = {GridPoint("smupar", 64, density, None): plan for density in DENSITIES}
     return RunReport(readings, {}, plans, observations)
 
 
