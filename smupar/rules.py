@@ -8,12 +8,16 @@ about. Each entry is a product of powers of the tensor's own multipliers:
 
 So an entry such as ``over(m_in=1, m_rho=1)`` reads 1 / (m_in m_rho).
 
+``smupar-aligned`` is a rule of ours beside the table: SmuPar, with a correction of hidden learning rates that is no power
+(``two_terms``).
+
 A *depth rule* is a column of a second table. Its entries are powers of m_depth, the number of residual blocks divided by the
 base model's.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -77,6 +81,8 @@ class Rule:
     eps: dict[str, Power] = field(default_factory=dict)
     # the depth rule that goes with this rule, unless the user names another one
     depth: str = "none"
+    # optimizer families whose hidden learning rates are multiplied by ``two_terms``
+    two_terms: tuple[str, ...] = ()
 
     def decay(self, family: str, role: str) -> Power:
         """The factor on lambda, the weight decay. It keeps learning rate times decay at the tuned value for every role. Without
@@ -147,7 +153,26 @@ SMUPAR = replace(MUP, name="smupar", title="SmuPar", init_var=_SMUPAR_INIT, lr=_
 SMUPAR_INIT_ONLY = replace(SMUPAR, name="smupar-init-only", title="muP + SmuPar init only", lr=MUP.lr)
 SMUPAR_LR_ONLY = replace(SMUPAR, name="smupar-lr-only", title="muP + SmuPar LR only", init_var=MUP.init_var)
 
-RULES = {rule.name: rule for rule in (SP, MUP, SMUPAR, SMUPAR_INIT_ONLY, SMUPAR_LR_ONLY)}
+# The optimizers of the Adam family make updates of equal size for all weights, which the derivation assumes.
+SMUPAR_ALIGNED = replace(SMUPAR, name="smupar-aligned", title="SmuPar, two terms", two_terms=("adam",))
+
+TABLE_1 = (SP, MUP, SMUPAR, SMUPAR_INIT_ONLY, SMUPAR_LR_ONLY)
+RULES = {rule.name: rule for rule in (*TABLE_1, SMUPAR_ALIGNED)}
+
+
+def two_terms(m: float, per_neuron: float, kappa: float) -> float:
+    """What smupar-aligned makes of SmuPar's factor 1 / m on a hidden learning rate, where m = m_in m_rho.
+
+    An update of n weights of a neuron moves its output by a part on which the weights agree, and which adds up like n, and by
+    another that adds up like sqrt(n): in all by sqrt(n (n + kappa)), where kappa is how many weights must agree for both parts
+    to be equal. It stays as large as in the proxy, where n is N0, if the learning rate is divided by m and multiplied by
+    sqrt((N0 + kappa) / (N0 + kappa / m)). So the factor is 1 / m if all weights agree, and 1 / sqrt(m) if none do.
+
+    per_neuron  N0, kept weights per neuron of this layer in the proxy
+    kappa       of the proxy: ``smupar.observe`` measures it
+    """
+    return math.sqrt((per_neuron + kappa) / (per_neuron + kappa / m))
+
 
 # The choices of a run for which roles get weight decay. "all" is our rule; the others are for comparison.
 DECAYED = {"all": ROLES, "matrices": ("embedding", "hidden", "unembedding"), "hidden": ("hidden",)}
@@ -250,7 +275,7 @@ def table() -> list[list[str]]:
         ("tensors that do not scale, LR", lr("adam", "fixed"), "muP"),
         ("attention logits", attention, "Table 1"),
     ]
-    rules = RULES.values()
+    rules = TABLE_1
     header = ["what", *(rule.title for rule in rules), "source"]
     return [header, *([what, *map(entry, rules), source] for what, entry, source in lines)]
 
@@ -301,6 +326,18 @@ def markdown() -> str:
         "| " + " | ".join(header) + " |",
         "|" + "---|" * len(header),
         *("| " + " | ".join(row) + " |" for row in rows),
+        "",
+        "## Two terms",
+        "",
+        f"The rule `{SMUPAR_ALIGNED.name}` is ours. It is SmuPar, with another learning rate (Adam family) for hidden weights:",
+        "",
+        "`eta / m sqrt((N0 + kappa) / (N0 + kappa / m))`, where `m = m_in m_rho`",
+        "",
+        "and `N0` is the number of kept weights per neuron of that layer in the base model. `kappa`, as measured there",
+        "by `smupar.observe` (`observation.kappa()`), says how many weights of a neuron must agree before that counts as",
+        "much as the part of an update in which they do not. The factor is `1/m` while all agree, which is SmuPar's, and",
+        "`1/sqrt(m)` if none do. The decay is multiplied by the inverse, as for all rules. Whether it is better than SmuPar",
+        "has not been measured.",
         "",
         "## Depth",
         "",

@@ -43,8 +43,8 @@ HIDDEN_LR_SGD = {
 
 
 def test_rules_are_the_five_of_the_paper():
-    assert tuple(rules.RULES) == EVERY
-    assert [rule.title for rule in rules.RULES.values()] == [
+    assert tuple(rules.RULES) == (*EVERY, "smupar-aligned")
+    assert [rule.title for rule in rules.TABLE_1] == [
         "SP",
         "muP",
         "SmuPar",
@@ -239,6 +239,30 @@ def test_adafactor_is_refused_with_measured_updates_as_remedy(name):
 def test_unknown_optimizer_error_names_it_and_the_known_ones():
     with pytest.raises(ValueError, match=r"'Shampoo'.*adamw.*sgd"):
         optimizers.family_of("Shampoo")
+
+
+@pytest.mark.parametrize("m", [0.25, 1, 8])
+def test_two_terms_keep_the_effect_of_an_update_whatever_its_parts(m):
+    n0 = 64
+    for kappa in (0, 1, 30, 1e12):
+        effect = {n: (n * (n + kappa)) ** 0.5 for n in (n0, m * n0)}  # of an update of equal size for each of n weights
+        assert rules.two_terms(m, n0, kappa) / m * effect[m * n0] == pytest.approx(effect[n0])
+    assert rules.two_terms(m, n0, 0) == 1  # all agree: SmuPar's factor, 1 / m
+    assert rules.two_terms(m, n0, 1e15) / m == pytest.approx(m**-0.5)  # none agree
+    assert rules.two_terms(1, n0, 7) == 1
+
+
+def test_aligned_rule_is_smupar_but_for_hidden_rates_of_adam():
+    ours, theirs = rules.get_rule("smupar-aligned"), rules.get_rule("smupar")
+    assert (ours.init_var, ours.lr, ours.forward, ours.eps, ours.depth) == (
+        theirs.init_var,
+        theirs.lr,
+        theirs.forward,
+        theirs.eps,
+        theirs.depth,
+    )
+    assert ours.two_terms == ("adam",)
+    assert not any(rule.two_terms for rule in rules.TABLE_1)
 
 
 def test_unknown_rule_error_lists_the_rules():

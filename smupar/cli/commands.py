@@ -90,7 +90,8 @@ def export(config: Annotated[Typed, ExportConfig]) -> Reply:
 def check(config: Annotated[Typed, CheckConfig]) -> Reply:
     """Measure whether activations, gradients and updates of the GPT keep their size over width and sparsity.
 
-    Prints a verdict with a diagnosis, and writes a picture, a page and JSON. Exits with 1 if the check does not pass.
+    With --whole-run 2000 it trains so many steps, and says whether updates keep their size until the end. Prints a verdict
+    with a diagnosis, and writes a picture, a page and JSON. Exits with 1 if the check does not pass.
     """
     chosen = CheckConfig(**config)
     with loading():

@@ -29,7 +29,9 @@ Typed: TypeAlias = dict[str, Any]  # maps the fields that the user typed to thei
 _METAVARS = {
     **dict.fromkeys(("folder", "folders", "data", "valid_data", "data_dir", "out", "publish"), "FOLDER"),
     **dict.fromkeys(("hps", "follow", "requests", "scores"), "FILE"),
-    **dict.fromkeys(("steps", "mask_every", "warmup", "save_every", "valid_every", "log_every", "from_step"), "STEPS"),
+    **dict.fromkeys(
+        ("steps", "whole_run", "mask_every", "warmup", "save_every", "valid_every", "log_every", "from_step"), "STEPS"
+    ),
     **dict.fromkeys(("width", "widths", "base_width"), "WIDTH"),
     **dict.fromkeys(("depth", "base_depth", "proxy_depth", "depths"), "BLOCKS"),
     **dict.fromkeys(("sparsity", "sparsities", "mask_stop", "drop_fraction", "peak_share"), "SHARE"),

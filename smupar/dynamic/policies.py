@@ -256,6 +256,10 @@ def pruning_goal(
 ) -> MaskGoal:
     """The goal of a model that is pruned to ``density``. A density that it cannot reach is refused."""
     choice("correction", correction, ("moment", "fixed"))
+    refuse(
+        bool(get_rule(plan.rule).two_terms),
+        f"rule {plan.rule!r} is for densities that stay, as with RigL and SET: prune under rule 'smupar'",
+    )
     hidden = {row.name: row for row in plan if row.role == "hidden"}
     last = allocate(density, {name: row.shape for name, row in hidden.items()})
     for name, row in hidden.items():

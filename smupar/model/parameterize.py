@@ -62,7 +62,7 @@ def parameterize(model: nn.Module, *, base: nn.Module, reset: bool | None = None
     stay zero, and frozen tables keep their values. On bad input the model is left untouched.
 
     base          the same model at base width, the width at which hyperparameters were tuned; it may have fewer layers
-    rule          "sp" | "mup" | "smupar" (default) | "smupar-init-only" | "smupar-lr-only"
+    rule          "sp" | "mup" | "smupar" (default) | "smupar-init-only" | "smupar-lr-only" | "smupar-aligned"
     density       share of hidden weights kept: a float, {"glob": float} (first match wins) or an allocation such as
                   erk(1 / 16); default 1, or N / M for an N:M pattern
     base_density  density at which hyperparameters were tuned, default 1
@@ -83,6 +83,7 @@ def parameterize(model: nn.Module, *, base: nn.Module, reset: bool | None = None
                   "none" for SP and muP, as in the tables of the papers
     multipliers   numbers that follow the width and are no sizes, such as sqrt(width) after an embedding: "base" gives them the
                   base's values, "own" leaves them alone, "ask" (default) leaves a reminder
+    kappa         for rule "smupar-aligned": ``smupar.observe(...).observation.kappa()`` of the proxy
     reset         whether norms get their module's own init and biases become 0, for a model fresh from ``to_empty``, which
                   has no values to keep. None (default) does so, with a warning, if no parameter of the model was ever
                   written in place. That is the case after ``to_empty``, and after deepcopy

@@ -208,7 +208,7 @@ def _answer(claim: Claim) -> Answer:
     return {
         "name": "",
         "value": _ANSWERS[claim.holds].lower(),
-        "text": claim.text[:1].upper() + claim.text[1:],
+        "text": claim.text if claim.text.startswith("muP") else claim.text[:1].upper() + claim.text[1:],
         "tone": tones[claim.holds],
         "rule": "",
     }

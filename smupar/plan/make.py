@@ -30,7 +30,7 @@ from smupar.plan.roles import FROZEN, GUESSED, ParamRole, infer_roles
 from smupar.plan.settings import match_globs, refuse
 from smupar.plan.sparsity import DensitySetting, Sparsity, make_sparse
 from smupar.plan.values import all_zero, kept_factors
-from smupar.rules import SP, DepthRule, Rule, depth_factor, get_depth_rule, get_rule
+from smupar.rules import SP, DepthRule, Rule, depth_factor, get_depth_rule, get_rule, two_terms
 
 MaskSetting = Mapping[str, Tensor] | str | PathLike[str] | None
 InitStdSetting = float | str | Mapping[str, float | str]
@@ -57,6 +57,7 @@ class Settings(TypedDict, total=False):
     branches: Sequence[str] | None
     depth: str | None
     multipliers: str
+    kappa: float | None
 
 
 def make_plan(model: nn.Module, *, base: nn.Module, **settings: Unpack[Settings]) -> Plan:
@@ -144,6 +145,7 @@ class _Numbers:
     base_density: Fraction
     alphas: Mapping[str, float]  # role -> tuned factor on its layer's output
     seed: int
+    kappa: float  # how far updates agree, for rules with two terms
 
     @classmethod
     def read(cls, settings: Settings) -> _Numbers:
@@ -161,11 +163,24 @@ class _Numbers:
             base_density=as_density(spread.density, "base_density"),
             alphas=alphas,
             seed=_whole(settings.get("seed", 0), "seed"),
+            kappa=_kappa(rule, settings.get("kappa")),
         )
 
     def forward(self, use: str, m_d: Fraction) -> float:
         """The forward factor of a layer whose role is ``use``."""
         return (self.alphas[use] if self.rule.has_alphas else 1.0) * float(self.rule.forward[use].of(m_d, 1, 1))
+
+
+def _kappa(rule: Rule, kappa: float | None) -> float:
+    refuse(
+        bool(rule.two_terms) == (kappa is None),
+        f"rule {rule.name!r} needs kappa: observe a run of the proxy, and pass observation.kappa()"
+        if rule.two_terms
+        else f"rule {rule.name!r} has no kappa: leave kappa={kappa} out, or use rule='smupar-aligned'",
+    )
+    value = _finite(0.0 if kappa is None else kappa, "kappa")
+    refuse(value < 0, f"kappa must be a number from 0 on, got {kappa}")
+    return value
 
 
 # Init
@@ -254,7 +269,9 @@ def _row(role: ParamRole, sparsity: Sparsity, numbers: _Numbers, initial: _Initi
         init_std=None if base_std is None else base_std * math.sqrt(rule.init_var[role.role].of(*multipliers)),
         depth_mult=m_depth,
         lr_factors={
-            family: float(powers[role.role].of(*multipliers)) * depth_factor(m_depth, numbers.depth.lr(family))
+            family: float(powers[role.role].of(*multipliers))
+            * depth_factor(m_depth, numbers.depth.lr(family))
+            * (_two_terms(role, sparsity, numbers.kappa) if family in rule.two_terms else 1.0)
             for family, powers in rule.lr.items()
             if role.role in powers
         },
@@ -263,6 +280,14 @@ def _row(role: ParamRole, sparsity: Sparsity, numbers: _Numbers, initial: _Initi
         note=str(role.note or ""),
         kept_factor=initial.factors.get(role.name, 1.0),
     )
+
+
+def _two_terms(role: ParamRole, sparsity: Sparsity, kappa: float) -> float:
+    if role.role != "hidden":
+        return 1.0
+    width_in, _, density_mult = sparsity.multipliers(role)
+    m = float(width_in * density_mult)
+    return two_terms(m, sparsity.weights_per_neuron(role) / m, kappa)
 
 
 def _output_width(roles: list[ParamRole]) -> Fraction:

@@ -10,8 +10,8 @@ from smupar.rules import get_rule
 
 def as_rule(rule: str, sparsity: float) -> str:
     """The rule under which a model is run. A dense model is the same under muP, SmuPar and its ablations, so it is run under
-    muP."""
-    return "mup" if sparsity == 0 and rule != "sp" else rule
+    muP. With two terms it is not."""
+    return "mup" if sparsity == 0 and rule != "sp" and not get_rule(rule).two_terms else rule
 
 
 def sp_init_std(init_std: float, base_width: int, width: int) -> float:

@@ -22,13 +22,15 @@ Y, GRAD_X, DY = "Y", "grad X", "dY"
 WEIGHTS, TOP, ALIGNMENT, ENTROPY = "weights", "top singular value", "alignment", "attention entropy"
 LR, DECAY, MOVED = "LR", "LR times decay", "moved"
 _REMEDY = "record one with smupar.observe"
+LATE = 0.8  # the share of a run after which it is late
 _LARGEST_KAPPA = 1e9  # from here on an update counts as random altogether
 _SHOWN = 8  # looks in the printed table
 
 
 def is_looked_at(step: int, last: int | None = None) -> bool:
-    """Whether a step, counted from 1, is looked at: the powers of the square root of 2, rounded, and the last step."""
-    return step == last or step == round(2 ** (round(2 * math.log2(step)) / 2))
+    """Whether a step, counted from 1, is looked at: the powers of the square root of 2, rounded, the last step, and that at
+    four fifths of the run."""
+    return step in (last, last and int(LATE * last)) or step == round(2 ** (round(2 * math.log2(step)) / 2))
 
 
 @dataclass

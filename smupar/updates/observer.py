@@ -214,8 +214,8 @@ def observe(model: nn.Module, plan: Plan, optimizer: Any, *, steps: int | None =
     """Records sizes at hidden layers while a model trains: outputs, gradients, what updates do, weights, alignment.
 
     ``with observe(model, plan, optimizer) as seen: ...train...`` and then ``print(seen)`` or ``seen.save("observed.json")``. It
-    looks at steps 1, 2, 3, 4, 6, 8, 11, 16, ... and at the last one, if ``steps`` says which that is. Call it after
-    ``param_groups``, and before DDP and torch.compile. The training itself is not changed.
+    looks at steps 1, 2, 3, 4, 6, 8, 11, 16, ... and, if ``steps`` says how long the run is, at four fifths and the end of
+    it. Call it after ``param_groups``, and before DDP and torch.compile. The training itself is not changed.
     """
     observer = Observer(model, plan, optimizer, steps)
     for caution in observer.cautions:

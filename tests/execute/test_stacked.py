@@ -153,6 +153,7 @@ def test_stack_key_tells_what_fits_together():
 DIFFERENT = {
     "rule": ({}, "sp"),
     "base_width": ({}, 64),
+    "kappa": ({"rule": "smupar-aligned", "kappa": 1.0}, 100.0),
     "depth_rule": ({"model": replace(BASE.model, depth=2), "base_depth": 1}, "none"),
     "sparsity": ({}, 0.5),
     "pattern": ({"sparsity": None}, "1:2"),

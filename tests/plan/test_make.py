@@ -328,3 +328,33 @@ REFUSED = [
 def test_settings_that_make_no_sense_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         plan_mlp(**{"width": 64, "base_width": 16, **settings})
+
+
+@pytest.mark.parametrize("base_density", [1.0, 0.5])
+def test_aligned_rule_uses_the_weights_per_neuron_of_the_proxy(base_density):
+    """fc1 reads 64 inputs in the base, fc2 three times as many; in the model 4 times as many, of which some are kept."""
+    density, kappa = 0.125, 20.0
+    shared = {"density": density, "base_density": base_density, "expand": 3}
+    plan = plan_mlp(256, 64, rule="smupar-aligned", kappa=kappa, **shared)
+    other = plan_mlp(256, 64, rule="smupar", **shared)
+    m = 4 * density / base_density
+    for name, fan_in in (("fc1.weight", 64), ("fc2.weight", 192)):
+        n0 = fan_in * base_density
+        expected = math.sqrt((n0 + kappa) / (n0 + kappa / m)) / m
+        assert plan[name].lr_factor("adam") == pytest.approx(expected)
+        assert plan[name].lr_factor("adam") * plan[name].decay_factor("adam") == pytest.approx(1)
+        assert plan[name].lr_factor("sgd") == other[name].lr_factor("sgd")
+        assert plan[name].init_std == other[name].init_std
+    for name in ("embed.weight", "fc1.bias", "head.weight"):
+        assert plan[name] == other[name]
+    agrees = plan_mlp(256, 64, rule="smupar-aligned", kappa=0.0, **shared)
+    assert numbers(agrees) == numbers(other)
+
+
+def test_kappa_is_asked_for_by_the_rule_that_has_one():
+    with pytest.raises(ValueError, match="rule 'smupar-aligned' needs kappa: observe a run of the proxy"):
+        plan_mlp(64, 16, rule="smupar-aligned")
+    with pytest.raises(ValueError, match="rule 'smupar' has no kappa: leave kappa=3 out"):
+        plan_mlp(64, 16, kappa=3)
+    with pytest.raises(ValueError, match="kappa must be a number from 0 on"):
+        plan_mlp(64, 16, rule="smupar-aligned", kappa=-1)

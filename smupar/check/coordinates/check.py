@@ -14,13 +14,13 @@ from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
 from itertools import islice, product
-from typing import Any, SupportsIndex, Unpack
+from typing import Any, Self, SupportsIndex, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from smupar.check.audit import Finding, differences, unsettled
-from smupar.check.coordinates.measure import JUDGED, Cell, SizeRecorder
+from smupar.check.coordinates.measure import JUDGED, Cell, Reading, SizeRecorder
 from smupar.check.coordinates.report import Report
 from smupar.model.parameterize import parameterize
 from smupar.model.seam import optimizers
@@ -58,6 +58,8 @@ def coord_check(
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
     allocation: Callable[[float], Any] | None = None,
     progress: bool = True,
+    horizon: int | None = None,
+    sparsifier: Callable[[nn.Module, Plan, Any], Any] | None = None,
     **settings: Unpack[Settings],
 ) -> Report:
     """Trains a few steps at every width and density, and judges whether activations, gradients and updates keep their size.
@@ -72,12 +74,15 @@ def coord_check(
     prepare       function (model, plan) that sets what only you can set, such as the attention scale
     scheduler     optimizer -> scheduler; its step() is called after each step
     allocation    density -> what ``parameterize`` takes as density, such as smupar.erk
+    horizon       train so many steps instead of ``steps``, look at log-spaced ones, and say from when on updates drift
+    sparsifier    with horizon: (model, plan, optimizers) -> what moves the masks of sparse models, such as RigL
     settings      settings of ``parameterize``
     """
-    training = _Training(loss_fn, optimizer, lr, weight_decay, scheduler, prepare, allocation, settings)
+    training = _Training(loss_fn, optimizer, lr, weight_decay, scheduler, prepare, allocation, settings, sparsifier)
+    kind, steps = _kind_of_run(horizon, training), steps if horizon is None else horizon
     rule_list = (rules,) if isinstance(rules, str) else tuple(rules)
     training.check(rule_list, densities)
-    seed_list = tuple(range(int(seeds))) if isinstance(seeds, SupportsIndex) else tuple(int(seed) for seed in seeds)
+    seed_list = _listed_seeds(seeds)
     refuse(not seed_list or steps < 1, f"steps and seeds must be at least 1, got steps={steps}, seeds={seeds!r}")
     taken = list(islice(batches, steps))
     refuse(
@@ -87,21 +92,40 @@ def coord_check(
     with torch.random.fork_rng():
         grid = _Grid(make_model, int(base_width), widths, densities)
     cells = [Cell(*cell) for cell in product(rule_list, grid.widths, grid.densities, seed_list)]
-    runs = [_GridRun(cell, grid, training) for cell in cells]
+    runs = [kind(cell, grid, training) for cell in cells]
     _carry_out(runs, taken, shows=progress)
     readings = [reading for run in runs for reading in run.readings]
     refuse(
         not any(reading.quantity in JUDGED for reading in readings),
         "nothing could be measured: none of the model's layers is called as a module and returns a tensor",
     )
-    plans: dict[tuple[str, int, float], Plan] = {}
-    for run in runs:
-        plans.setdefault((run.cell.rule, run.cell.width, run.cell.density), run.plan)
-    return Report(readings, faults={run.cell: run.faults for run in runs if run.faults}, plans=plans)
+    return kind.report(runs, readings)
+
+
+def _listed_seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
+    return tuple(range(int(seeds))) if isinstance(seeds, SupportsIndex) else tuple(int(seed) for seed in seeds)
+
+
+def _kind_of_run(horizon: int | None, training: _Training) -> type[GridRun]:
+    if horizon is None:
+        refuse(training.sparsifier is not None, "sparsifier= is for a check over a whole run: pass horizon= too")
+        return GridRun
+    from smupar.check.whole_run.run import LongRun  # which is a GridRun itself
+
+    return LongRun
 
 
 def _listed(value: Any) -> Iterable[Any]:
     return value if isinstance(value, Iterable) else (value,)
+
+
+def faults_and_plans(
+    runs: Sequence[GridRun],
+) -> tuple[dict[Cell, list[Finding]], dict[tuple[str, int, float], Plan]]:
+    plans: dict[tuple[str, int, float], Plan] = {}
+    for run in runs:
+        plans.setdefault((run.cell.rule, run.cell.width, run.cell.density), run.plan)
+    return {run.cell: run.faults for run in runs if run.faults}, plans
 
 
 @dataclass(frozen=True)
@@ -116,6 +140,7 @@ class _Training:
     prepare: Callable[[nn.Module, Plan], None] | None
     allocation: Callable[[float], Any] | None
     settings: Settings
+    sparsifier: Callable[[nn.Module, Plan, Any], Any] | None = None
 
     def check(self, rules: tuple[str, ...], densities: float | Sequence[float]) -> None:
         refuse(not rules, "rules is empty: name at least one, such as rules=['smupar']")
@@ -191,7 +216,7 @@ def _shapes(model: nn.Module) -> list[tuple[int, ...]]:
     return [tuple(parameter.shape) for parameter in model.parameters()]
 
 
-def _carry_out(runs: Sequence[_GridRun], batches: list[Any], *, shows: bool) -> None:
+def _carry_out(runs: Sequence[GridRun], batches: list[Any], *, shows: bool) -> None:
     """Trains all models of the grid, and shows how many are done."""
     done = 0
 
@@ -204,7 +229,7 @@ def _carry_out(runs: Sequence[_GridRun], batches: list[Any], *, shows: bool) -> 
             done += 1
 
 
-class _GridRun:
+class GridRun:
     def __init__(self, cell: Cell, grid: _Grid, training: _Training) -> None:
         self.cell, self.grid, self.training = cell, grid, training
         self.faults: list[Finding] = []
@@ -216,9 +241,17 @@ class _GridRun:
             torch.manual_seed(self.cell.seed)
             self.build()
             self.train(batches)
-        self.readings = self.recorder.readings(self.cell)
+        self.readings = self.read()
         # A report needs no models and optimizers, and all models of a large grid would not fit into memory together.
-        del self.model, self.recorder, self.optimizers, self.schedulers
+        del self.model, self.optimizers, self.schedulers
+        self.__dict__.pop("recorder", None)
+
+    def read(self) -> list[Reading]:
+        return self.recorder.readings(self.cell)
+
+    @classmethod
+    def report(cls, runs: Sequence[Self], readings: list[Reading]) -> Report:
+        return Report(readings, *faults_and_plans(runs))
 
     def build(self) -> None:
         cell, grid, training = self.cell, self.grid, self.training
@@ -244,9 +277,9 @@ class _GridRun:
             if row.role == "hidden" and kind_of(self.model.get_submodule(parent_path(row.name))).is_lookup
         ]
         self.faults += _decay_faults(self.optimizers)
-        self.recorder = SizeRecorder(self.model, self.plan, grid.growth)
 
     def train(self, batches: list[Any]) -> None:
+        self.recorder = SizeRecorder(self.model, self.plan, self.grid.growth)
         self._probe(batches[0])
         for step, batch in enumerate(batches, 1):
             self.recorder.step = step

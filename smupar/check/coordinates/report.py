@@ -85,8 +85,9 @@ class Report:
         passing = [slope for slope in deciding if slope.verdict == PASS]
         if verdict == PASS and passing:
             lines.append(f"  largest slope: {_told(max(passing, key=_excess))}")
-        if verdict in (DRIFT, UNCLEAR):
-            lines.append(_between(verdict, [slope for slope in deciding if slope.verdict == verdict], seeds))
+        for between in (DRIFT, UNCLEAR) if verdict in (DRIFT, UNCLEAR) else ():
+            slopes_of = [slope for slope in deciding if slope.verdict == between]
+            lines += [_between(between, slopes_of, seeds)] if slopes_of else []
         for quantity in JUDGED:
             failing = [slope for slope in deciding if slope.quantity == quantity and slope.verdict == FAIL]
             lines += [_failing(quantity, failing)] if failing else []
@@ -142,8 +143,9 @@ def _between(verdict: str, slopes: list[Slope], seeds: int) -> str:
     remedy = (
         f"run more seeds (now {seeds})"
         if verdict == UNCLEAR
-        else "small and certain, so more seeds will not change it. It often comes from widths where sums of random terms still "
-        "count: use smaller batches (about 16 tokens), larger widths or more weights per neuron, and see whether it shrinks"
+        else "certain to lie in between, so more seeds will not change it. It often comes from widths where sums of random "
+        "terms still count: use smaller batches (about 16 tokens), larger widths or more weights per neuron, and see whether "
+        "it shrinks"
     )
     return f"  {len(slopes)} slopes are neither small nor large, such as {_told(max(slopes, key=_excess))}: {remedy}"
 

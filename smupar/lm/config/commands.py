@@ -71,6 +71,11 @@ class CheckConfig:
     """Factor on the logits."""
     steps: int = 10
     """Steps of each run."""
+    whole_run: int | None = None
+    """Train so many steps instead, with warm-up and a learning rate that falls to zero, and say from which step on updates
+    drift. Choose the batch and the length of your runs."""
+    weight_decay: float = 0.0
+    """How fast weights shrink. The first ten steps do not depend on it; a whole run does."""
     seeds: int = 3
     """Number of seeds; more seeds make intervals smaller."""
     depth: int = 2
@@ -88,7 +93,8 @@ class CheckConfig:
 
     def __post_init__(self) -> None:
         check_positive(self, "steps", "seeds", "depth", "batch_size", "seq_len", "base_width")
-        check_not_negative(self, "lr", "init_std", "alpha_input", "alpha_output")
+        check_not_negative(self, "lr", "weight_decay", "init_std", "alpha_input", "alpha_output")
+        check_positive(self, *(() if self.whole_run is None else ("whole_run",)))
         check_sparsities(*self.sparsities)
         refuse(not self.widths or min(self.widths) < 1, f"widths must be whole numbers from 1 on, got {self.widths}")
         check_not_too_large("width", *self.widths)

@@ -129,7 +129,10 @@ class RunConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     rule: str = "smupar"
-    """sp, mup, smupar, smupar-init-only or smupar-lr-only."""
+    """sp, mup, smupar, smupar-init-only, smupar-lr-only or smupar-aligned."""
+    kappa: float | None = None
+    """For smupar-aligned: how many weights of a neuron must agree before that counts as much as the rest of an update, as
+    measured on the proxy (docs/rules.md)."""
     base_width: int = 64
     """Width at which lr, init_std and the alphas were tuned."""
     base_depth: int | None = None
@@ -228,10 +231,15 @@ class RunConfig:
         """The same run in the one spelling that is hashed and stored."""
         data = self.data and name_of_text(self.data)
         valid_data = self.valid_data and name_of_text(self.valid_data)
-        sparsity = self.exact_sparsity
-        if (data, valid_data, sparsity) == (self.data, self.valid_data, self.sparsity):
+        sparsity, kappa = self.exact_sparsity, self.used_kappa
+        if (data, valid_data, sparsity, kappa) == (self.data, self.valid_data, self.sparsity, self.kappa):
             return self
-        return replace(self, data=data, valid_data=valid_data, sparsity=sparsity)
+        return replace(self, data=data, valid_data=valid_data, sparsity=sparsity, kappa=kappa)
+
+    @property
+    def used_kappa(self) -> float | None:
+        """kappa, for a rule that has one. In a comparison of rules it is given to all runs."""
+        return self.kappa if get_rule(self.rule).two_terms else None
 
     @property
     def portable(self) -> RunConfig:

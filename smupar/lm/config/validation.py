@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from smupar.plan.settings import UNSTRUCTURED, refuse
+from smupar.rules import get_rule
 
 if TYPE_CHECKING:
     from smupar.lm.config.run import ModelConfig, RunConfig
@@ -106,6 +107,11 @@ def check_run(run: RunConfig) -> None:
     """Refuses everything that is wrong about a run and can be seen before its text and device are known."""
     check_sparsities(run.sparsity or 0.0)
     check_choices(run)
+    check_not_negative(run, *(() if run.kappa is None else ("kappa",)))
+    refuse(
+        bool(get_rule(run.rule).two_terms) and run.kappa is None,
+        f"rule {run.rule} needs --kappa: train the proxy with --observe, and take kappa() of its observed.json",
+    )
     _check_sizes(run)
     _check_optimizer(run)
     _check_moving_masks(run)

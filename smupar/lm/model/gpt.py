@@ -308,6 +308,7 @@ def _settings(config: RunConfig) -> Settings:
         "multipliers": "own",  # the factor of residual branches, which follows the depth, is set above
         "branches": BRANCHES,
         "depth": config.depth_rule,
+        "kappa": config.used_kappa,
         # If model and base are equally wide, a wider delta shows which dimensions scale.
         "delta": on_meta(replace(config.model, width=2 * config.base_width))
         if config.model.width == config.base_width

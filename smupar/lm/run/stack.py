@@ -32,7 +32,18 @@ from smupar.updates.trace import Trace
 # What the runs of a stack may differ in: the stack reads these fields from each run's own configuration, by ``build`` (model,
 # plan, masks), ``hyperparameters``, ``lr_share``, ``_batch`` or what moves (``lm/run/dynamics``). Others are in ``stack_key``.
 STACKABLE_FIELDS: tuple[str, ...] = (
-    *("rule", "depth_rule", "base_width", "sparsity", "pattern", "allocation", "init_std", "alpha_input", "alpha_output"),
+    *(
+        "rule",
+        "kappa",
+        "depth_rule",
+        "base_width",
+        "sparsity",
+        "pattern",
+        "allocation",
+        "init_std",
+        "alpha_input",
+        "alpha_output",
+    ),
     *("dynamic", "mask_every", "mask_stop", "drop_fraction", "correction", "follow"),
     *("lr", "rest_lr", "eps", "eps_scaling", "weight_decay", "decay", "decayed", "clip", "schedule", "warmup", "seed"),
 )

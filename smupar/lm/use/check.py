@@ -50,12 +50,18 @@ def _checked(config: CheckConfig, lr: Mapping[str, float] | None) -> Report:
         return model if next(model.parameters()).is_meta else model.to(device)
 
     text, _ = data.split(data.standard_library())
-    batches = [
+    batches = (
         data.batch(
             text, seed=0, step=step, batch_size=config.batch_size, seq_len=config.seq_len, to=lambda part: part.to(device)
         )
-        for step in range(config.steps)
-    ]
+        for step in range(config.whole_run or config.steps)
+    )
+
+    def falling(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+        """Warm-up for a tenth of the run, and a learning rate that falls to zero."""
+        steps = config.whole_run or config.steps
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, 10 * (step + 1) / steps) * (1 - step / steps))
+
     return coord_check(
         make_model,
         next_token_loss,
@@ -67,6 +73,9 @@ def _checked(config: CheckConfig, lr: Mapping[str, float] | None) -> Report:
         optimizer={"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[config.optimizer],
         lr=config.lr if lr is None else lr,
         steps=config.steps,
+        horizon=config.whole_run,
+        weight_decay=config.weight_decay,
+        scheduler=None if config.whole_run is None else falling,
         seeds=config.seeds,
         prepare=set_attention_scale,
         pattern=config.pattern,

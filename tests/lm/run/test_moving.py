@@ -378,7 +378,7 @@ def test_observed_run_goes_on_and_leaves_its_observation(config, tmp_path):
     half = train(replace(config), replace(HOW, out=str(tmp_path / "plain")))
     assert whole.train_loss == half.train_loss
     seen = Observation.load(tmp_path / "whole" / "observed.json")
-    assert seen.at == [1, 2, 3, 4, 6, 8, 11, 16, 23, 30]
+    assert seen.at == [1, 2, 3, 4, 6, 8, 11, 16, 23, 24, 30]
     folder = resumable(tmp_path / "whole", tmp_path / "rest", 27)
     train(config, replace(how, out=str(folder)))
     again = Observation.load(folder / "observed.json")

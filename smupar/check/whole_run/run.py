@@ -1,0 +1,67 @@
+"""A run of the check over a whole run: it is trained to the end, and observed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+from smupar.check.audit import Finding
+from smupar.check.coordinates.check import GridRun, faults_and_plans
+from smupar.check.coordinates.measure import GRAD_X, Cell, Reading
+from smupar.check.whole_run.report import RunReport
+from smupar.plan.parameters import parent_path
+from smupar.plan.plan import Plan
+from smupar.updates.observation import ALIGNMENT, DECAY, LR, MOVED, Observation
+from smupar.updates.observer import observe
+
+_NO_SIZES = (ALIGNMENT, LR, DECAY, MOVED)
+
+
+class LongRun(GridRun):
+    """As a run of the coordinate check, with an observation in place of measurements at every step."""
+
+    def train(self, batches: list[Any]) -> None:
+        observer = observe(self.model, self.plan, self.optimizers, steps=len(batches))
+        self.observation = observer.observation
+        make = self.training.sparsifier if self.plan.hidden_sparsity else None  # a dense model has no masks to move
+        sparsifier = None if make is None else make(self.model, self.plan, self.optimizers)
+        with observer:
+            for step, batch in enumerate(batches, 1):
+                self._note_erased_ratios(step)
+                loss = self._loss(batch, step)
+                if loss is None:
+                    break
+                loss.backward()
+                for optimizer in self.optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                for scheduler in self.schedulers:
+                    scheduler.step()
+                if sparsifier is not None:
+                    sparsifier.step()
+        self.faults += [
+            Finding("its layer is neither linear nor a convolution, or is not trained", "unmeasured", name)
+            for name in self.observation.unmeasured
+        ]
+
+    def read(self) -> list[Reading]:
+        return readings_of(self.observation, self.cell, self.plan)
+
+    @classmethod
+    def report(cls, runs: Sequence[Self], readings: list[Reading]) -> RunReport:
+        return RunReport(readings, *faults_and_plans(runs), {run.cell: run.observation for run in runs})
+
+
+def readings_of(seen: Observation, cell: Cell, plan: Plan) -> list[Reading]:
+    """The sizes of an observation as the coordinate check knows them."""
+    factors = {GRAD_X: plan.output_factor}
+    return [
+        Reading(
+            **vars(cell), step=step, place=parent_path(name) or name, kind="layer", role="hidden", quantity=quantity,
+            rms=value / factors.get(quantity, 1.0), mean_abs=value,
+        )
+        for quantity, rows in seen.sizes.items()
+        if quantity not in _NO_SIZES
+        for name, values in rows.items()
+        for step, value in zip(seen.at, values, strict=True)
+    ]  # fmt: skip

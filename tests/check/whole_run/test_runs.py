@@ -1,0 +1,70 @@
+"""Real runs, to the end."""
+
+import math
+
+import pytest
+import torch
+
+import smupar
+from smupar.check.whole_run.report import RunReport
+from smupar.cli.main import main
+from tests.check.coordinates.grid import Fork, batches_of
+from tests.loops import loss_of
+
+
+def check(steps=24, **settings):
+    given = {"base_width": 16, "widths": [32], "densities": [1, 1 / 2], "lr": 2**-7, "seeds": 1, "horizon": steps}
+    return smupar.coord_check(Fork, loss_of, batches_of(steps), **{**given, "progress": False, **settings})
+
+
+def test_runs_are_observed_to_the_end():
+    found = check(weight_decay=0.1)
+    assert isinstance(found, RunReport)
+    assert {seen.num_steps for seen in found.observations.values()} == {24}
+    assert {seen.at[-1] for seen in found.observations.values()} == {24}
+    assert {drift.axis for drift in found.drifts} == {"density"}
+    assert found.ok
+
+
+def test_moving_masks_are_seen():
+    def moving(model, plan, optimizers):
+        return smupar.RigL(model, plan, optimizers, every=2, stop=24)
+
+    assert "masks move" in [each.cause for each in check(sparsifier=moving).diagnoses]
+    assert "masks move" not in [each.cause for each in check().diagnoses]
+
+
+def test_run_that_diverges_fails_and_is_named():
+    found = check(optimizer=lambda model, plan: Exploding(smupar.param_groups(model, plan, lr=2**-7)))
+    assert not found.ok
+    assert "likely cause: training diverged" in found.explain()
+
+
+class Exploding(torch.optim.AdamW):
+    steps = 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        super().step(closure)
+        if self.steps == 9:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    torch.nn.init.constant_(parameter, math.nan)
+
+
+def test_fewer_batches_than_the_horizon_are_refused():
+    with pytest.raises(ValueError, match="batches ran out: 30 steps need as many batches, there are 24"):
+        check(24, horizon=30)
+
+
+def test_sparsifier_without_a_horizon_is_refused():
+    with pytest.raises(ValueError, match="sparsifier= is for a check over a whole run: pass horizon= too"):
+        check(horizon=None, sparsifier=smupar.RigL)
+
+
+def test_command_trains_a_whole_run_and_writes_its_files(tmp_path, capsys):
+    torch.manual_seed(0)
+    options = "--widths 64 --base-width 32 --sparsities 0 0.5 --seeds 1 --rules smupar --whole-run 12 --weight-decay 0.1"
+    main(["check", *options.split(), "--depth", "1", "--out", str(tmp_path)])
+    assert "PASS SmuPar over 12 steps of 2 runs" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} >= {"check.json", "check.html", "check.png"}
