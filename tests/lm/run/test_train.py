@@ -227,3 +227,12 @@ def test_run_without_warm_up_or_optimizer_state_resumes(short, tmp_path):
     folder = resumable(tmp_path / "whole", tmp_path / "run", 10)
     train(plain, replace(CURVE, out=str(folder)))
     assert losses(folder) == losses(tmp_path / "whole")
+
+
+def test_run_uses_the_threads_that_are_asked_for_and_gives_them_back(config, tmp_path):
+    before = torch.get_num_threads()
+    how = replace(HOW, out=str(tmp_path / "run"), threads=before + 2)
+    assert train(replace(config, steps=3), how).num_threads == before + 2
+    assert torch.get_num_threads() == before
+    with pytest.raises(ValueError, match="threads"):
+        replace(HOW, threads=-1)
