@@ -44,7 +44,7 @@ Run = Callable[[int], "Took"]  # generates that many tokens of every text, and o
 
 
 @dataclass(frozen=True)
-class Row:
+class Speed:
     """One side at one density and batch size."""
 
     side: str
@@ -98,7 +98,7 @@ def bench_generate(
 
 def _case(
     config: ModelConfig, density: float, batch: int, tokens: int, repeats: int, machine: Machine, device: torch.device
-) -> list[Row]:
+) -> list[Speed]:
     sides = dict(_sides(config, density, batch, device))
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     cpu = dict.fromkeys(sides, math.inf)
@@ -120,7 +120,7 @@ def _case(
         speeds = statistics.median(base) / middle, min(base) / least
         threads = torch.get_num_threads()
         times = middle, least, *speeds, 0.0 if device.type == "cuda" else cpu[side]
-        rows.append(Row(side, config.width, config.depth, density, batch, threads, *times, size, floor))
+        rows.append(Speed(side, config.width, config.depth, density, batch, threads, *times, size, floor))
     return rows
 
 
@@ -303,14 +303,14 @@ def _processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _read(out: str | None) -> list[Row]:
+def _read(out: str | None) -> list[Speed]:
     file = Path(out or "") / "generate.json"
     if out is None or not file.exists():
         return []
-    return [Row(**row) for row in read_object(file, remedy="remove it to measure again")["rows"]]
+    return [Speed(**row) for row in read_object(file, remedy="remove it to measure again")["rows"]]
 
 
-def _table(rows: list[Row], machine: Machine, device: torch.device, repeats: int, tokens: int) -> str:
+def _table(rows: list[Speed], machine: Machine, device: torch.device, repeats: int, tokens: int) -> str:
     facts = ", ".join(f"{name} {value}" for name, value in _facts(device).items())
     head = (
         f"{facts}; memory {machine.copy_bytes / 1e9:.1f} GB/s, products {machine.product_flops / 1e9:.0f} GFLOP/s; {tokens} "
