@@ -104,6 +104,16 @@ def test_bomb_goes_off_where_pickles_are_run(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"first", "second"}
 
 
+def test_memory_error_without_a_text_is_one_line(monkeypatch, capsys):
+    def full(*args, **keywords):
+        raise MemoryError
+
+    monkeypatch.setattr("smupar.cli.main._run", full)
+    with pytest.raises(SystemExit) as ended:
+        main(["rules"])
+    assert (ended.value.code, capsys.readouterr().err) == (2, "smupar: out of memory\n")
+
+
 def test_codes_for_the_terminal_are_not_printed(run, tmp_path, capsys):
     shutil.copytree(run, tmp_path / "run")
     path = tmp_path / "run/summary.json"

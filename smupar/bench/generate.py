@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import platform
 import statistics
 import time
@@ -39,11 +40,11 @@ from smupar.plan.settings import refuse
 
 _PROMPT = 64  # tokens
 _BASELINE = "dense bf16"
-Run = Callable[[int], float]  # generates that many tokens of every text; gives the seconds
+Run = Callable[[int], "Took"]  # generates that many tokens of every text, and one before them
 
 
 @dataclass(frozen=True)
-class Row:
+class Speed:
     """One side at one density and batch size."""
 
     side: str
@@ -56,6 +57,7 @@ class Row:
     fastest: float
     speed: float  # median of dense bf16 divided by ours, in the same rounds
     fastest_speed: float
+    cpu: float  # least seconds of all threads; 0 on a GPU
     num_bytes: int  # weights and indices of the whole model
     floor: float  # seconds
 
@@ -96,25 +98,29 @@ def bench_generate(
 
 def _case(
     config: ModelConfig, density: float, batch: int, tokens: int, repeats: int, machine: Machine, device: torch.device
-) -> list[Row]:
+) -> list[Speed]:
     sides = dict(_sides(config, density, batch, device))
     seconds: dict[str, list[float]] = {side: [] for side in sides}
+    cpu = dict.fromkeys(sides, math.inf)
     for _, run in sides.values():
         run(2)
     for _ in range(repeats):
         for side, (_, run) in sides.items():
-            seconds[side].append(run(tokens) / tokens)
+            took = run(tokens)
+            seconds[side].append(took.wall / tokens)
+            cpu[side] = min(cpu[side], took.cpu / tokens)
     base, rows = seconds[_BASELINE], []
     cache = 2 * config.depth * config.width * batch * (_PROMPT + tokens / 2)  # numbers that a step reads on average
     for side, (model, _) in sides.items():
-        took, size = seconds[side], _num_bytes(model)
+        walls, size = seconds[side], _num_bytes(model)
         num_bytes = size + cache * (2 if "bf16" in side else 4)
         flops = 2 * batch * _num_kept(model)
         floor = max(num_bytes / machine.copy_bytes, flops / machine.product_flops)
-        middle, least = statistics.median(took), min(took)
+        middle, least = statistics.median(walls), min(walls)
         speeds = statistics.median(base) / middle, min(base) / least
         threads = torch.get_num_threads()
-        rows.append(Row(side, config.width, config.depth, density, batch, threads, middle, least, *speeds, size, floor))
+        times = middle, least, *speeds, 0.0 if device.type == "cuda" else cpu[side]
+        rows.append(Speed(side, config.width, config.depth, density, batch, threads, *times, size, floor))
     return rows
 
 
@@ -151,35 +157,69 @@ def _sides(
             yield f"transformers, {storage} {name}", (other, partial(_generate, other, prompt))
 
 
+@dataclass(frozen=True)
+class Took:
+    """The time of some tokens after the first."""
+
+    wall: float  # seconds
+    cpu: float  # seconds of all threads of the process, which other jobs hardly change
+
+
 @torch.no_grad()
-def _decode(model: GPT, prompt: Tensor, num: int) -> float:
-    logits_of = of_gpt(model)(None)
+def _decode(model: GPT, prompt: Tensor, num: int) -> Took:
+    logits_of, clock = of_gpt(model)(None), _Clock(prompt)
     tokens = logits_of(prompt).argmax(1, keepdim=True)
-    _wait(prompt)
-    start = time.perf_counter()
+    clock.put(tokens)
     for _ in range(num):
         tokens = logits_of(tokens).argmax(1, keepdim=True)
-    _wait(prompt)
-    return time.perf_counter() - start
+    clock.put(tokens)
+    return clock.took
 
 
-def _generate(model: Any, prompt: Tensor, num: int) -> float:
-    """The time of ``num`` tokens after the first: what two calls that differ in their number take longer, since a call also
-    reads the prompt."""
-    seconds = []
-    for length in (1, num + 1):
-        _wait(prompt)
-        start = time.perf_counter()
-        options = {"max_new_tokens": length, "min_new_tokens": length, "do_sample": False, "pad_token_id": 0}
-        model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
-        _wait(prompt)
-        seconds.append(time.perf_counter() - start)
-    return max(seconds[1] - seconds[0], 1e-9)
+def _generate(model: Any, prompt: Tensor, num: int) -> Took:
+    clock = _Clock(prompt)
+    options = {"max_new_tokens": num + 1, "min_new_tokens": num + 1, "do_sample": False, "pad_token_id": 0}
+    alone = len(prompt) == 1
+    if not alone:  # transformers shows one text at a time, so here the time of the prompt is part of it
+        clock.put(prompt)
+    shown = _Streamer(clock) if alone else None
+    model.generate(prompt, attention_mask=torch.ones_like(prompt), streamer=shown, **options)
+    if not alone:
+        clock.put(prompt)
+    return clock.took
 
 
-def _wait(like: Tensor) -> None:
-    if like.is_cuda:
-        torch.cuda.synchronize(like.device)
+class _Clock:
+    """Reads the time whenever tokens come. The first are the model's answer to the prompt, after which time counts."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.like = like
+        self.times: list[tuple[float, float]] = []
+
+    def put(self, tokens: Tensor) -> None:
+        if self.like.is_cuda:
+            torch.cuda.synchronize(self.like.device)
+        self.times.append((time.perf_counter(), time.process_time()))
+
+    @property
+    def took(self) -> Took:
+        first, last = self.times[0], self.times[-1]
+        return Took(last[0] - first[0], last[1] - first[1])
+
+
+class _Streamer:
+    """What transformers shows tokens to: the prompt first, which does not count."""
+
+    def __init__(self, clock: _Clock) -> None:
+        self.clock, self.is_prompt = clock, True
+
+    def put(self, tokens: Tensor) -> None:
+        if not self.is_prompt:
+            self.clock.put(tokens)
+        self.is_prompt = False
+
+    def end(self) -> None:
+        pass
 
 
 def _llama(config: ModelConfig, gpt: Any) -> nn.Module | None:
@@ -263,24 +303,37 @@ def _processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _read(out: str | None) -> list[Row]:
+def _read(out: str | None) -> list[Speed]:
     file = Path(out or "") / "generate.json"
     if out is None or not file.exists():
         return []
-    return [Row(**row) for row in read_object(file, remedy="remove it to measure again")["rows"]]
+    return [Speed(**row) for row in read_object(file, remedy="remove it to measure again")["rows"]]
 
 
-def _table(rows: list[Row], machine: Machine, device: torch.device, repeats: int, tokens: int) -> str:
+def _table(rows: list[Speed], machine: Machine, device: torch.device, repeats: int, tokens: int) -> str:
     facts = ", ".join(f"{name} {value}" for name, value in _facts(device).items())
     head = (
         f"{facts}; memory {machine.copy_bytes / 1e9:.1f} GB/s, products {machine.product_flops / 1e9:.0f} GFLOP/s; {tokens} "
-        f"tokens after a prompt of {_PROMPT}, {repeats} rounds in turns; speed: against {_BASELINE}"
+        f"tokens after a prompt of {_PROMPT}, {repeats} rounds in turns; speed: against {_BASELINE}; CPU ms: of all threads, "
+        "for a token of every text, least of the rounds"
     )
-    titles = ("density", "batch", "threads", "side", "tokens/s median", "fastest", "speed median", "fastest", "MB", "floor ms")
+    titles = (
+        "density",
+        "batch",
+        "threads",
+        "side",
+        "tokens/s median",
+        "fastest",
+        "speed median",
+        "fastest",
+        "CPU ms",
+        "MB",
+        "floor ms",
+    )
     lines: list[tuple[str, ...]] = [titles]
     for row in rows:
         rates = (f"{row.batch / seconds:.1f}" for seconds in (row.median, row.fastest))
         cells = f"1/{round(1 / row.density)}", str(row.batch), str(row.threads), row.side, *rates
         speeds = f"{row.speed:.2f}", f"{row.fastest_speed:.2f}"
-        lines.append((*cells, *speeds, f"{row.num_bytes / 1e6:.1f}", f"{row.floor * 1e3:.2f}"))
+        lines.append((*cells, *speeds, f"{row.cpu * 1e3:.2f}", f"{row.num_bytes / 1e6:.1f}", f"{row.floor * 1e3:.2f}"))
     return f"{head}\n{aligned(lines)}"

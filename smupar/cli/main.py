@@ -85,7 +85,8 @@ def main(argv: list[str] | None = None) -> None:
     except Exception as error:
         if type(error).__name__ not in _OF_THE_MACHINE:
             raise
-        _say(str(error).strip().splitlines()[0], sys.stderr)
+        said = str(error).strip().splitlines()
+        _say(said[0] if said else "out of memory", sys.stderr)  # Python's own MemoryError has no text
         sys.exit(2)
     except KeyboardInterrupt:
         print("\nsmupar: interrupted", file=sys.stderr)

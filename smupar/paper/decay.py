@@ -6,8 +6,10 @@ All runs use settings that the paper's code has but the paper does not print (Ad
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from statistics import fmean
 from typing import NamedTuple
 
@@ -53,7 +55,6 @@ def runs(scale: Scale) -> list[RunConfig]:
     size, run = _SIZES[scale.name], partial(decay_run, scale)
     base_width = scale.run("sweep").base_width
     few = [density for density in size.densities if density >= 1 / 32]
-    ends = (few[0], few[-1])
     seeds = range(size.num_seeds)
 
     asked = [
@@ -63,10 +64,18 @@ def runs(scale: Scale) -> list[RunConfig]:
         *(run(density, decay="coupled") for density in size.densities),
         *(run(density, decay="coupled", lr=lr) for lr in (_LR / 2, 2 * _LR) for density in few),
         *(run(density, base_width, weight_decay=decay) for decay in DECAYS for density in few),
-        *(run(density, steps=steps, weight_decay=decay) for steps in size.other_steps for decay in DECAYS for density in ends),
-        *(run(density, width, weight_decay=decay) for width, own in size.wider.items() for decay in own for density in ends),
+        *_elsewhere(run, size, (few[0], few[-1])),
     ]
     return list({config.id: config for config in asked}.values())
+
+
+def _elsewhere(run: Callable[..., RunConfig], size: _Size, densities: Sequence[float]) -> Iterator[RunConfig]:
+    """The amounts of decay at other lengths, and in wider models."""
+    for steps, decay, density in product(size.other_steps, DECAYS, densities):
+        yield run(density, steps=steps, weight_decay=decay)
+    for width, decays in size.wider.items():
+        for decay, density in product(decays, densities):
+            yield run(density, width, weight_decay=decay)
 
 
 # Reading

@@ -8,7 +8,7 @@ sqrt(fan-in), so those of a wide model are too small. The factor that brings the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
@@ -40,35 +40,39 @@ def kept_factors(
     unknown: list[str] = []
     for role in roles:
         value = _values(own[role.name])
-        if role.role not in ("vector", "fixed") or (value is not None and (value.numel() < 2 or _is_constant(value))):
+        if role.role not in ("vector", "fixed") or _says_nothing(value):
             continue
         bound, base_bound = _torch_bound(model, role.name), _torch_bound(base, names[role.name])
         if value is None:
-            is_known = own[role.name].is_meta and own[role.name]._version == 1 and not writes_later
-            factors |= {role.name: base_bound / bound} if bound and is_known else {}
-            unknown += [role.name] if bound != base_bound and not is_known else []
+            if bound != base_bound and _is_written_once(own[role.name]) and not writes_later:
+                factors[role.name] = base_bound / bound
+            elif bound != base_bound:
+                unknown.append(role.name)
             continue
         other = _values(narrow[role.name])
         if bound and _is_uniform(value, bound) and (other is None or _is_uniform(other, base_bound)):
             factors[role.name] = base_bound / bound
         elif other is not None and other.numel() > 1:
             factor = _by_size(value, other, widths)
-            factors |= {role.name: factor} if factor else {}
-            unclear += [role.name] if factor is None else []
-    notes = []
+            if factor is None:
+                unclear.append(role.name)
+            else:
+                factors[role.name] = factor
+    notes = list(_about(unknown, unclear))
+    return {name: factor for name, factor in factors.items() if factor != 1}, notes
+
+
+def _about(unknown: list[str], unclear: list[str]) -> Iterator[Note]:
     if unknown:
         shown = ", ".join(map(repr, unknown[:4])) + (f" and {len(unknown) - 4} more" if len(unknown) > 4 else "")
         text = f"the initial values of {shown} are not here, so whether they follow the width, and get a factor, is not known"
-        notes.append(Note("kept", text, is_caution=False))
+        yield Note("kept", text, is_caution=False)
     if unclear:
-        notes.append(
-            Note(
-                "kept",
-                f"the initial values of {', '.join(map(repr, unclear[:4]))}{' and more' if len(unclear) > 4 else ''} have "
-                "another size than in the base, and no power of the width explains it: initialise them alike at every width",
-            )
+        yield Note(
+            "kept",
+            f"the initial values of {', '.join(map(repr, unclear[:4]))}{' and more' if len(unclear) > 4 else ''} have "
+            "another size than in the base, and no power of the width explains it: initialise them alike at every width",
         )
-    return {name: factor for name, factor in factors.items() if factor != 1}, notes
 
 
 def all_zero(model: nn.Module, roles: Mapping[str, ParamRole]) -> set[str]:
@@ -91,8 +95,14 @@ def _is_elsewhere(parameter: Tensor) -> bool:
     return parameter.is_meta or hasattr(parameter, "full_tensor")
 
 
-def _is_constant(value: Tensor) -> bool:
-    return bool((value == value[0]).all())
+def _says_nothing(value: Tensor | None) -> bool:
+    """Whether values that are here have no size of their own: zeros, ones, or a single number."""
+    return value is not None and (value.numel() < 2 or bool((value == value[0]).all()))
+
+
+def _is_written_once(parameter: Tensor) -> bool:
+    """Whether a parameter on the meta device was written by the init of its own layer only."""
+    return parameter.is_meta and parameter._version == 1
 
 
 def _widths(own: Mapping[str, Tensor], narrow: Mapping[str, Tensor]) -> set[float]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from smupar.lm.config.run import ModelConfig, RunConfig
-from smupar.lm.config.validation import check_not_too_large
+from smupar.lm.config.validation import check_not_negative, check_not_too_large
 from smupar.plan.settings import refuse
 
 # The hyperparameters that are searched on a dense proxy, and hold for other models.
@@ -27,8 +27,13 @@ class EngineConfig:
     """serial: one run after the other; stacked: as many at once as fit; auto: the faster of these; ray: on a cluster."""
     device: str = "auto"
     """auto: a GPU if there is one."""
+    threads: int = 0
+    """Threads of the CPU; 0: one for each core, or OMP_NUM_THREADS. Beside other jobs fewer may be faster."""
     address: str = "auto"
     """Address of the Ray cluster; local starts a cluster on this machine."""
+
+    def __post_init__(self) -> None:
+        check_not_negative(self, "threads")
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from smupar.execute.threads import cpu_threads
 from smupar.execute.timing import seconds_of
 from smupar.lm.config.run import Execution, RunConfig
 from smupar.lm.data import batches as data
@@ -52,7 +53,8 @@ def run_study(
     folder: str | Path, definition: StudyDefinition, command: str, how: EngineConfig, *, keeps_weights: bool = False
 ) -> Iterator[tuple[Study, list[RunConfig]]]:
     """Runs what is missing of a study. Yields the study and its runs. Within the block no other process works in its folder."""
-    with Study.open(folder, definition.stored, command, keeps_weights=keeps_weights) as study:
+    opened = Study.open(folder, definition.stored, command, keeps_weights=keeps_weights)
+    with cpu_threads(how.threads), opened as study:
         with refreshed(study, definition):
             configs = [config for propose in definition.stages for config in settle(study, propose, how)]
         remove_leftovers(study)

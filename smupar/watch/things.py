@@ -24,6 +24,7 @@ _LOOK_SECONDS = 5.0  # between looks for new studies
 _COST = 30.0  # a document is made again after this many times what it took, at the earliest
 # What reading damaged or half-written files may raise.
 UNREADABLE = (ValueError, OSError, RecursionError, *WRONG_TYPES)
+_LONGEST_WAIT = 2.5  # seconds; so that a run that has ended appears within five
 _PAGES = ("report.html", "check.html")
 
 
@@ -138,7 +139,7 @@ class Thing:
             return
         start = time.process_time()
         document = self.source.document()
-        self._next = time.monotonic() + _COST * (time.process_time() - start)
+        self._next = time.monotonic() + min(_COST * (time.process_time() - start), _LONGEST_WAIT)
         seen = {name: value for name, value in document.items() if name != "made"}
         self._made = state, document, hashlib.sha256(json.dumps(seen).encode()).hexdigest()[:12]
 

@@ -94,12 +94,14 @@ class CheckConfig:
     """Few tokens: what the gradients of other tokens do to a token falls with the width under any rule."""
     device: str = "auto"
     """auto: a GPU if there is one."""
+    threads: int = 0
+    """Threads of the CPU; 0: one for each core, or OMP_NUM_THREADS. Beside other jobs fewer may be faster."""
     out: str = "runs/check"
     """Folder for check.png, check.html and check.json. Files of an earlier check are overwritten."""
 
     def __post_init__(self) -> None:
         check_positive(self, "steps", "seeds", "depth", "batch_size", "seq_len", "base_width")
-        check_not_negative(self, "lr", "weight_decay", "init_std", "alpha_input", "alpha_output")
+        check_not_negative(self, "threads", "lr", "weight_decay", "init_std", "alpha_input", "alpha_output")
         check_positive(self, *(() if self.whole_run is None else ("whole_run",)))
         check_sparsities(*self.sparsities)
         refuse(not self.widths or min(self.widths) < 1, f"widths must be whole numbers from 1 on, got {self.widths}")

@@ -413,6 +413,8 @@ class Execution:
     """Folder of the run; default runs/<name made from the configuration>. If you start a run again, it goes on where it was."""
     device: str = "auto"
     """auto: a GPU if there is one."""
+    threads: int = 0
+    """Threads of the CPU; 0: one for each core, or OMP_NUM_THREADS. Beside other jobs fewer may be faster."""
     compile: bool | None = None
     """torch.compile; default on GPUs only."""
     graph: bool = False
@@ -452,7 +454,7 @@ class Execution:
         check_choices(self)
         check_positive(self, "keep", "log_every")
         check_not_negative(
-            self, "micro_batch", "save_every", "valid_every", *(() if self.from_step is None else ("from_step",))
+            self, "threads", "micro_batch", "save_every", "valid_every", *(() if self.from_step is None else ("from_step",))
         )
         refuse(
             self.peak_tflops is not None and not 0 < self.peak_tflops < math.inf,

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from smupar.execute.threads import cpu_threads
 from smupar.lm.config.run import Execution, RunConfig
 from smupar.lm.data import batches as data
 from smupar.lm.model.cost import peak_flops
@@ -42,7 +43,7 @@ def train(config: RunConfig, how: Execution | None = None, *, shows: bool = True
     that shows its own progress passes ``shows=False``."""
     config, how = config.normalised, how or Execution()
     path = Path(how.out) if how.out else default_folder(config)
-    with join(how) as world, Stop.on_signals() as stop:
+    with cpu_threads(how.threads), join(how) as world, Stop.on_signals() as stop:
         if not world.is_main:
             world.wait()  # while the main rank looks at text and folder
             return read_summary(path) or _train(

@@ -10,6 +10,7 @@ import torch
 
 from smupar.check.coordinates.check import coord_check
 from smupar.check.coordinates.report import Report
+from smupar.execute.threads import cpu_threads
 from smupar.lm.config.commands import CheckConfig
 from smupar.lm.config.run import ModelConfig
 from smupar.lm.data import batches as data
@@ -24,7 +25,7 @@ def check_gpt(config: CheckConfig, *, lr: Mapping[str, float] | None = None) -> 
     """Runs ``coord_check`` on GPTs; writes check.png, .html and .json. ``lr`` gives each rule its own learning rate instead
     of the common one."""
     folder = Path(config.out)
-    with locked(folder):  # raises before any work if the folder cannot be written
+    with cpu_threads(config.threads), locked(folder):  # raises before any work if the folder cannot be written
         if not (folder / "check.json").exists():
             refuse_other_files(folder, "check")
         if missing := missing_pictures():

@@ -238,3 +238,12 @@ def test_deep_run_resumes_with_its_branch_factors(short, tmp_path, storage):
     assert losses(folder) == losses(tmp_path / "whole")
     train(replace(deep, base_depth=None), replace(CURVE, out=str(tmp_path / "undivided")))
     assert losses(folder) != pytest.approx(losses(tmp_path / "undivided"), rel=1e-4)
+
+
+def test_run_uses_the_threads_that_are_asked_for_and_gives_them_back(config, tmp_path):
+    before = torch.get_num_threads()
+    how = replace(HOW, out=str(tmp_path / "run"), threads=before + 2)
+    assert train(replace(config, steps=3), how).num_threads == before + 2
+    assert torch.get_num_threads() == before
+    with pytest.raises(ValueError, match="threads"):
+        replace(HOW, threads=-1)

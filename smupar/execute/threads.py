@@ -1,0 +1,20 @@
+"""How many threads of the CPU torch uses."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+
+@contextlib.contextmanager
+def cpu_threads(num: int) -> Iterator[None]:
+    """Makes torch use that many threads within the block; 0: as many as it uses anyway."""
+    before = torch.get_num_threads()
+    if num:
+        torch.set_num_threads(num)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
