@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass, replace
 from fractions import Fraction
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import PurePath
 from typing import Any, Literal, TypeVar
 
@@ -370,13 +370,15 @@ LATER_FIELDS = {
 }
 
 
-_DEFAULTS = {kind: [(item.name, default_of(item)) for item in fields(kind)] for kind in (RunConfig, ModelConfig)}
+@cache
+def _defaults(kind: type[RunConfig | ModelConfig]) -> list[tuple[str, Any]]:
+    return [(item.name, default_of(item)) for item in fields(kind)]
 
 
 def _hashed(config: RunConfig | ModelConfig) -> dict[str, Any]:
     return {
         name: _hashed(value) if isinstance(value, ModelConfig) else value
-        for name, default in _DEFAULTS[type(config)]
+        for name, default in _defaults(type(config))
         if (value := getattr(config, name)) != default or name in FIRST_FIELDS
     }
 
