@@ -130,7 +130,7 @@ def _quiet() -> Iterator[None]:
     """Lets nothing be said but warnings."""
     errors = sys.stderr
     with (
-        Path(os.devnull).open("w") as nowhere,
+        Path(os.devnull).open("w", encoding="utf-8") as nowhere,
         contextlib.redirect_stdout(nowhere),
         contextlib.redirect_stderr(nowhere),
     ):

@@ -77,7 +77,10 @@ def test_readme_has_the_gaps_of_figure_3():
         ):
             seeds[row.config.rule, density(row.config)].append(row.summary.valid_loss)
     readme = words("README.md")
-    assert f"muP ends {mup[1 / 8]}, {mup[1 / 32]} and {mup[1 / 128]} above SmuPar's loss" in readme
+    assert (
+        f"At densities 1/8, 1/32 and 1/128 muP ends {mup[1 / 8]}, {mup[1 / 32]} and {mup[1 / 128]} above SmuPar's loss"
+        in readme
+    )
     assert f"is {sp[1.0]} above SmuPar when dense and {sp[1 / 32]} at 1/32" in readme
     assert f"three seeds there differ by at most {percent(max(max(own) / min(own) for own in seeds.values()) - 1)}" in readme
     assert [len(own) for own in seeds.values()] == [3, 3, 3, 3]

@@ -202,7 +202,7 @@ def sizes(**changed):
     def slope(rule, what, role, step):
         size = changed.get(f"{rule}_{what.replace(' ', '_')}", 0.0 if rule == "smupar" else 0.5)
         place = "blocks.0.mlp" if role == "block" else "blocks.0.mlp.down"
-        return Slope(rule, "density", 256, place, role, role, what, step, size, 0.0, 3)
+        return Slope(rule, "density", place, role, role, what, step, width=256, slope=size, ci=0.0, num_seeds=3)
 
     slopes = [slope(rule, what, role, step) for rule in RULES for what in ("Y", "grad X", "dY") for role in ("block", "hidden")
               for step in (1, 10)]  # fmt: skip
@@ -592,7 +592,7 @@ def test_rows_of_a_published_page_stand_for_their_runs(tmp_path, capsys):
     assert f"{len(made.rows)} runs (1 more are planned)" in page.read_text()
 
     again = reproduce("fig11", CPU, EngineConfig(), out=str(tmp_path / "b"), published=str(pages), so_far=True)
-    assert f"{len(made.rows)} runs are taken from the rows in {pages}" in capsys.readouterr().out
+    assert f"{len(made.rows)} runs are taken from the rows in {pages}" in capsys.readouterr().err
     assert [(row.config, row.loss) for row in again.rows] == [(row.config, row.loss) for row in made.rows]
     assert (again.missing, again.claim) == (1, made.claim)
     publish.publish(again, CPU, tmp_path / "copies")

@@ -33,7 +33,7 @@ MEASURED = FLAGS + "--rules smupar measured --sparsities 0 0.75 "
 
 
 def run_transfer(folder, flags=MEASURED, engine="stacked"):
-    """What `smupar transfer` finds, in a sentence."""
+    """What `smupar transfer` doubts about its findings, in a sentence."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
         main(f"transfer {flags} --engine {engine} --out {folder}".split())
     return said.getvalue().splitlines()[-2]
@@ -89,7 +89,7 @@ def test_moved_study_is_reported_and_goes_on(study, tmp_path):
     folder, found = study
     moved = tmp_path / "elsewhere"
     shutil.copytree(folder, moved)
-    assert str(write_report(Study(moved))).splitlines()[0] == found
+    assert found in str(write_report(Study(moved)))
     before = stamps(moved)
     assert run_transfer(moved) == found
     assert stamps(moved) == before
@@ -101,7 +101,7 @@ def test_reading_a_study_writes_no_trace(study, tmp_path):
     shutil.copytree(folder, moved)
     for trace in moved.glob("*.trace.json"):
         trace.unlink()
-    assert str(write_report(Study(moved))).splitlines()[0] == found
+    assert found in str(write_report(Study(moved)))
     assert not list(moved.glob("*.trace.json"))
 
 

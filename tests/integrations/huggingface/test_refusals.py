@@ -115,7 +115,7 @@ FOLDERS = {
 
 @pytest.mark.parametrize(("damage", "message"), FOLDERS.values(), ids=FOLDERS)
 def test_folders_that_cannot_be_loaded_say_what_is_wrong(folder, tmp_path, damage, message):
-    out = shutil.copytree(folder, tmp_path / "copy")
+    out = shutil.copytree(folder, tmp_path / "copy", ignore=shutil.ignore_patterns("sums.json"))  # which would tell first
     damage(out)
     with pytest.raises(ValueError, match=message):
         huggingface.load(out)
