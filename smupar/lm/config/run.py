@@ -10,12 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass, replace
 from fractions import Fraction
 from functools import cache, cached_property, lru_cache
 from pathlib import PurePath
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from smupar.lm.config.mask_methods import MASK_METHODS, MaskMethod
 from smupar.lm.config.validation import (
@@ -371,14 +371,15 @@ LATER_FIELDS = {
 
 
 @cache
-def _defaults(kind: type[RunConfig | ModelConfig]) -> list[tuple[str, Any]]:
-    return [(item.name, default_of(item)) for item in fields(kind)]
+def _defaults(kind: Hashable) -> list[tuple[str, Any]]:
+    """The fields of a kind of configuration, with their defaults."""
+    return [(item.name, default_of(item)) for item in fields(cast(type[RunConfig], kind))]
 
 
 def _hashed(config: RunConfig | ModelConfig) -> dict[str, Any]:
     return {
         name: _hashed(value) if isinstance(value, ModelConfig) else value
-        for name, default in _defaults(type(config))
+        for name, default in _defaults(cast(Hashable, type(config)))
         if (value := getattr(config, name)) != default or name in FIRST_FIELDS
     }
 
