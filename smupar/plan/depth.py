@@ -121,5 +121,11 @@ def _kinds(layers: Mapping[str, nn.Module]) -> dict[tuple[str, tuple[str, ...]],
     """Names of layers by kind: the class, and the names of the parameters."""
     found: dict[tuple[str, tuple[str, ...]], list[str]] = defaultdict(list)
     for name, layer in layers.items():
-        found[type(layer).__name__, tuple(dict.fromkeys(layer_glob(leaf) for leaf, _ in layer.named_parameters()))].append(name)
+        leaves = tuple(dict.fromkeys(layer_glob(leaf) for leaf, _ in layer.named_parameters()))
+        found[_class_name(layer), leaves].append(name)
     return found
+
+
+def _class_name(layer: nn.Module) -> str:
+    """The class whose forward pass this is. Sharding and parametrizations put classes of their own before it."""
+    return next(kind.__name__ for kind in type(layer).__mro__ if "forward" in vars(kind))

@@ -141,8 +141,8 @@ def test_search_resumes_longer_and_repeats_nothing(tmp_path):
     assert tune(replace(TINY, num_samples=1), STACKED, out=out).path.read_text() == best
 
     hps = read_hps(tuned.path)
-    assert hps == read_hps(out) == {**tuned.hps, "base_width": 32}
-    assert with_fields(PROXY, hps) == tuned.best.config
+    assert hps == read_hps(out) == {**tuned.hps, "base_width": 32, "base_depth": 1}
+    assert replace(with_fields(PROXY, hps), base_depth=None) == tuned.best.config
     source = json.loads(best)["source"]
     assert (source["width"], source["depth"], source["steps"], source["num_samples"]) == (32, 1, 30, 8)
     text = tuned.explain()
