@@ -38,7 +38,7 @@ def on_terminal(argv, columns, *, until=None):
     return said.decode(), process.wait()
 
 
-@pytest.mark.parametrize("columns", [40, 80])
+@pytest.mark.parametrize("columns", [pytest.param(40, marks=pytest.mark.slow), 80])
 def test_progress_of_a_study_stays_within_the_terminal(tmp_path, columns):
     said, code = on_terminal([*SWEEP, "--steps", "40", "--out", str(tmp_path / "s")], columns)
     assert code == 0, said
@@ -74,6 +74,7 @@ def test_reader_that_ends_first_is_no_error():
     assert process.returncode == 141
 
 
+@pytest.mark.slow
 def test_encoding_without_blocks_or_accents_is_no_error(tmp_path):
     ascii_only = os.environ | {"PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
     argv = ["train", *SIZE, "--steps", "2", "--out", str(tmp_path / "run")]

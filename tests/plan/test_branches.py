@@ -219,6 +219,7 @@ def test_own_factor_is_held_at_the_bases_depth():
 
 
 def test_own_init_for_the_depth_is_named():
+    torch.manual_seed(0)
     model = Net(PreNorm, 32, 8)
     for block in model.blocks:
         for layer in (block.mix, block.mlp[0], block.mlp[2]):

@@ -71,7 +71,11 @@ def serial_losses(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "num_retries", [pytest.param(3, id="retried by Ray"), pytest.param(0, id="submitted again", marks=pytest.mark.slow)]
+    "num_retries",
+    [
+        pytest.param(3, id="retried by Ray", marks=pytest.mark.slow),
+        pytest.param(0, id="submitted again", marks=pytest.mark.slow),
+    ],
 )
 def test_study_is_complete_when_a_worker_is_killed(cluster, serial_losses, tmp_path, monkeypatch, num_retries):
     monkeypatch.setattr(ray_engine, "_RETRIES", num_retries)

@@ -738,7 +738,8 @@ def test_run_that_a_sweep_names_twice_counts_once(tmp_path, capsys):
     assert "seeds" not in said
 
 
-@pytest.mark.parametrize("seed", range(3))  # ids, and with them the order of the runs, differ
+# Ids, and with them the order of the runs, differ.
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_measured_updates_of_a_grown_study_are_judged_by_the_trace_of_its_best_proxy(seed, tmp_path, capsys):
     flags = ["--widths", "64", "--sparsities", "0.5", "--rules", "measured", "--seed", str(seed)]
     few, more = ("0.0001", "0.0002", "0.0004"), ("0.0001", "0.0002", "0.0004", "0.004")
