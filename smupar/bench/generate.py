@@ -16,6 +16,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -288,12 +289,10 @@ def _memory(machine: Machine, device: torch.device) -> Machine:
 def _facts(device: torch.device) -> dict[str, Any]:
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU {_processor()}"
     versions: dict[str, str] = {"torch": str(torch.__version__)}
-    try:
+    with suppress(ImportError):  # the other sides need no transformers
         import transformers
 
         versions["transformers"] = transformers.__version__
-    except ImportError:
-        pass
     return {"hardware": name, "threads": torch.get_num_threads(), **versions}
 
 
