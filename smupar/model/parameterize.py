@@ -237,11 +237,16 @@ def add_missing_factors(models: Sequence[nn.Module], plans: Sequence[Plan]) -> N
             outer = name not in plan or plan[name].role in ("embedding", "unembedding")
             if outer and parameter.ndim > 1 and not hasattr(module, FACTOR):
                 _set_factor(module, 1.0, parameter)
-    branches = {path for plan in plans for path, _ in plan.branches}
+    branches = sorted({path for plan in plans for path, _ in plan.branches})
     for model in models:
-        for module in (model.get_submodule(path) for path in sorted(branches)):
-            if not hasattr(module, BRANCH):
-                set_branch(module, 1.0, next(model.parameters()))
+        add_missing_branches(model, map(model.get_submodule, branches))
+
+
+def add_missing_branches(model: nn.Module, ends: Iterable[nn.Module]) -> None:
+    """Gives the factor 1 to those of these modules, the ends of residual branches, that no depth rule scales."""
+    for module in ends:
+        if not hasattr(module, BRANCH):
+            set_branch(module, 1.0, next(model.parameters()))
 
 
 # Before anything changes

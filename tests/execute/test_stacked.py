@@ -116,6 +116,15 @@ def test_refilled_stack_gives_the_same_again(text):
     torch.testing.assert_close(again.flip(1), first, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_stack_can_be_refilled_with_runs_of_another_depth_rule(text, order):
+    first, second = [DEEP_BAG[0], DEEP_BAG[3]][::order]
+    stack = GPTStack([first, replace(first, lr=2**-8)], text, torch.device("cpu"))
+    stack.refill([second, replace(second, lr=2**-8)])
+    ours = torch.stack([stack.step(step) for step in range(5)])
+    assert relative(ours[:, 0], one_by_one(second, text, 5)[0]) < 1e-5
+
+
 def test_diverged_run_is_frozen_and_does_not_hurt_its_neighbours(text):
     wild = replace(BASE, optimizer="sgd", sparsity=0.5, lr=1e12)
     calm = replace(wild, lr=0.05)

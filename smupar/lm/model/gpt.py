@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
 import torch
 import torch.nn.functional as F
@@ -248,6 +249,10 @@ def use_plain_attention(model: GPT) -> None:
 # Parameterized
 
 BRANCHES = ("blocks.*.attention.out", "blocks.*.mlp.down")  # the modules whose outputs are added to the residual stream
+
+
+def ends_of_branches(model: GPT) -> list[nn.Module]:
+    return [module for path, module in model.named_modules() if any(fnmatchcase(path, glob) for glob in BRANCHES)]
 
 
 def build(config: RunConfig) -> tuple[GPT, Plan]:

@@ -17,13 +17,14 @@ from smupar.execute.stacked import SUPPORTED, Hyperparameters, Stack
 from smupar.lm.config.run import RunConfig
 from smupar.lm.data import batches as data
 from smupar.lm.data.shards import Tokens
-from smupar.lm.model.gpt import GPT, build, use_plain_attention
+from smupar.lm.model.gpt import GPT, build, ends_of_branches, use_plain_attention
 from smupar.lm.run import checkpoint
 from smupar.lm.run.distributed import World
 from smupar.lm.run.dynamics import make_stacked_sparsifier, read_trace
 from smupar.lm.run.folder import Summary, write_facts
 from smupar.lm.run.schedule import lr_share
 from smupar.lm.run.step import next_token_loss
+from smupar.model.parameterize import add_missing_branches
 from smupar.output.files import write_atomic
 from smupar.plan.plan import Plan, PlanWarning
 from smupar.updates.stacked import StackedUpdates
@@ -136,6 +137,9 @@ class GPTStack:
             ThreadPoolExecutor(min(len(configs), os.cpu_count() or 1)) as pool,
         ):
             built = list(pool.map(build, configs))
+        if configs[0].base_depth is not None:  # else a stack could not be refilled with runs of another depth rule
+            for model, _ in built:
+                add_missing_branches(model, ends_of_branches(model))
         self.configs = list(configs)
         self.seeds = sorted({config.seed for config in configs})
         return [model.to(self.device) for model, _ in built], [plan for _, plan in built]
