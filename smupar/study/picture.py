@@ -15,7 +15,7 @@ from typing import Any
 from smupar.output.pictures import new_figure, save_figure
 from smupar.study.curves import Line, Panel, interval, octaves, rule_in, y_range
 
-_WIDTH, _HEIGHT, _ROW = 3.7, 3.0, 0.21  # inches: of a panel, of its curves, of each row above them
+_WIDTH, _HEIGHT, _ROW = 3.15, 2.6, 0.2  # inches: of a panel, of its curves, of each row above them
 _MOST_ROWS = 12
 _RULES = {"SP": "#b93a4c", "muP": "#2863a0", "SmuPar": "#1f7a3d"}
 _GREY, _TEXT = "#6b7280", "#1f2430"
@@ -55,7 +55,7 @@ def draw_png(panels: Sequence[Panel], path: Path, title: str = "", *, columns: i
     _draw_legend(figure, panels, axes.flat, above=bool(above), many=many)
     if title:
         figure.suptitle(title, fontsize=11)
-    save_figure(figure, path, dpi=150)
+    save_figure(figure, path, dpi=180)
 
 
 def _num_optima(panel: Panel) -> int:
