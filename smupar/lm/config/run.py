@@ -32,6 +32,7 @@ from smupar.rules import DEPTH_RULES, get_rule
 
 _Config = TypeVar("_Config")
 _FEW_MOVES = 5
+StorageName = Literal["dense", "csr", "2:4", "block", "auto"]
 
 # The text that needs no download: the source of the running Python's standard library, as bytes.
 STANDARD_LIBRARY = "stdlib"
@@ -422,7 +423,7 @@ class Execution:
     """torch.compile; default on GPUs only."""
     graph: bool = False
     """Capture the whole step as a CUDA graph: for small models on one GPU, AdamW or Adam, one micro-batch per step."""
-    storage: Literal["dense", "csr", "2:4", "block", "auto"] = "dense"
+    storage: StorageName = "dense"
     """csr: masked weights keep and multiply only their non-zeros; 2:4, block: the same on an NVIDIA GPU, for the patterns
     2:4-transposable and block-N; auto: measures, and does so where it is faster. On GPUs this needs --dtype bf16."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
