@@ -89,19 +89,19 @@ MODELS: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
 }
 
 
-def check(name: str, rule: str, depth_rule: str, width: int, depths: list[int], densities: list[float], seeds: int) -> Any:
+def check(name: str, rule: str, depth_rule: str, width: int, depths: list[int], densities: list[float], seeds: int, rate: float = 2**-9) -> Any:
     make, loss, batch, settings = MODELS[name]
     example = (batch(0)[0],) if name == "ResNet" else {"input_ids": batch(0)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return smupar.coord_check(
             make, loss, [batch(seed) for seed in range(5)], base_width=64, widths=[width], depths=depths, densities=densities,
-            rules=rule, depth=depth_rule, lr=2**-6, steps=5, seeds=seeds, example=example, progress=False, **settings,
+            rules=rule, depth=depth_rule, lr=rate, steps=5, seeds=seeds, example=example, progress=False, **settings,
         )  # fmt: skip
 
 
 def rows_of(report: Any, rule: str, depth_rule: str) -> list[list[Any]]:
-    slopes = [slope for slope in report.slopes if slope.axis == "depth" and slope.verdict != "shown"]
+    slopes = [slope for slope in report.slopes if slope.axis == "depth" and slope.verdict]
     return [
         [rule, depth_rule, float(slope.where.partition("density ")[2]), slope.place, slope.quantity, slope.step,
          round(slope.slope, 4), round(slope.ci, 4), slope.verdict]

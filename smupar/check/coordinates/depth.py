@@ -1,8 +1,9 @@
 """Layers of models that differ in depth: which of them are compared, and what a depth rule makes of their sizes.
 
-Of all blocks that correspond to one block of the base, the last is measured, because it ends at the same share of the depth in
-every model, and what the other blocks do arrives there through the residual stream. The layers inside are measured in the
-middle block, since the base's block stands for all of them. A depth rule divides residual branches, and with them the
+Of all blocks that correspond to one block of the base, the last one shows the output, because it ends at the same share of the
+depth in every model, and what the other blocks do arrives there through the residual stream. The gradient of the input is that
+of the first one, which begins at the same share. The layers inside are measured in the middle block, since the base's block
+stands for all of them. A depth rule divides residual branches, and with them the
 gradients inside. These sizes are divided by the plan's own factors, so that what is left is flat.
 """
 
@@ -28,6 +29,7 @@ class Layers:
 
     places: dict[str, str] | None = None  # module path -> its name in the base; None: every module, by its own name
     blocks: frozenset[str] = frozenset()  # the blocks of lists, whose outputs are the residual stream
+    firsts: dict[str, str] = field(default_factory=dict)  # first of several blocks -> the last, whose input gradient it shows
     outputs: dict[str, float] = field(default_factory=dict)
     gradients: dict[str, float] = field(default_factory=dict)
     effects: dict[str, float] = field(default_factory=dict)
@@ -36,8 +38,18 @@ class Layers:
     def is_measured(self, path: str) -> bool:
         return self.places is None or path in self.places
 
+    def is_block_measured(self, path: str) -> bool:
+        return self.is_measured(path) or path in self.firsts
+
+    def shows_output(self, path: str) -> bool:
+        return path not in self.firsts
+
+    def shows_gradient(self, path: str) -> bool:
+        return path not in self.firsts.values()
+
     def place(self, path: str) -> str:
         """The name of a module, or of a parameter, in the base."""
+        path = self.firsts.get(path, path)
         if self.places is None or path in self.places:
             return path if self.places is None else self.places[path]
         owner, _, leaf = path.rpartition(".")
@@ -74,6 +86,7 @@ def layers_of(model: nn.Module, base: nn.Module, plan: Plan, loss: Callable[[], 
     return Layers(
         places={paths[-1] if paths[-1] in blocks else paths[(len(paths) - 1) // 2]: place for place, paths in groups.items()},
         blocks=blocks,
+        firsts={paths[0]: paths[-1] for paths in groups.values() if len(paths) > 1 and paths[-1] in blocks},
         outputs={path: depth_factor(scaled[path], rule.branch) for path in divided & scaled.keys()},
         gradients={path: depth_factor(scaled[path], rule.branch) for path in inside & scaled.keys()},
         effects={} if rule.alpha is None else {path: depth_factor(m, rule.alpha - 1) for path, m in scaled.items()},
