@@ -89,7 +89,16 @@ MODELS: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
 }
 
 
-def check(name: str, rule: str, depth_rule: str, width: int, depths: list[int], densities: list[float], seeds: int, rate: float = 2**-9) -> Any:
+def check(
+    name: str,
+    rule: str,
+    depth_rule: str,
+    width: int,
+    depths: list[int],
+    densities: list[float],
+    seeds: int,
+    rate: float = 2**-9,
+) -> Any:
     make, loss, batch, settings = MODELS[name]
     example = (batch(0)[0],) if name == "ResNet" else {"input_ids": batch(0)}
     with warnings.catch_warnings():

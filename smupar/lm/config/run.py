@@ -164,6 +164,9 @@ class RunConfig:
     of the last density, as in the paper."""
     follow: str | None = None
     """File with the trace of a proxy, which the learning rates of hidden layers follow (measured updates)."""
+    law: str = ""
+    """How updates are measured, for controls in studies. effect (default), rms, trust, spectral or function; every=25,
+    old=0.95, tokens=512, held-out."""
     record: bool = False
     """Measure what each update does to every hidden layer, and write trace.json for other runs to follow."""
     init_std: float = 0.087
