@@ -81,10 +81,12 @@ def _images(seed: int) -> tuple[Tensor, Tensor]:
     return noise(seed, 16, 3, 4, 4), labels(seed, 16)
 
 
+HF = {"prepare": _set_scale, "multipliers": "base"}
 # name -> (model, loss, batches by seed, settings of the check)
 MODELS: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
-    "GPT-2": (gpt2, _lm_loss, partial(tokens, length=LENGTH), {"prepare": _set_scale, "multipliers": "base"}),
-    "Llama": (llama, _lm_loss, partial(tokens, length=LENGTH), {"prepare": _set_scale, "multipliers": "base"}),
+    "GPT-2": (gpt2, _lm_loss, partial(tokens, length=LENGTH), HF),
+    "GPT-2, larger embeddings": (gpt2, _lm_loss, partial(tokens, length=LENGTH), {**HF, "alpha_input": 9.17}),
+    "Llama": (llama, _lm_loss, partial(tokens, length=LENGTH), HF),
     "ResNet": (ResNet, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), _images, {}),
 }
 

@@ -2,8 +2,8 @@
 be what updates do to a layer's output?
 
 Every run gets the proxy's best learning rate for everything but its hidden weights. Their learning rate alone is swept, as a
-factor on the proxy's. Measured updates follow the trace of the proxy; their factor is 1 if nothing is tuned. The controls follow a
-constant, and get their best factor:
+factor on the proxy's. Measured updates follow the trace of the proxy; their factor is 1 if nothing is tuned. The controls
+follow a constant, and get their best factor:
 
 constant   one number for the effect of updates, RMS(X dW), in all layers and at all steps
 trust      one number for the norm of an update over that of its weight, as in LAMB
