@@ -1,7 +1,8 @@
 """Runs of small models whose outcome is known, for predicting from the first tenth of a run whether a learning rate transfers.
 
-``python docs/prediction.py run`` trains what docs/lab/prediction.json misses, and ``python docs/prediction.py judge`` tells how
-often each predictor was right. Which settings are held out follows from their names, and was fixed before any of them was run.
+``python docs/prediction.py run`` trains what docs/lab/prediction.json.gz misses. ``python docs/prediction.py fit`` tells how
+often each predictor is right on the half on which its numbers were chosen, and ``judge`` on the half that was held out. Which
+settings are held out follows from their names, and was fixed before any of them was run.
 """
 
 from __future__ import annotations
@@ -135,5 +136,76 @@ def final(row: dict[str, Any]) -> float:
     return sum(last) / len(last) if len(row["losses"]) == STEPS and all(map(math.isfinite, last)) else math.inf
 
 
+# Predicting. Numbers below were chosen on the half that is not held out.
+
+_LOOK, _LIMIT, _COUPLED = 32, 1.165, 5.6  # the last look within a tenth; of the prediction; decays this many times as fast
+_TEN_LIMIT, _LOSS_LIMIT = 1.65, 1.0205
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and its proxy, both at the learning rate that is best for the proxy."""
+
+    target: dict[str, Any]
+    proxy: dict[str, Any]
+    cost: float  # of the proxy's learning rate for the target, as a share of the loss
+
+    @property
+    def transfers(self) -> bool:
+        return self.cost <= NEAR
+
+    def ratio(self, quantity: str, step: int) -> float:
+        """log2 of target over proxy, as a mean over layers."""
+        logs = [
+            [math.log2(values[row["at"].index(step)]) for values in row["sizes"][quantity].values()]
+            for row in (self.target, self.proxy)
+        ]
+        return sum(logs[0]) / len(logs[0]) - sum(logs[1]) / len(logs[1])
+
+    def decay(self, row: dict[str, Any]) -> float:
+        """The largest share of a weight that decay took in one step, in the first tenth."""
+        looks = [index for index, step in enumerate(row["at"]) if step <= EARLY]
+        return max(values[index] for values in row["sizes"]["LR times decay"].values() for index in looks)
+
+    @property
+    def predicted(self) -> bool:
+        """Whether the learning rate will transfer. Updates that do much more than the proxy's beside the layer's output are a
+        danger as far as decay does not make the weights forget them; decay that is far faster than the proxy's is one, too."""
+        forgotten = self.decay(self.proxy) * STEPS / 2  # a learning rate that falls to zero
+        danger = (self.ratio("dY", _LOOK) - self.ratio("Y", _LOOK)) * math.exp(-forgotten)
+        return danger < _LIMIT and self.decay(self.target) <= _COUPLED * max(self.decay(self.proxy), 1e-30)
+
+    @property
+    def by_ten_steps(self) -> bool:
+        """The ten-step check: how much more updates do at step 8."""
+        return abs(self.ratio("dY", 8)) < _TEN_LIMIT
+
+    @property
+    def by_loss(self) -> bool:
+        """The loss so far beside the proxy's."""
+        early = [sum(row["losses"][EARLY - 10 : EARLY]) for row in (self.target, self.proxy)]
+        return early[0] / early[1] < _LOSS_LIMIT
+
+
+def pair_of(setting: Setting, rows: dict[str, dict[str, Any]]) -> Pair:
+    losses, of_proxy = ({rate: final(rows[each.name][str(rate)]) for rate in RATES} for each in (setting, setting.proxy))
+    best = min(of_proxy, key=lambda rate: of_proxy[rate])
+    target, proxy = rows[setting.name][str(best)], rows[setting.proxy.name][str(best)]
+    return Pair(target, proxy, losses[best] / min(losses.values()) - 1)
+
+
+def judge(*, held_out: bool) -> None:
+    rows = known()
+    chosen = [setting for setting in SETTINGS if setting.is_held_out == held_out]
+    pairs = {setting.name: pair_of(setting, rows) for setting in chosen}
+    for name, pair in pairs.items():
+        answers = [pair.predicted, pair.by_ten_steps, pair.by_loss]
+        words = ["right" if answer == pair.transfers else "WRONG" for answer in answers]
+        print(f"| {name} | {pair.cost:.2%} | {' | '.join(words)} |")
+    for what, predicts in (("first tenth", "predicted"), ("ten steps", "by_ten_steps"), ("loss so far", "by_loss")):
+        num = sum(getattr(pair, predicts) == pair.transfers for pair in pairs.values())
+        print(f"{what}: {num} of {len(pairs)} right")
+
+
 if __name__ == "__main__":
-    {"run": run}[sys.argv[1]]()
+    {"run": run, "fit": lambda: judge(held_out=False), "judge": lambda: judge(held_out=True)}[sys.argv[1]]()
