@@ -14,6 +14,7 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ from tests.check.whole_run import test_outcomes as lab  # noqa: E402
 
 ROWS = DOCS / "lab" / "prediction.json.gz"
 STEPS, WIDTH, BASE, RATES = 400, 64, 32, tuple(range(-8, -2))  # log2 of the learning rates
-EARLY = STEPS // 10
+EARLY, WINDOW = STEPS // 10, 10  # losses are kept as means of so many steps
+QUANTITIES = ("Y", "dY", "weights", "alignment", "LR times decay")
 NEAR = 0.01  # a learning rate transfers if it costs no more than this share of the loss beside the best one
 
 
@@ -94,7 +96,7 @@ def train(setting: Setting, rate: int) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(groups)
     moving = sparsifier(setting, model, plan, optimizer) if setting.moves else None
     schedule = lab.falling(optimizer)
-    losses = []
+    losses: list[float] = []
     with smupar.observe(model, plan, optimizer, steps=STEPS) as seen:
         for tokens, targets in lab.batches():
             loss = F.cross_entropy(model(tokens), targets)
@@ -110,8 +112,10 @@ def train(setting: Setting, rate: int) -> dict[str, Any]:
     sizes = {
         quantity: {name: [float(f"{value:.4g}") if math.isfinite(value) else None for value in row] for name, row in of.items()}
         for quantity, of in seen.sizes.items()
+        if quantity in QUANTITIES
     }
-    return {"losses": [round(loss, 4) for loss in losses], "at": seen.at, "sizes": sizes, "per_neuron": seen.per_neuron}
+    windows = [losses[start : start + WINDOW] for start in range(0, len(losses), WINDOW)]
+    return {"losses": [round(fmean(window), 5) for window in windows], "at": seen.at, "sizes": sizes}
 
 
 def known() -> dict[str, dict[str, Any]]:
@@ -132,8 +136,8 @@ def run() -> None:
 
 def final(row: dict[str, Any]) -> float:
     """The loss of a run: the mean over its last twentieth."""
-    last = row["losses"][-STEPS // 20 :]
-    return sum(last) / len(last) if len(row["losses"]) == STEPS and all(map(math.isfinite, last)) else math.inf
+    last = row["losses"][-2:]
+    return fmean(last) if len(row["losses"]) == STEPS // WINDOW and all(map(math.isfinite, last)) else math.inf
 
 
 # Predicting. Numbers below were chosen on the half that is not held out.
@@ -183,8 +187,8 @@ class Pair:
     @property
     def by_loss(self) -> bool:
         """The loss so far beside the proxy's."""
-        early = [sum(row["losses"][EARLY - 10 : EARLY]) for row in (self.target, self.proxy)]
-        return early[0] / early[1] < _LOSS_LIMIT
+        target, proxy = (row["losses"][EARLY // WINDOW - 1] for row in (self.target, self.proxy))
+        return target / proxy < _LOSS_LIMIT
 
 
 def pair_of(setting: Setting, rows: dict[str, dict[str, Any]]) -> Pair:

@@ -54,7 +54,7 @@ def parse_law(text: str) -> Law:
         refuse(not known, f"law {text!r}: {part!r} is none of {', '.join(SIZES)}, held-out, old=, every=, tokens=")
         if name in kinds:
             try:
-                law = replace(law, **{name: kinds[name](value)})  # type: ignore[arg-type]
+                law = replace(law, **{name: kinds[name](value)})
             except ValueError:
                 raise ValueError(f"law {text!r}: {name} must be a number, got {value!r}") from None
         else:
