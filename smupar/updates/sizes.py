@@ -1,5 +1,5 @@
-"""Sizes of the updates of a stack: what ``Law.size`` names. Each looks at the stack before a step. After it, it says how large
-the update of one layer was, for each model."""
+"""How large the updates of a stack are, by what ``Law.size`` names. Each kind looks at the stack before a step. After it, it
+says how large the update of one layer was, for each model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from smupar.updates.probe import Probe, exact, some_rows
 _ITERATIONS = 8  # of the power method
 
 
-class Sizes:
+class UpdateSizes:
     """``look`` is called before a step with the start of a batch, ``size`` after it for each layer, and ``forget`` at its end.
     ``decayed`` is the share of each model's weight that decoupled decay took."""
 
@@ -38,7 +38,7 @@ class Sizes:
         return self.stack.weights[name].values - (1 - decayed.view(-1, 1, 1)) * self.before[name]
 
 
-class _Effect(Sizes):
+class _Effect(UpdateSizes):
     def __init__(self, stack: Stack, names: Sequence[str], law: Law) -> None:
         super().__init__(stack, names, law)
         self.probes = {name: Probe(stack.weights[name]) for name in names}
@@ -59,7 +59,7 @@ class _Effect(Sizes):
             del probe.inputs
 
 
-class _OfWeights(Sizes):
+class _OfWeights(UpdateSizes):
     def size(self, name: str, decayed: Tensor) -> Tensor:
         square, kept = self.update(name, decayed).square().sum((1, 2)), self.stack.weights[name].num_kept().reshape(-1)
         if self.law.size == TRUST:
@@ -67,7 +67,7 @@ class _OfWeights(Sizes):
         return (square / kept).sqrt()
 
 
-class _Spectral(Sizes):
+class _Spectral(UpdateSizes):
     def size(self, name: str, decayed: Tensor) -> Tensor:
         update = self.update(name, decayed)
         num_out, num_in = update.shape[1:]
@@ -79,7 +79,7 @@ class _Spectral(Sizes):
             return (update @ direction).square().sum((1, 2)).sqrt() * math.sqrt(num_in / num_out)
 
 
-class _Function(Sizes):
+class _Function(UpdateSizes):
     """One forward pass for each layer, with the weights before the step everywhere else."""
 
     def look(self, batch: Sequence[Tensor]) -> None:
@@ -102,8 +102,8 @@ class _Function(Sizes):
         self.params = {}
 
 
-def sizes_of(stack: Stack, names: Sequence[str], law: Law) -> Sizes:
-    kinds: Mapping[str, Callable[[Stack, Sequence[str], Law], Sizes]] = {
+def sizes_of(stack: Stack, names: Sequence[str], law: Law) -> UpdateSizes:
+    kinds: Mapping[str, Callable[[Stack, Sequence[str], Law], UpdateSizes]] = {
         EFFECT: _Effect, RMS: _OfWeights, TRUST: _OfWeights, SPECTRAL: _Spectral, FUNCTION: _Function,
     }  # fmt: skip
     return kinds[law.size](stack, names, law)
