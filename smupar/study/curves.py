@@ -1,4 +1,4 @@
-"""The curves of a study, drawn as a picture, or handed to a page as charts."""
+"""Draws the curves of a study as a picture, or turns them into charts of a page."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from smupar.rules import RULES
 from smupar.study.optima import Curve
 
 LOSS = "loss (mean of the last 5 % of steps)"
-_LOSS_OF_PAGE = "loss (nats per token)"  # a page explains the mean elsewhere
+_LOSS_OF_PAGE = "loss (nats per token)"  # a page explains elsewhere that this is a mean
 
 
 @dataclass(frozen=True)
 class Point:
     x: float
-    y: float  # infinite if the run diverged. Values above the plotted range are drawn as triangles at the top
+    y: float  # infinite if the run diverged; values above the plotted range are triangles at its top
     text: str = ""
-    runs: tuple[str, ...] = ()  # ids of its runs; a page leads to them
-    seeds: tuple[float, ...] = ()  # values of single seeds, drawn as small dots, if y is the mean of several
+    runs: tuple[str, ...] = ()  # ids of its runs; a page links to them
+    seeds: tuple[float, ...] = ()  # each seed's value, drawn as a small dot, if y is a mean over seeds
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Line:
     points: tuple[Point, ...]
     colour: float | str = 0.0  # from 0, dark, to 1, or #rrggbb
     dashed: bool = False
-    best: float | None = None  # x of the optimum, drawn as a star; the star is hollow at the edge of the grid
+    best: float | None = None  # x of the optimum, drawn as a star, which is hollow at the edge of the grid
     joined: bool = True  # whether the points are joined
-    waiting: tuple[Point, ...] = ()  # points whose runs have not ended, for a page; their y is NaN
+    waiting: tuple[Point, ...] = ()  # points of unfinished runs, for a page; their y is NaN
     marker: str = "o"  # matplotlib's name of the shape; pages draw circles
 
 
@@ -47,9 +47,9 @@ class Panel:
     marked_x: float | None = None  # x of a dotted vertical line
     marked_label: str = ""
     log_x: bool = True
-    whole_y: bool = False  # whether every value is shown, and not only those near the best
-    rule: str = ""  # title of the rule that a page colours it by
-    shift: tuple[float, float] | None = None  # optimum of the first curve, and the optimum that lies farthest from it
+    whole_y: bool = False  # whether all values are shown, or only those near the best
+    rule: str = ""  # title of the rule that gives the colour on a page
+    shift: tuple[float, float] | None = None  # optimum of the first curve, and the one farthest from it
     falling_x: bool = False  # whether x falls from left to right. Sparser models are always on the right
 
 
@@ -60,7 +60,7 @@ def line_of(curve: Curve, label: str, colour: float) -> Line:
 
 
 def y_range(panels: Sequence[Panel]) -> tuple[float, float]:
-    """The range of losses that all panels show: from the best to a bit above those that are still of interest."""
+    """The range of losses that all panels show, from the best to somewhat above the losses of interest."""
     finite = [p.y for panel in panels for line in panel.lines for p in line.points if math.isfinite(p.y)]
     if not finite:
         return 0.0, 1.0
@@ -78,7 +78,7 @@ def draw_png(panels: Sequence[Panel], path: Path, title: str = "", *, columns: i
     """Draws all panels in one row, or in rows of ``columns``."""
     columns = min(columns or len(panels), len(panels))
     num_rows = -(-len(panels) // columns)
-    many = max(map(_num_keys, panels)) > 4  # a legend would cover the lines, so one goes beside the panels
+    many = max(map(_num_keys, panels)) > 4  # a legend inside would cover the lines, so it goes beside the panels
     figure = new_figure(figsize=(3.6 * columns + (2.8 if many else 0.6), 3.9 * num_rows), layout="constrained")
     grid = figure.subplots(num_rows, columns, sharey=len({panel.y_label for panel in panels}) == 1, squeeze=False)
     axes = grid.flat[: len(panels)]
@@ -156,7 +156,7 @@ def _draw_line(line: Line, panel: Panel, axis: Any, high: float) -> None:
 
 
 def chart_of(panel: Panel) -> Chart:
-    """The panel as a chart of a page. Its text may have several lines, a page's title has one."""
+    """The panel as a chart of a page. A panel's title may have several lines, a chart's has one."""
     chart: Chart = {
         "title": " ".join(panel.title.split()),
         "rule": panel.rule or _rule_in(panel.title),
@@ -199,13 +199,13 @@ def _chart_point(point: Point) -> ChartPoint:
 
 
 def _rule_in(text: str) -> str:
-    """The title of the rule with which a text begins; "" if there is none."""
+    """The title of the rule that a text starts with; "" if there is none."""
     titles = [rule.title for rule in RULES.values() if text.startswith(rule.title)]
     return max(titles, key=len, default="")
 
 
 def _optimum(line: Line) -> Optimum | None:
-    """The best point, and its neighbours among finished points, between which the optimum lies."""
+    """The best point, with the finished points beside it. The optimum lies between these."""
     points = sorted((point for point in line.points if math.isfinite(point.y)), key=lambda point: point.x)
     if line.best is None or not points:
         return None
@@ -226,7 +226,7 @@ def _x(x: float, panel: Panel) -> float:
 
 
 def _colour(line: Line) -> str:
-    """Grey for dashed lines; otherwise the given colour, or one from violet to amber at the given position. All have a contrast
+    """Grey for dashed lines; otherwise the given colour, or a colour between violet and amber for a number. Each has a contrast
     of at least 3:1 with white."""
     if line.dashed:
         return "#777777"

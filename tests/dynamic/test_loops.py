@@ -290,7 +290,7 @@ def test_rates_of_two_models_in_one_optimizer_are_refused():
     groups = [smupar.param_groups(model, plan, lr=0.01) for model, plan in ((one, its), (other, others))]
     optimizer = torch.optim.AdamW(groups[0] + groups[1])
     smupar.GMP(one, its, optimizer, density=1 / 2, every=1, stop=2)
-    with pytest.raises(ValueError, match="give each model an optimizer of its own"):
+    with pytest.raises(ValueError, match="give each model its own optimizer"):
         smupar.GMP(other, others, optimizer, density=1 / 16, every=1, stop=2)
 
 

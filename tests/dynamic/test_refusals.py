@@ -71,7 +71,7 @@ REFUSED = [
     ("GMP", {"stop": 10, "density": 0.1, "optimizer": plain},
      r"group with '.*weight' was not made by smupar\.param_groups: build the optimizer from"),
     ("GMP", {"stop": 10, "density": 0.1, "optimizer": scheduled},
-     r"a scheduler was made for this optimizer already.*make the scheduler afterwards"),
+     r"this optimizer already has a scheduler.*make the scheduler afterwards"),
     ("RigL", {"stop": 10, "restart_bias_correction": True, "optimizer": sgd}, RESTART + "SGD: leave it out"),
     ("SET", {"stop": 10, "restart_bias_correction": True, "optimizer": sgd}, RESTART + "SGD: leave it out"),
     ("RigL", {"stop": 10, "restart_bias_correction": True, "optimizer": amsgrad}, RESTART + "AdamW"),

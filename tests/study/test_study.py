@@ -231,7 +231,7 @@ def test_stack_that_a_signal_stops_says_what_is_kept(tmp_path, number, code):
     os.kill(process.pid, number)
     process.join()
     assert process.exitcode == code
-    assert "0 of 2 runs are done and kept; those that were running go on from their last save" in log.read_text()
+    assert "0 of 2 runs are done and kept. Start the same command again: runs that were interrupted continue" in log.read_text()
 
 
 # The store
@@ -276,7 +276,7 @@ def _quietly(folder, log):
 
 
 def test_second_process_on_a_study_is_refused(serial):
-    with locked(serial.folder), pytest.raises(ValueError, match="another process is at work"):
+    with locked(serial.folder), pytest.raises(ValueError, match="another process is working"):
         run(serial.folder, "serial", [])
 
 
@@ -473,7 +473,7 @@ def test_masks_that_hardly_move_are_told(dynamic, tmp_path):
     ("command", "message"),
     [
         ("transfer --axis alpha_output", "SP has no alpha_output to sweep: leave it out of --rules"),
-        ("transfer --rules smupar moment", "moment is SmuPar with the density of the moment: it needs --dynamic gmp or imp"),
+        ("transfer --rules smupar moment", "moment is SmuPar with the current density: it needs --dynamic gmp or imp"),
         ("transfer --base_width 32 --init_std 0.1 --axis init_std", "transfer has no use for --init-std"),
         ("transfer --pattern 2:4", "the pattern 2:4 keeps 2 of 4 weights: leave --sparsity out, or say 0.5"),
         ("transfer --widths 0", "seeds and widths must be at least 1, got 1 and 0"),
@@ -601,7 +601,7 @@ def test_target_of_which_every_run_diverged_counts_against_its_rule():
     text = sentence(config, verdicts)
     assert "SP's out of reach, SmuPar's 2x" in text
     assert "at 0.9375 sparsity and width 256 the proxy's best swept learning rate costs SP a diverged run, SmuPar 3.3%" in text
-    assert "No run ended, so there is no best learning rate: SP at sparsity 0.9375, width 256." in text
+    assert "Every run diverged, so there is no best learning rate: SP at sparsity 0.9375, width 256." in text
     assert "edge" not in text
     assert panels(config, verdicts)[0].lines[-1].best is None
 
@@ -781,7 +781,7 @@ def test_transfer_over_depth_says_which_depth():
 
 
 def test_transfer_to_depths_below_the_base_is_refused():
-    with pytest.raises(ValueError, match=r"from the base depth 2 on, got \(1, 4\): tune on a model that is not deeper"):
+    with pytest.raises(ValueError, match=r"at least the base depth 2, got \(1, 4\): tune on a model that is not deeper"):
         TransferConfig(run=replace(TINY, model=replace(TINY.model, depth=4), base_depth=2), depths=(1, 4))
     with pytest.raises(ValueError, match="leave out --proxy-depth"):
         TransferConfig(run=TINY, depths=(2, 4), proxy_depth=2)

@@ -33,11 +33,11 @@ def compiled(model, plan, optimizer):
 SPOILED = {
     "a scheduler made before": (
         scheduled("LambdaLR"),
-        r"a scheduler was made for this optimizer already.* make the scheduler afterwards",
+        r"this optimizer already has a scheduler.* make the scheduler afterwards",
     ),
     "another scheduler made before": (
         scheduled("CosineAnnealingLR"),
-        r"a scheduler was made for this optimizer already.* make the scheduler afterwards",
+        r"this optimizer already has a scheduler.* make the scheduler afterwards",
     ),
     "a model without a plan": (
         lambda model, plan, optimizer: (Net(32), optimizer),

@@ -39,7 +39,7 @@ def test_text_that_changed_since_the_start_is_refused(finished, config, tmp_path
 
 
 def test_folder_in_use_is_refused(config, tmp_path):
-    with locked(tmp_path / "run"), pytest.raises(ValueError, match="another process is at work"):
+    with locked(tmp_path / "run"), pytest.raises(ValueError, match="another process is working"):
         train(config, replace(HOW, out=str(tmp_path / "run")))
 
 
