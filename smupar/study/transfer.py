@@ -43,7 +43,7 @@ class Verdict:
 
     @property
     def farthest(self) -> Curve:
-        """Of the sparsest targets the widest, and of these the deepest."""
+        """The widest among the sparsest targets, and the deepest of these."""
         return max(self.targets, key=lambda curve: (curve.sparsity, curve.width, curve.depth or 0))
 
 

@@ -473,7 +473,10 @@ def test_masks_that_hardly_move_are_told(dynamic, tmp_path):
     ("command", "message"),
     [
         ("transfer --axis alpha_output", "SP has no alpha_output to sweep: leave it out of --rules"),
-        ("transfer --rules smupar moment", "moment is SmuPar with the current density: it needs --dynamic gmp or imp"),
+        (
+            "transfer --rules smupar moment",
+            "moment is SmuPar with the current density of masks that move: it needs --dynamic gmp or imp",
+        ),
         ("transfer --base_width 32 --init_std 0.1 --axis init_std", "transfer has no use for --init-std"),
         ("transfer --pattern 2:4", "the pattern 2:4 keeps 2 of 4 weights: leave --sparsity out, or say 0.5"),
         ("transfer --widths 0", "seeds and widths must be at least 1, got 1 and 0"),
@@ -487,7 +490,7 @@ def test_masks_that_hardly_move_are_told(dynamic, tmp_path):
         ("train --optimizer sgd --betas 0.5 0.5", "--betas does nothing with --optimizer sgd"),
         ("train --context 64", "--context does nothing with --positions alibi: it is for learned"),
         ("train --gpus 8", "--gpus is for --dry-run; on several GPUs: torchrun"),
-        ("train --alpha-input -1", "alpha_input must be a number from 0 on"),
+        ("train --alpha-input -1", "alpha_input must be a number, at least 0"),
         ("train --dynamic gmp --drop-fraction 0.1", "--drop-fraction does nothing with --dynamic gmp: it is for rigl, set"),
         ("train --mask-every=10", "--mask-every does nothing with --dynamic none: it is for rigl, set, gmp"),
     ],

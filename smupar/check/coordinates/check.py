@@ -80,8 +80,7 @@ def coord_check(
     prepare       function (model, plan) that sets what only you can set, such as the attention scale
     scheduler     optimizer -> scheduler; its step() is called after each step
     allocation    density -> what ``parameterize`` takes as density, such as smupar.erk
-    horizon       train this many steps instead of ``steps``, look at log-spaced ones, and report from which step on updates
-                  drift
+    horizon       train this many steps instead of ``steps``, and report from which step on updates drift
     sparsifier    with horizon: (model, plan, optimizers) -> sparsifier for the sparse models, such as RigL
     settings      settings of ``parameterize``
     """
