@@ -83,7 +83,7 @@ def test_no_flag_is_shown_that_is_refused(name, command):
         value = {"record": [], "correction": ["fixed"]}.get(hidden, ["1"])
         done = command(name, f"--{hidden.replace('_', '-')}", *value)
         assert done.returncode == 2
-        assert f"{name} has no use for --" in done.stderr
+        assert f"{name} does not take --" in done.stderr
 
 
 def test_swept_field_of_a_transfer_study_is_not_a_flag_of_it():

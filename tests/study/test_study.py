@@ -477,7 +477,7 @@ def test_masks_that_hardly_move_are_told(dynamic, tmp_path):
             "transfer --rules smupar moment",
             "moment is SmuPar with the current density of masks that move: it needs --dynamic gmp or imp",
         ),
-        ("transfer --base_width 32 --init_std 0.1 --axis init_std", "transfer has no use for --init-std"),
+        ("transfer --base_width 32 --init_std 0.1 --axis init_std", "transfer does not take --init-std"),
         ("transfer --pattern 2:4", "the pattern 2:4 keeps 2 of 4 weights: leave --sparsity out, or say 0.5"),
         ("transfer --widths 0", "seeds and widths must be at least 1, got 1 and 0"),
         ("train --pattern 2:0", "needs 0 < N < M"),
@@ -523,7 +523,7 @@ def test_mistaken_command_leaves_no_folder_behind(tmp_path, capsys):
     [
         ("--width 64", "no use for --width: name the targets' widths with --widths"),
         ("--rule=sp", "no use for --rule: name the rules to compare with --rules"),
-        ("--lr 0.1", "no use for --lr: it is the swept field, name its values with --values"),
+        ("--lr 0.1", "no use for --lr: it is the swept field, give its values with --values"),
         ("--axis init_std --init-std 0.1", "no use for --init-std: it is the swept field"),
         ("--follow x.json", "recorded and followed by --rules measured"),
     ],
