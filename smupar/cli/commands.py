@@ -146,7 +146,8 @@ def bench(
             tokens per second: dense, without zeros, and with transformers.
         repeats: Number of runs of each variant.
         out: For sparse and generate: a folder for the numbers as JSON, and for the picture of sparse. If you run generate
-        again, it measures only the missing cases. device: For sparse and generate: cpu or cuda. Default: a GPU if there is one.
+             again, it measures only the missing cases.
+        device: For sparse and generate: cpu or cuda. Default: a GPU if there is one.
     """
     refuse(not 1 <= repeats <= 10_000, f"--repeats must lie between 1 and 10,000, got {repeats}")
     chooses = what in ("sparse", "generate")

@@ -50,10 +50,13 @@ def reproduce(
         weight_decay: Weight decay of all runs. Published pages marked "without weight decay" used 0.
         clip: Largest allowed gradient norm in all runs. 0 turns clipping off.
         out: Folder for results, and for the runs, which figures share. If you run the command again, it runs only what is
-        missing. publish: Also write a page of results, its rows and its picture to this folder, as in docs/results. Runs with
-        rows in this folder are not trained again. so_far: Train nothing: draw and judge the runs that have ended. list: List
-        the figures and tables. settings: Print Table 4, and the settings of the smaller scales. dry_run: Print the cost (runs,
-        parameters, tokens, FLOPs, time and memory), and run nothing.
+             missing.
+        publish: Also write a page of results, its rows and its picture to this folder, as in docs/results. Runs with rows in
+                 this folder are not trained again.
+        so_far: Train nothing: draw and judge the runs that have ended.
+        list: List the figures and tables.
+        settings: Print Table 4, and the settings of the smaller scales.
+        dry_run: Print the cost (runs, parameters, tokens, FLOPs, time and memory), and run nothing.
     """
     with loading():
         from smupar.paper import reproduce as paper

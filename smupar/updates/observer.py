@@ -6,9 +6,9 @@ At each look it measures, on some inputs X of each layer, with the weight W befo
     grad X                          the gradient of X through this layer alone
     dY = X dW                       the change of the output by the update, without decoupled weight decay
     alignment                       RMS(X dW) over RMS((X s) dW) with random signs s: 1 if the n inputs of a neuron do not agree
-                                    on the update, sqrt(n) if all do weights, top singular value     RMS of the kept weights;
-                                    the norm of W by a few power iterations attention entropy               of the attentions
-                                    that ``entropy`` sees
+                                    on the update, sqrt(n) if all do
+    weights, top singular value     RMS of the kept weights; the norm of W by a few power iterations
+    attention entropy               of the attentions that ``entropy`` sees
 
 It uses the probes of measured updates and the same phases of a step. ``StackedObserver`` does the same for a stack of models.
 """

@@ -521,10 +521,10 @@ def test_mistaken_command_leaves_no_folder_behind(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--width 64", "no use for --width: name the targets' widths with --widths"),
-        ("--rule=sp", "no use for --rule: name the rules to compare with --rules"),
-        ("--lr 0.1", "no use for --lr: it is the swept field, give its values with --values"),
-        ("--axis init_std --init-std 0.1", "no use for --init-std: it is the swept field"),
+        ("--width 64", "does not take --width: name the targets' widths with --widths"),
+        ("--rule=sp", "does not take --rule: name the rules to compare with --rules"),
+        ("--lr 0.1", "does not take --lr: it is the swept field, give its values with --values"),
+        ("--axis init_std --init-std 0.1", "does not take --init-std: it is the swept field"),
         ("--follow x.json", "recorded and followed by --rules measured"),
     ],
 )

@@ -45,7 +45,7 @@ def test_bad_model_raises_with_a_remedy(options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"base_width": 48}, "base width 48 is not a multiple of head_dim 32: .* choose another --base-width or --head-dim"),
+        ({"base_width": 48}, "base width 48 is not a multiple of head_dim 32, .*: choose another --base-width or --head-dim"),
         ({"sparsity": 1.0}, r"sparsity must lie in \[0, 1\), got 1.0: 0.75 keeps a quarter"),
         ({"sparsity": -0.1}, r"sparsity must lie in \[0, 1\)"),
         ({"sparsity": math.nan}, r"sparsity must lie in \[0, 1\)"),
