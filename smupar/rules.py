@@ -280,6 +280,18 @@ def table() -> list[list[str]]:
     return [header, *([what, *map(entry, rules), source] for what, entry, source in lines)]
 
 
+def short_table() -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """Table 1 for Adam's family under SP, muP and SmuPar, as narrow as a terminal: header, and rows with their roles."""
+    (_, *titles, _), *rows = table()
+    kept = [titles.index(rule.title) for rule in (SP, MUP, SMUPAR)]
+    found = []
+    for name, *cells in rows:
+        if "(SGD" not in name and "(Muon" not in name:
+            role, quantity = name.removesuffix(" (Adam family)").removesuffix(" variance").rsplit(maxsplit=1)
+            found.append((role.rstrip(","), [quantity, *(cells[column] for column in kept)]))
+    return ["", *(titles[column] for column in kept)], found
+
+
 def depth_table() -> list[list[str]]:
     """The depth rules as text, header first: the quantity, a column for each depth rule, and the source."""
 

@@ -38,10 +38,11 @@ _BASELINES = ("sp", "mup")
 _TONES: dict[str, Tone] = {"pass": "good", "fail": "bad"}
 
 
-def rules(markdown: bool = False) -> Reply:
+def rules(full: bool = False, markdown: bool = False) -> Reply:
     """Print Table 1: the init, learning rate and forward factor of every role under every rule.
 
     Args:
+        full: Print all rules, SGD, Muon, depth, and where each factor is from.
         markdown: Print Table 1 as the page docs/rules.md.
     """
     names, *rows = table_1.table()
@@ -51,7 +52,28 @@ def rules(markdown: bool = False) -> Reply:
     }
     if markdown:
         return Reply(table(table_1.markdown()), values)
-    return Reply([*table(aligned(table_1.table())), Told(""), *table(aligned(table_1.depth_table()))], values)
+    if full:
+        return Reply([*table(aligned(table_1.table())), Told(""), *table(aligned(table_1.depth_table()))], values)
+    return Reply(_short_rules(), values)
+
+
+def _short_rules() -> list[Told]:
+    """Table 1 with a heading for each role, and what its letters mean."""
+    header, rows = table_1.short_table()
+    title, *lines = aligned([header, *(row for _, row in rows)]).splitlines()
+    told, last = [_in_role(title)], ""
+    for (role, _), line in zip(rows, lines, strict=True):
+        told += ([] if role == last else [Told("", role)]) + [_in_role(line)]
+        last = role
+    meaning = (
+        "s^2: variance of the init; eta: learning rate; lambda: weight decay; m_in, m_out: inputs and outputs over the base "
+        "model's; m_rho: density over the base's. For Adam's family; --full has SGD, Muon, depth, ablations and sources."
+    )
+    return [*told, Told(""), Told(meaning)]
+
+
+def _in_role(line: str) -> Told:
+    return Told(line, indent="  ", is_table=True)
 
 
 def generate(config: Annotated[Typed, GenerateConfig]) -> Reply:

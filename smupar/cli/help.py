@@ -37,6 +37,12 @@ _PARTS = {
     "Studies": ("sweep", "tune", "transfer", "reproduce"),
     "Look": ("watch", "report", "verify", "bench"),
 }
+# What to type first.
+_FIRST = {
+    "smupar transfer": "Does a learning rate hold from a small dense model to wide sparse ones? Minutes to an hour on a CPU; "
+    "--dry-run says how long.",
+    "smupar watch runs": "Watch it in a browser, from another terminal.",
+}
 _ABOUT = "Tune a small dense model, then train wide sparse ones with the same hyperparameters."
 
 
@@ -55,6 +61,9 @@ def show_commands(commands: Mapping[str, Command], out: TextIO | None = None) ->
     page = _Page(out or sys.stdout)
     page.usage("smupar COMMAND [flags]")
     page.paragraphs(_ABOUT)
+    page.title("Start here")
+    for command, text in _FIRST.items():
+        page.entry(command, text)
     for title, names in _PARTS.items():
         page.title(title)
         for name in names:

@@ -26,7 +26,7 @@ from smupar.cli.resolve import Request, start
 from smupar.lm.config.run import RunConfig
 from smupar.output.files import sentence_of
 from smupar.output.json_files import printable_lines
-from smupar.output.terminal import make_streams_safe
+from smupar.output.terminal import columns, is_terminal, make_streams_safe, wrapped
 from smupar.plan.settings import refuse
 from smupar.study.config import TransferConfig, TuneConfig
 
@@ -142,7 +142,8 @@ def _quiet() -> Iterator[None]:
 
 
 def _note(message: Warning | str, stream: TextIO) -> None:
-    _say(f"note: {message}", stream)
+    text = f"note: {message}"
+    _say("\n".join(wrapped(text, columns(stream) - len("smupar: "))) if is_terminal(stream) else text, stream)
 
 
 def _say(text: str, stream: TextIO) -> None:

@@ -32,7 +32,7 @@ from smupar.study.comparison import as_rule
 from smupar.study.curves import LOSS, Line, Panel, Point, line_of
 from smupar.study.definition import by_seeds, curve_of
 from smupar.study.optima import STABLE as STABLE
-from smupar.study.optima import Curve, farthest_move, move_in_words, shift_of, times
+from smupar.study.optima import Curve, farthest_move, move_in_words, times
 from smupar.study.space import unique, with_fields
 from smupar.study.store import Result, Study
 
@@ -199,7 +199,7 @@ def panel(
         for number, curve in enumerate(curves)
     )
     marked = curves[0].best, "best when dense"
-    return Panel(moving(heading, curves), x_label, LOSS, lines, *marked, shift=shift_of(curves))
+    return Panel(moving(heading, curves), x_label, LOSS, lines, *marked)
 
 
 def moving(heading: str, curves: Sequence[Curve]) -> str:

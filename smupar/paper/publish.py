@@ -20,7 +20,7 @@ from smupar.paper.figure import Claim, Figure
 from smupar.paper.published import read_published, results
 from smupar.paper.reproduce import FIGURES, FINDINGS, MADE_ON, Reproduced, figure
 from smupar.paper.settings import CLIP, Scale
-from smupar.study.curves import draw_png
+from smupar.study.picture import draw_png
 from smupar.study.store import Result
 
 BY_HAND = "## Where they differ"

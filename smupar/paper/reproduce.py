@@ -32,10 +32,11 @@ from smupar.paper.figure import Claim, Figure, Place
 from smupar.paper.published import restore
 from smupar.paper.settings import Scale, ScaleName
 from smupar.study.config import EngineConfig
-from smupar.study.curves import chart_of, draw_png
+from smupar.study.curves import chart_of
 from smupar.study.definition import Stage, StudyDefinition, with_more_seeds
 from smupar.study.engines import run_study
 from smupar.study.forecast import forecast
+from smupar.study.picture import draw_png
 from smupar.study.space import unique
 from smupar.study.store import Result, Study, row_of, write_rows
 from smupar.study.sweep import sweep_from_json

@@ -77,7 +77,7 @@ class StudyForecast:
         return {
             "runs": f"{self.num_runs:,} ({self.num_done:,} done){after}{more}",
             "parameters": f"{smallest:,}" + (f" to {largest:,}" if largest != smallest else ""),
-            "tokens": f"{self.num_tokens:.3g} in the remaining runs",
+            "tokens": f"{self.num_tokens:,} in the remaining runs",
             "FLOPs": f"{self.flops:.3g}",
             "time": f"about {in_words(self.seconds)}, {self.how}",
             "memory": f"about {self.memory_bytes / _GIB:.2f} GiB at most",

@@ -72,12 +72,6 @@ def moved(proxy: Curve, curve: Curve) -> float:
     return math.inf if curve.diverged else 2 ** abs(math.log2(curve.best / proxy.best))
 
 
-def shift_of(curves: Sequence[Curve]) -> tuple[float, float] | None:
-    """The optimum of the first curve, and the optimum that lies farthest from it; None if either does not exist."""
-    far = max(curves[1:], key=lambda curve: moved(curves[0], curve), default=None)
-    return None if far is None or far.diverged or curves[0].diverged else (curves[0].best, far.best)
-
-
 def farthest_move(curves: Sequence[Curve]) -> float:
     """The largest factor between the optimum of the first curve (the proxy or the dense model) and the optimum of another."""
     return max(moved(curves[0], other) for other in curves[1:])

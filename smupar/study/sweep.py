@@ -11,7 +11,7 @@ from typing import Any
 from smupar.lm.config.run import RunConfig
 from smupar.output.json_files import as_record
 from smupar.study.curves import LOSS, Line, Panel, Point
-from smupar.study.definition import Findings, StudyDefinition, best_in_short, best_in_words, by_seeds, mean_loss
+from smupar.study.definition import Findings, StudyDefinition, best_in_short, best_in_words, by_seeds, cell, mean_loss
 from smupar.study.space import grid, refuse_unknown_field, unique
 from smupar.study.store import Result, fields_of, row_of
 
@@ -39,8 +39,8 @@ def sweep_from_json(stored: dict[str, Any]) -> StudyDefinition:
 
 
 def _read(results: Sequence[Result], axes: Mapping[str, Sequence[Any]], proposed: Sequence[RunConfig] = ()) -> Findings:
-    headline = best_in_short(results)
-    return Findings(best_in_words(results), sweep_panels(results, axes, proposed), results, headline)
+    sentence, headline = (best_in_words(results), best_in_short(results)) if results else ("", "")
+    return Findings(sentence, sweep_panels(results, axes, proposed), results, headline)
 
 
 def sweep_panels(
@@ -81,7 +81,7 @@ def sweep_panels(
 
 def _others(row: Mapping[str, Any], axes: Mapping[str, Sequence[Any]], axis: str) -> str:
     """The values of all axes but one, as the label of a curve."""
-    return ", ".join(f"{name} {row[name]}" for name in axes if name != axis) or "loss"
+    return ", ".join(f"{name} {cell(row[name])}" for name in axes if name != axis) or "loss"
 
 
 def _best(points: Sequence[Point]) -> float | None:

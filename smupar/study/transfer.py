@@ -20,7 +20,7 @@ from smupar.study.comparison import as_rule, sp_init_std
 from smupar.study.config import TransferConfig
 from smupar.study.curves import LOSS, Line, Panel, Point, line_of
 from smupar.study.definition import Findings, Stage, StudyDefinition, curve_of, seeds_of, with_more_seeds
-from smupar.study.optima import STABLE, Curve, farthest_move, move_in_words, moved, shift_of, times
+from smupar.study.optima import STABLE, Curve, farthest_move, move_in_words, moved, times
 from smupar.study.space import unique, with_fields
 from smupar.study.store import Result, Study
 
@@ -200,10 +200,17 @@ def _read_so_far(config: TransferConfig, study: Study) -> Findings:
             verdicts.append(Verdict(rule, settled[0], tuple(settled[1:])))
             panel = _with_move(panel, verdicts[-1])
         drawn.append(panel)
-    doubt = f"The optimum is not settled yet: {_named(open_setups)}." if open_setups else ""
+    doubt = _unsettled(open_setups, len(drawn) * len(drawn[0].lines)) if open_setups else ""
     first = headline(verdicts, so_far=True) or f"No optimum is known yet: {len(results)} runs have ended."
     answers, doubts = [_answer(config, verdict) for verdict in verdicts], (doubt,) if doubt else ()
     return Findings(doubt, drawn, results, first, answers, doubts)
+
+
+def _unsettled(setups: Sequence[_Setup], num_curves: int) -> str:
+    """Which optima may still move; their number, if there are many."""
+    if len(setups) > 2:
+        return f"{len(setups)} of {num_curves} optima are not settled yet."
+    return f"The optimum is not settled yet: {_named(setups)}."
 
 
 class _Ids:
@@ -265,7 +272,7 @@ def panels(config: TransferConfig, verdicts: Sequence[Verdict], ids: _Ids | None
 def _with_move(panel: Panel, verdict: Verdict) -> Panel:
     """The panel of a rule, with how far its optimum moved."""
     title = f"{_title(verdict.rule)}: best moves {verdict.moved_words}"
-    return replace(panel, title=title, shift=shift_of((verdict.proxy, *verdict.targets)))
+    return replace(panel, title=title)
 
 
 def _panel(config: TransferConfig, rule: str, curves: Sequence[Curve], ids: _Ids | None) -> Panel:
@@ -273,9 +280,9 @@ def _panel(config: TransferConfig, rule: str, curves: Sequence[Curve], ids: _Ids
     setups = [setup for setup in _setups(config) if setup.rule == rule]
     by_setup = {None if curve.is_proxy else (curve.width, curve.sparsity, curve.depth): curve for curve in curves}
     targets = sorted((setup for setup in setups if not setup.is_proxy), key=lambda setup: (setup.width, *setup[2:]))
-    lines = []
+    lines, several = [], len({setup.width for setup in targets}) > 1
     for number, setup in enumerate([setups[0], *targets]):
-        label = f"dense proxy, width {setup.width}" if setup.is_proxy else f"width {setup.width}, sparsity {setup.sparsity:.4g}"
+        label = f"proxy, width {setup.width}" if setup.is_proxy else _size(setup, with_width=several)
         label += _deep(setup)
         shade = max(0, number - 1) / (len(targets) - 1) if len(targets) > 1 else 1.0  # the last line has the full colour
         curve = by_setup.get(None if setup.is_proxy else (setup.width, setup.sparsity, setup.depth))
@@ -292,6 +299,11 @@ def _panel(config: TransferConfig, rule: str, curves: Sequence[Curve], ids: _Ids
         marked_label="" if best is None else "best on the proxy",
         rule=_title(rule),
     )
+
+
+def _size(setup: _Setup, *, with_width: bool) -> str:
+    size = f"sparsity {setup.sparsity:.4g}" if setup.sparsity else "dense"
+    return f"width {setup.width}, {size}" if with_width else size
 
 
 class _Setup(NamedTuple):

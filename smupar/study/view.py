@@ -25,7 +25,7 @@ from smupar.output.page import write_page
 from smupar.output.page.document import Chart, Document, PageProgress, PageTable, finite, thinned
 from smupar.plan.settings import refuse
 from smupar.rules import get_rule
-from smupar.study.curves import chart_of
+from smupar.study.curves import Panel, chart_of
 from smupar.study.definition import Findings, StudyDefinition, varied_columns
 from smupar.study.live import Signs, read_planned, read_signs, repeated
 from smupar.study.space import unique
@@ -61,6 +61,14 @@ def definition_of(study: Study) -> StudyDefinition:
             f"{study.folder / 'study.json'} is damaged, or of another version ({printable(str(error))}): restore it from a "
             "copy, or start the study's command again with another --out"
         ) from error
+
+
+def _nothing_found(read: Callable[[Study], Findings], study: Study) -> Findings:
+    """Of a study of which no run has ended: its charts, if they can be drawn with points that wait."""
+    panels: Sequence[Panel] = ()
+    with contextlib.suppress(ValueError):
+        panels = read(study).panels
+    return Findings("", panels, (), "No run has ended yet.")
 
 
 def left_out(study: Study) -> str:
@@ -159,9 +167,9 @@ class StudyView:
         """The findings and charts of the study. They are read again only if a run has ended since."""
         state = len(self.study.ended), sorted(waiting), self._described
         if self._found is None or self._found[0] != state:
-            definition, findings = self.definition, Findings("", (), (), "No run has ended yet.")
-            if self.study.ended:
-                findings = (definition.read_so_far or definition.read)(self.study) if state[1] else definition.read(self.study)
+            definition = self.definition
+            read = (definition.read_so_far or definition.read) if state[1] else definition.read
+            findings = read(self.study) if self.study.ended else _nothing_found(read, self.study)
             self._found = state, findings, [chart_of(panel) for panel in findings.panels]
         return self._found[1:]
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from smupar.lm.config.run import ModelConfig, RunConfig
-from smupar.study.curves import Line, Panel, Point, chart_of, draw_png, line_of
+from smupar.study.curves import Line, Panel, Point, chart_of, line_of
 from smupar.study.definition import curve_of
+from smupar.study.picture import draw_png
 from smupar.study.report import write_report
 from smupar.study.store import Result, Study
 from tests.study.test_study import summary

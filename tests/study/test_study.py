@@ -26,10 +26,11 @@ from smupar.lm.run.train import train
 from smupar.output.files import locked
 from smupar.output.page import read_page
 from smupar.study.config import EngineConfig, TransferConfig
-from smupar.study.curves import Line, Panel, Point, draw_png
+from smupar.study.curves import Line, Panel, Point
 from smupar.study.definition import more_seeds
 from smupar.study.engines import StudyProgress, execute, groups, largest_stack, run_group, run_study, settle
 from smupar.study.optima import Curve, move_in_words, moved
+from smupar.study.picture import draw_png
 from smupar.study.report import write_report
 from smupar.study.space import grid, parse_axes, parse_axis
 from smupar.study.store import Study
@@ -780,7 +781,7 @@ def test_transfer_over_depth_says_which_depth():
     assert told.startswith("From the dense proxy of width 32 and depth 2 the best learning rate moved")
     assert "at 0.75 sparsity and width 64, depth 4 the proxy's best swept learning rate costs SmuPar 50.0%" in told
     lines = [line.label for line in panels(config.normalised, verdicts)[0].lines]
-    assert lines == ["dense proxy, width 32, depth 2", *(f"width 64, sparsity 0.75, depth {depth}" for depth in (2, 4))]
+    assert lines == ["proxy, width 32, depth 2", *(f"sparsity 0.75, depth {depth}" for depth in (2, 4))]
 
 
 def test_transfer_to_depths_below_the_base_is_refused():

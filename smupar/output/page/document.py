@@ -21,6 +21,7 @@ class ChartPoint(TypedDict):
 class Optimum(TypedDict):
     x: float
     y: float
+    smooth: float  # x of the minimum between points; x itself at the edge
     low: float | None  # the optimum lies between low and high; None if it may lie beyond the grid
     high: float | None
     is_final: bool  # False until all runs that may move it have ended
@@ -45,7 +46,6 @@ class Chart(TypedDict):
     log_y: bool
     lines: list[ChartLine]
     marked: NotRequired[tuple[float, str]]  # x of a vertical line, and its label
-    shift: NotRequired[tuple[float, float]]  # x of two optima: the reference's, and the one that moved
     falls: NotRequired[bool]  # whether x falls from left to right
     whole_y: NotRequired[bool]  # whether all values are shown, or only those near the best
     group: NotRequired[str]  # charts of one group share their y axis
