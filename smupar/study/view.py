@@ -64,7 +64,7 @@ def definition_of(study: Study) -> StudyDefinition:
 
 
 def _nothing_found(read: Callable[[Study], Findings], study: Study) -> Findings:
-    """Of a study of which no run has ended: its charts, if they can be drawn with points that wait."""
+    """The findings before any run has ended: only charts with waiting points, if these can be drawn."""
     panels: Sequence[Panel] = ()
     with contextlib.suppress(ValueError):
         panels = read(study).panels
