@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from smupar.execute.batched import CHANGES, BatchedLoss, LossFn
+from smupar.execute.batched import CHANGES, BatchedLoss, LossFn, adam_in_place
 from smupar.execute.cuda_graphs import Graphed, Upload, compile_static
 from smupar.model.csr import MASK
 from smupar.model.parameterize import add_missing_factors
@@ -187,21 +187,30 @@ class Stack:
         number = t.number.add_(1)
         grads, losses = self._loss.gradients(t.params, t.buffers, batch)
         for name, mask in t.masks.items():
-            grads[name] = grads[name].masked_fill(~mask, 0)
+            grads[name] = torch.where(mask, grads[name], 0.0)
         if t.clip is not None:
-            norm = torch.stack([grad.square().flatten(1).sum(1) for grad in grads.values()]).sum(0).sqrt()
+            norms = torch.stack([torch.linalg.vector_norm(grad.flatten(1), dim=1) for grad in grads.values()])
+            norm = torch.linalg.vector_norm(norms, dim=0)
             factor = (t.clip / (norm + 1e-6)).clamp(max=1.0)
             grads = {name: grad * _wide(factor, grad) for name, grad in grads.items()}
         t.alive.logical_and_(losses.isfinite())
         for name, param in t.params.items():
-            lr, decay, eps = (_wide(values, param) for values in t.constants[name])
-            lr = lr * _wide(share * t.rates[name] if name in t.rates else share, param)
-            decay = decay * _wide(self.decay_change(name), param) if name in t.rates else decay
-            new = self._updated(name, param, grads[name], lr, decay, eps, _wide(number, param))
+            lr, decay, eps = t.constants[name]
+            lr = lr * (share * t.rates[name] if name in t.rates else share)
+            decay = decay * self.decay_change(name) if name in t.rates else decay
+            if self._in_one_pass(name):
+                adam_in_place(param, grads[name], t.state[name], lr, decay, eps, number, t.alive, self.betas, self.facts[name])
+                continue
+            wide = (_wide(values, param) for values in (lr, decay, eps, number))
+            new = self._updated(name, param, grads[name], *wide)
             if name in t.masks and self.facts[name].mixes_entries:
                 new = new.masked_fill(~t.masks[name], 0)
             param.copy_(torch.where(_wide(t.alive, param), new, param))
         return losses
+
+    def _in_one_pass(self, name: str) -> bool:
+        """Whether torch has a kernel that updates this weight in one pass over it, where nothing is compiled."""
+        return self.device.type == "cpu" and self.facts[name].name in ("Adam", "AdamW") and not torch.compiler.is_compiling()
 
     # Learning rates that change, as ``LayerRates`` does for one model
 

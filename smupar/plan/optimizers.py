@@ -23,7 +23,7 @@ class OptimizerFacts:
     momentum: bool = False
     mixes_entries: bool = False  # a weight's update depends on other weights' gradients, so weights off the mask would move
     hidden_only: bool = False  # takes hidden matrices only, so a second optimizer has to train the rest
-    fused: bool = False  # torch has a fused kernel for it on GPUs
+    fused: bool = False  # torch has a fused kernel for it, on CPUs and GPUs
     capturable: bool = False  # torch can put its step into a CUDA graph
     stackable: bool = False  # ``Stack`` implements its update
     restartable: bool = False  # its bias correction can restart for single weights

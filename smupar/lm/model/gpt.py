@@ -6,17 +6,21 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from smupar.execute.attention import fused_alibi, fused_attention
 from smupar.lm.config.run import ModelConfig, RunConfig
 from smupar.model.parameterize import add_masks, parameterize
 from smupar.plan.allocations import Allocation, er, erk
 from smupar.plan.make import Settings, make_plan
 from smupar.plan.plan import Plan
+
+AttentionKernel = Literal["sdpa", "fused", "products"]
 
 
 class Cache:
@@ -90,7 +94,7 @@ class Attention(nn.Module):
         # A tensor, so that models with different rules can be trained as one stack.
         self.register_buffer("scale", torch.tensor(config.head_dim**-0.5), persistent=False)
         self.block_mask: BlockMask | None = None  # set by use_flex_attention
-        self.plain = False  # set by use_plain_attention
+        self.kernel: AttentionKernel = "sdpa"  # set by use_attention
 
     def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
         batch, length, width = x.shape
@@ -104,9 +108,13 @@ class Attention(nn.Module):
         if cache is not None:
             bias = cache.whole.bias(self, q, k.shape[2])
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
-        elif self.plain:
+        elif self.kernel == "products":
             scores = (q @ k.mT).float() + self.bias(q, length)
             y = torch.softmax(scores, -1).to(v.dtype) @ v
+        elif self.kernel == "fused" and self.positions == "alibi" and q.is_cuda:
+            y = fused_alibi(q, k, v, alibi_slopes(self.num_heads, q.device))
+        elif self.kernel == "fused":
+            y = fused_attention(q, k, v, self.bias(q, length) if self.positions == "alibi" else None)
         elif self.positions == "alibi" and self.block_mask is not None:
             y = flex_alibi(q, k, v, self.block_mask)
         elif self.positions == "alibi":
@@ -243,11 +251,11 @@ def use_flex_attention(model: GPT, length: int) -> None:
         attention.block_mask = mask
 
 
-def use_plain_attention(model: GPT) -> None:
-    """Switches to attention from plain products and a softmax, because some of torch's fused kernels cannot be batched over
-    models."""
+def use_attention(model: GPT, kernel: AttentionKernel) -> None:
+    """Chooses how attention is computed. sdpa: as torch does; fused: by a fused kernel that can be batched over models;
+    products: by products and a softmax, which anything can batch, with the scores of all pairs of tokens in memory."""
     for attention in attentions(model):
-        attention.plain = True
+        attention.kernel = kernel
 
 
 # Parameterized

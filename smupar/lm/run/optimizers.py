@@ -37,7 +37,7 @@ def make_optimizers(model: GPT, plan: Plan, config: RunConfig, *, capturable: bo
             options["betas"] = config.betas
         if facts.momentum:
             options["momentum"] = config.momentum
-        if facts.fused and device.type == "cuda":
+        if facts.fused:
             options["fused"] = True
         optimizers.append(_class_called(facts.name)(groups, **options))
     return optimizers

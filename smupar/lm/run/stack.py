@@ -17,7 +17,7 @@ from smupar.execute.stacked import SUPPORTED, Hyperparameters, Stack
 from smupar.lm.config.run import RunConfig
 from smupar.lm.data import batches as data
 from smupar.lm.data.shards import Tokens
-from smupar.lm.model.gpt import GPT, build, ends_of_branches, use_plain_attention
+from smupar.lm.model.gpt import GPT, AttentionKernel, build, ends_of_branches, use_attention
 from smupar.lm.run import checkpoint
 from smupar.lm.run.distributed import World
 from smupar.lm.run.dynamics import make_stacked_sparsifier, read_trace
@@ -49,6 +49,8 @@ STACKABLE_FIELDS: tuple[str, ...] = (
     *("lr", "rest_lr", "eps", "eps_scaling", "weight_decay", "decay", "decayed", "clip", "schedule", "warmup", "seed"),
 )
 
+_FUSED_FROM = 256  # tokens of a sequence
+
 
 def stack_key(config: RunConfig) -> str | None:
     """A key that is equal for runs that can be stacked together; None for a run that cannot be stacked."""
@@ -78,15 +80,15 @@ class GPTStack:
         *,
         compile: bool | None = None,  # noqa: A002 (torch's word)
         own_batches: bool | None = None,
+        attention: AttentionKernel | None = None,
     ) -> None:
         """``own_batches`` gives each run its own batches; it is the default if seeds differ. Refilling a stack does not change
         it."""
         self.corpus, self.device, self.world = corpus, device, World(0, 1, device, "ddp")
         first, on_gpu = configs[0], device.type == "cuda"
         models, plans = self._build(configs)
-        if on_gpu or first.dtype == "bf16":  # on the CPU, torch.func supports fused attention only in fp32
-            for model in models:
-                use_plain_attention(model)
+        for model in models:
+            use_attention(model, attention or fastest_attention(first, device))
         self.own_batches = len(self.seeds) > 1 if own_batches is None else own_batches
         self.num_parameters = sum(parameter.numel() for parameter in models[0].parameters())
         self.stack = Stack(
@@ -221,6 +223,12 @@ class GPTStack:
         return data.batch(
             tokens, seed=seed, step=step, batch_size=first.batch_size, seq_len=first.seq_len, to=self.stack.upload
         )
+
+
+def fastest_attention(config: RunConfig, device: torch.device) -> AttentionKernel:
+    """How the attention of a stack is computed. On a GPU fused kernels want half precision, and short sequences do not need
+    them (`smupar bench attention`)."""
+    return "products" if device.type == "cuda" and (config.dtype != "bf16" or config.seq_len < _FUSED_FROM) else "fused"
 
 
 def hyperparameters(config: RunConfig) -> Hyperparameters:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from smupar.check.audit import audit
 from smupar.execute.compiler_cache import guard_compiler_cache
 from smupar.execute.cuda_graphs import Graphed, Upload, compile_static
+from smupar.execute.products import fast_products
 from smupar.execute.sparse.convert import StorageReport, sparsify_storage
 from smupar.lm.config.run import Execution, RunConfig
 from smupar.lm.data import batches as data
@@ -83,14 +84,15 @@ class Stepper:
         facts = facts_of(self.config.optimizer)
         refuse(self.config.prunes, f"a run that is pruned starts dense: leave out --storage {how.storage}")
         refuse(facts.mixes_entries, f"{facts.name} needs whole matrices: leave out --storage {how.storage}")
-        return sparsify_storage(
-            self.model,
-            self.plan,
-            backend=how.storage,
-            tokens=(self.rows[1] - self.rows[0]) // self.num_micro * self.config.seq_len,
-            passes=self.num_micro,
-            dtype=torch.bfloat16 if self.config.dtype == "bf16" else torch.float32,
-        )
+        with fast_products():  # as in the steps, for auto compares with them
+            return sparsify_storage(
+                self.model,
+                self.plan,
+                backend=how.storage,
+                tokens=(self.rows[1] - self.rows[0]) // self.num_micro * self.config.seq_len,
+                passes=self.num_micro,
+                dtype=torch.bfloat16 if self.config.dtype == "bf16" else torch.float32,
+            )
 
     def _updates(self, trace: Trace | None) -> Recorder | Follower | None:
         period = self.config.round_steps if self.config.mask_method.in_rounds else None
@@ -194,9 +196,11 @@ class Stepper:
         )
 
     def _precision(self) -> contextlib.AbstractContextManager[object]:
+        """How the layers multiply."""
         if self.config.dtype == "bf16" and not self.world.sharded:  # shards are gathered in bf16 already
             return torch.autocast(self.world.device.type, torch.bfloat16)
-        return contextlib.nullcontext()
+        on_cpu = self.world.device.type == "cpu" and not self.world.sharded and not self.compiled
+        return fast_products() if on_cpu else contextlib.nullcontext()
 
 
 def _fitting(config: RunConfig, world: World) -> int:
