@@ -47,7 +47,7 @@ def test_law_that_cannot_be_read_is_refused(text, message):
 def test_law_without_a_trace_is_refused_and_so_is_one_outside_studies(tmp_path):
     with pytest.raises(ValueError, match="runs that record or follow"):
         replace(RUN, record=False, law="rms")
-    with pytest.raises(ValueError, match="for studies"):
+    with pytest.raises(ValueError, match="for sweeps and"):
         train(replace(RUN, law="rms"), Execution(out=str(tmp_path / "run"), device="cpu"), shows=False)
 
 
