@@ -25,12 +25,10 @@ _MAIN = {
     "transfer": "axis values rules sparsities widths base_width seeds steps data engine out dry_run",
     "reproduce": "scale data weight_decay clip engine device out publish list settings dry_run",
 }
-# Flags that commands set themselves, or that only sweeps can use. If typed, they are refused, with what to use instead.
+# Flags that transfer and tune set themselves. If typed, they are refused, with the flag to use instead.
 HIDDEN = {
-    "plan": ("law",),
-    "train": ("law",),
     "transfer": ("width", "sparsity", "rule", "correction", "follow", "record", "law"),
-    "tune": ("lr", "init_std", "alpha_input", "alpha_output", "law"),
+    "tune": ("lr", "init_std", "alpha_input", "alpha_output"),
 }
 # The commands as `smupar --help` shows them.
 _PARTS = {
