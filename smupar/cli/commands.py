@@ -1,8 +1,8 @@
-"""The commands, as plain functions. Those of studies are in studies.py, of ``smupar data`` in data.py, of ``smupar eval`` in
-evaluation.py.
+"""The commands, as plain functions. The commands of studies are in studies.py, those of ``smupar data`` in data.py, and those
+of ``smupar eval`` in evaluation.py.
 
-Each command imports what it needs when it runs, so that ``smupar --help`` is fast. What a command returns is printed by
-``main``, as text or as JSON.
+Each command imports what it needs when it runs, so that ``smupar --help`` is fast. ``main`` prints what a command returns, as
+text or as JSON.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ def _in_role(line: str) -> Told:
 
 
 def generate(config: Annotated[Typed, GenerateConfig]) -> Reply:
-    """Sample text from a trained model, and print it as it is generated."""
+    """Sample text from a trained model, and print it while it is generated."""
     with loading():
         from smupar.lm.use.generate import generate as sample
 
         pieces = sample(GenerateConfig(**config))
-        first = next(pieces)  # what is wrong with folder or prompt shows here
+        first = next(pieces)  # errors in folder or prompt are raised here
 
     def text() -> Iterator[str]:
         yield first
@@ -112,8 +112,8 @@ def export(config: Annotated[Typed, ExportConfig]) -> Reply:
 def check(config: Annotated[Typed, CheckConfig]) -> Reply:
     """Measure whether activations, gradients and updates of the GPT keep their size over width and sparsity.
 
-    With --whole-run 2000 it trains so many steps, and says whether updates keep their size until the end. Prints a verdict
-    with a diagnosis, and writes a picture, a page and JSON. Exits with 1 if the check does not pass.
+    With --whole-run 2000 it trains 2000 steps, and reports whether updates keep their size until the end. Prints a verdict with
+    a diagnosis, and writes a picture, a page and JSON. Exits with 1 if the check does not pass.
     """
     chosen = CheckConfig(**config)
     with loading():
@@ -134,7 +134,8 @@ def check(config: Annotated[Typed, CheckConfig]) -> Reply:
 
 
 def _verdict_lines(report: Report) -> list[Told]:
-    """The verdict of the rules under test and the reasons, then the baselines, whose reasons the page has."""
+    """The verdict of the rules under test with the reasons, then the verdicts of the baselines, whose reasons are on the
+    page."""
     under_test = [rule for rule in report.rules if rule not in _BASELINES] or report.rules
     lines = [Told("", "The check passes." if report.ok else "The check does not pass.", "good" if report.ok else "bad")]
     for rule in [*under_test, *(rule for rule in report.rules if rule not in under_test)]:
@@ -166,19 +167,19 @@ def bench(
             masks, compared with the same model without smupar, for causal attention and for ALiBi. updates: the 610M model on
             a GPU, with and without following a trace. sweep: many small models, one by one and stacked. data: how fast
             batches are read from shards. sparse: layers that keep only their non-zeros, compared with dense layers. generate:
-            tokens per second, dense, without zeros, and by transformers. attention: stacks of models on a GPU, with fused
+            tokens per second: dense, without zeros, and with transformers. attention: stacks of models on a GPU, with fused
             attention and without.
         repeats: Number of runs of each variant.
         out: For sparse, generate and train --storage: a folder for the numbers as JSON, and for the picture of sparse. If you
-            run generate or train --storage again, it measures only what is missing.
+            run generate or train --storage again, it measures only the missing cases.
         device: For sparse, generate and train --storage: cpu or cuda. Default: a GPU if there is one.
         storage: For train: steps of complete GPTs that keep only their non-zeros, compared with dense ones.
     """
     refuse(not 1 <= repeats <= 10_000, f"--repeats must lie between 1 and 10,000, got {repeats}")
     refuse(storage and what != "train", f"--storage is for bench train, not for {what}: leave it out")
     chooses, these = storage or what in ("sparse", "generate"), "bench sparse, generate and train --storage"
-    refuse(out is not None and not chooses, f"--out is for {these}, {what} writes no files: leave it out")
-    refuse(device is not None and not chooses, f"--device is for {these}, {what} runs where it can: leave it out")
+    refuse(out is not None and not chooses, f"--out is for {these}; {what} writes no files: leave it out")
+    refuse(device is not None and not chooses, f"--device is for {these}; {what} chooses its device: leave it out")
     with loading():
         from smupar.bench.models import BENCHES
 
@@ -189,11 +190,12 @@ def bench(
 
 
 def plan(preset: Preset = "demo", /, *, config: Run, hps: str | None = None, full: bool = False) -> Reply:
-    """Print the plan of a GPT without building it: a summary by kind of layer, or every parameter. Takes seconds at any size.
+    """Print the plan of a GPT without building the model: a summary by kind of layer, or every parameter. Takes seconds at any
+    size.
 
     Args:
         preset: The configuration that flags change: demo, 610m, paper-610m or paper-iso.
-        hps: best.json of `smupar tune`, for init and alphas. It holds for any width and density.
+        hps: best.json of `smupar tune`, for init and alphas. It fits any width and density.
         full: Print every number of every parameter. --json always has them, for smupar.Plan.from_json.
     """
     run = resolve(RunConfig, request_of(config, preset, hps))
@@ -223,7 +225,7 @@ def train(
 
     Args:
         preset: The configuration that flags change: demo, 610m, paper-610m or paper-iso.
-        hps: best.json of `smupar tune`, for learning rate, init and alphas. It holds for any width and density.
+        hps: best.json of `smupar tune`, for learning rate, init and alphas. It fits any width and density.
         dry_run: Print parameters, FLOPs, memory and hours, and train nothing.
     """
     run = resolve_training(request_of(config, preset, hps), dry_run=dry_run, machine=machine)

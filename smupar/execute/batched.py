@@ -1,5 +1,5 @@
 """The parts of a step of many models, as functions of tensors with a leading dimension of models. ``torch.func`` computes the
-losses and gradients. torch's own optimizers take no vector of learning rates, so the updates are written out here; they give
+losses and gradients. torch's own optimizers take no vector of learning rates, so the updates are written out here. They give
 the same numbers as torch.optim."""
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class _Loss(nn.Module):
 
 
 class BatchedLoss:
-    """The losses of ``num_models`` models like ``model``. A single model is not batched at all, which is faster."""
+    """Computes the losses of ``num_models`` models like ``model``. A single model is not batched, which is faster."""
 
     def __init__(
         self, model: nn.Module, loss_fn: LossFn, num_models: int, dtype: torch.dtype | None, *, own_batches: bool
     ) -> None:
         self.template = _Loss(copy.deepcopy(model).to("meta"), loss_fn)
-        # The copy on the meta device loses ties, so the other names of tied parameters are stored here.
+        # The copy on the meta device loses ties, so all names of tied parameters are stored here.
         first = {id(parameter): name for name, parameter in model.named_parameters()}
         every = model.named_parameters(remove_duplicate=False)
         self.aliases = {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
@@ -95,6 +95,23 @@ class BatchedLoss:
             for handle in hooks:
                 handle.remove()
 
+    def outputs(self, params: Tensors, buffers: Tensors, batch: tuple[Tensor, ...], chunk_size: int | None = None) -> Tensor:
+        """What the models return, in full precision."""
+        seen: list[Tensor] = []
+
+        def run(params: Tensors, buffers: Tensors, batch: tuple[Tensor, ...]) -> Tensor:
+            seen.clear()
+            self._of_one(params, buffers, batch)
+            return seen[-1]
+
+        dtype, self.dtype = self.dtype, None
+        hook = self.template.model.register_forward_hook(lambda module, args, output: seen.append(output))
+        try:
+            return self._apply(run, params, buffers, batch, chunk_size)
+        finally:
+            hook.remove()
+            self.dtype = dtype
+
     def output_gradients(
         self,
         params: Tensors,
@@ -104,7 +121,7 @@ class BatchedLoss:
         take: Callable[[Tensor], Tensor],
     ) -> Tensors:
         """``take`` applied to the gradient of the output of each weight's layer, by name of the weight."""
-        added: Tensors = {}  # zeros that are added to the outputs; the gradients of the loss for them are those of the outputs
+        added: Tensors = {}  # zeros that are added to the outputs, whose gradients are those of the outputs
         seen: Tensors = {}
 
         def hook(name: str) -> Callable[[nn.Module, Any, Tensor], Tensor]:

@@ -11,16 +11,16 @@ from smupar.rules import RULES
 from smupar.study.optima import Curve
 
 LOSS = "loss (mean of the last 5 % of steps)"
-_LOSS_OF_PAGE = "loss (nats per token)"  # a page explains the mean elsewhere
+_LOSS_OF_PAGE = "loss (nats per token)"  # a page explains elsewhere that this is a mean
 
 
 @dataclass(frozen=True)
 class Point:
     x: float
-    y: float  # infinite if the run diverged. Values above the plotted range are drawn as triangles at the top
+    y: float  # infinite if the run diverged; values above the plotted range are triangles at its top
     text: str = ""
-    runs: tuple[str, ...] = ()  # ids of its runs; a page leads to them
-    seeds: tuple[float, ...] = ()  # values of single seeds, drawn as small dots, if y is the mean of several
+    runs: tuple[str, ...] = ()  # ids of its runs; a page links to them
+    seeds: tuple[float, ...] = ()  # each seed's value, drawn as a small dot, if y is a mean over seeds
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Line:
     best: float | None = None  # x of the best point, drawn as a star; the star is hollow at the edge of the grid
     optimum: float | None = None  # x of the smooth minimum, which is drawn above the curves; by default ``best``
     joined: bool = True  # whether the points are joined
-    waiting: tuple[Point, ...] = ()  # points whose runs have not ended, for a page; their y is NaN
+    waiting: tuple[Point, ...] = ()  # points of unfinished runs, for a page; their y is NaN
     marker: str = "o"  # matplotlib's name of the shape; pages draw circles
 
 
@@ -45,8 +45,8 @@ class Panel:
     marked_x: float | None = None  # x of a dotted vertical line
     marked_label: str = ""
     log_x: bool = True
-    whole_y: bool = False  # whether every value is shown, and not only those near the best
-    rule: str = ""  # title of the rule that a page colours it by
+    whole_y: bool = False  # whether all values are shown, or only those near the best
+    rule: str = ""  # title of the rule that gives the colour on a page
     falling_x: bool = False  # whether x falls from left to right. Sparser models are always on the right
 
 
@@ -58,7 +58,7 @@ def line_of(curve: Curve, label: str, colour: float) -> Line:
 
 
 def y_range(panels: Sequence[Panel]) -> tuple[float, float]:
-    """The range of losses that all panels show: from the best to a bit above those that are still of interest."""
+    """The range of losses that all panels show, from the best to somewhat above the losses of interest."""
     finite = [p.y for panel in panels for line in panel.lines for p in line.points if math.isfinite(p.y)]
     if not finite:
         return 0.0, 1.0
@@ -70,7 +70,7 @@ def y_range(panels: Sequence[Panel]) -> tuple[float, float]:
 
 
 def chart_of(panel: Panel) -> Chart:
-    """The panel as a chart of a page. Its text may have several lines, a page's title has one."""
+    """The panel as a chart of a page. A panel's title may have several lines, a chart's has one."""
     chart: Chart = {
         "title": " ".join(panel.title.split()),
         "rule": panel.rule or rule_in(panel.title),
@@ -111,7 +111,7 @@ def _chart_point(point: Point) -> ChartPoint:
 
 
 def rule_in(text: str) -> str:
-    """The title of the rule with which a text begins; "" if there is none."""
+    """The title of the rule that a text starts with; "" if there is none."""
     titles = [rule.title for rule in RULES.values() if text.startswith(rule.title)]
     return max(titles, key=len, default="")
 

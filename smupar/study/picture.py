@@ -17,6 +17,7 @@ from smupar.study.curves import Line, Panel, interval, octaves, rule_in, y_range
 
 _WIDTH, _HEIGHT, _ROW = 3.15, 2.6, 0.2  # inches: of a panel, of its curves, of each row above them
 _MOST_ROWS = 12
+_MOST_LETTERS = 32  # of a title on one line
 _RULES = {"SP": "#b93a4c", "muP": "#2863a0", "SmuPar": "#1f7a3d"}
 _GREY, _TEXT = "#6b7280", "#1f2430"
 _SEEDS: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 3.2, "alpha": 0.5, "markeredgewidth": 0}
@@ -27,41 +28,48 @@ def draw_png(panels: Sequence[Panel], path: Path, title: str = "", *, columns: i
     columns = min(columns or len(panels), len(panels))
     num_rows = -(-len(panels) // columns)
     above = max(_num_optima(panel) for panel in panels)
-    many = not above and max(map(_num_keys, panels)) > 4  # a legend would cover the lines, so one goes beside the panels
+    many = not above and max(map(_num_keys, panels)) > 4  # a legend inside would cover the lines, so it goes beside the panels
     height = _HEIGHT + 0.75 + _ROW * above
     figure = new_figure(figsize=(_WIDTH * columns + (2.6 if many else 0.9), height * num_rows), layout="constrained")
-    figure.get_layout_engine().set(hspace=0.03, h_pad=0.05)
-    ratios = [_ROW * above, _HEIGHT] if above else [1]
-    axes = figure.subplots(len(ratios) * num_rows, columns, squeeze=False, height_ratios=ratios * num_rows)
-    places = [(len(ratios) * (number // columns), number % columns) for number in range(columns * num_rows)]
-    for row, column in places[len(panels) :]:
-        for axis in axes[row : row + len(ratios), column]:
-            axis.set_visible(False)
-    labels = [line.label for line in panels[-1].lines]  # one legend for all panels that have the same lines
-    for number, (panel, (row, column)) in enumerate(zip(panels, places, strict=False)):
-        first = column == 0 or panel.y_label != panels[number - 1].y_label
-        top, axis = axes[row, column], axes[row + len(ratios) - 1, column]
+    places = _places(figure, len(panels), num_rows, columns, above)
+    labels = [_labels(panel) for panel in panels]
+    for number, (panel, (top, axis)) in enumerate(zip(panels, places, strict=True)):
+        first = number % columns == 0 or panel.y_label != panels[number - 1].y_label
         _draw_panel(panel, axis, *y_range([other for other in panels if other.y_label == panel.y_label]))
         _draw_title(panel, top)
         if above:
-            names_are_new = first or [line.label for line in panel.lines] != [line.label for line in panels[number - 1].lines]
-            _draw_optima(panel, top, axis, with_names=names_are_new)
-        elif not many and (panel is panels[-1] or [line.label for line in panel.lines] != labels):
+            _draw_optima(panel, top, axis, with_names=first or labels[number] != labels[number - 1])
+        elif not many and (panel is panels[-1] or labels[number] != labels[-1]):  # panels with equal lines share a legend
             axis.legend(fontsize=8, loc="best", framealpha=0.9, edgecolor="none")
         if first:
-            axis.set_ylabel(panel.y_label, color=_TEXT)
+            axis.set_ylabel(panel.y_label, color=_TEXT, fontsize=8.5)
         else:
             axis.tick_params(labelleft=len({panel.y_label for panel in panels}) > 1)
-    _draw_legend(figure, panels, axes.flat, above=bool(above), many=many)
+    _draw_legend(figure, panels, [axis for place in places for axis in place], above=bool(above), many=many)
     if title:
         figure.suptitle(title, fontsize=11)
     save_figure(figure, path, dpi=180)
+
+
+def _places(figure: Any, num: int, num_rows: int, columns: int, above: int) -> list[tuple[Any, Any]]:
+    """(axis for the rows above the curves, axis for the curves) of each panel; one axis is both if there are no such rows."""
+    figure.get_layout_engine().set(hspace=0.03, h_pad=0.05)
+    ratios = [_ROW * above, _HEIGHT] if above else [1]
+    axes = figure.subplots(len(ratios) * num_rows, columns, squeeze=False, height_ratios=ratios * num_rows)
+    tops, bottoms = axes[:: len(ratios)].flat, axes[len(ratios) - 1 :: len(ratios)].flat
+    for unused in (*tops[num:], *bottoms[num:]):
+        unused.set_visible(False)
+    return list(zip(tops[:num], bottoms[:num], strict=True))
 
 
 def _num_optima(panel: Panel) -> int:
     """The number of rows above the curves; 0 if the panel has no reference, or too many curves."""
     is_drawn = panel.marked_x is not None and panel.log_x and 1 < len(panel.lines) <= _MOST_ROWS
     return len(panel.lines) if is_drawn and _has_best(panel) else 0
+
+
+def _labels(panel: Panel) -> list[str]:
+    return [line.label for line in panel.lines]
 
 
 def _num_keys(panel: Panel) -> int:
@@ -79,7 +87,10 @@ def _has_seeds(panel: Panel) -> bool:
 
 def _draw_title(panel: Panel, axis: Any) -> None:
     text = " ".join(panel.title.split())
-    axis.set_title(text, fontsize=10.5, fontweight="bold", loc="left", color=_RULES.get(panel.rule or rule_in(text), _TEXT))
+    colour = _RULES.get(panel.rule or rule_in(text), _TEXT)
+    if len(text) > _MOST_LETTERS:
+        text = text.replace(": ", ":\n", 1)
+    axis.set_title(text, fontsize=10.5, fontweight="bold", loc="left", color=colour)
 
 
 def _draw_legend(figure: Any, panels: Sequence[Panel], axes: Any, *, above: bool, many: bool) -> None:
@@ -178,7 +189,7 @@ def _x(x: float, panel: Panel) -> float:
 
 
 def _colour(line: Line) -> str:
-    """Grey for dashed lines; otherwise the given colour, or one from violet to amber at the given position. All have a contrast
+    """Grey for dashed lines; otherwise the given colour, or a colour between violet and amber for a number. Each has a contrast
     of at least 3:1 with white."""
     if line.dashed:
         return "#777777"

@@ -28,7 +28,7 @@ def define_sweep(run: RunConfig, axes: Mapping[str, Sequence[Any]]) -> StudyDefi
 
 
 def sweep_from_json(stored: dict[str, Any]) -> StudyDefinition:
-    """A sweep as study.json describes it. If a user's script proposed the runs, only those that exist are known."""
+    """Reads a sweep from study.json. If a user's script proposed the runs, only finished runs are known."""
     axes = as_record(dict[str, list[Any]], stored.get("axes", {}), source="axes", remedy="each has a list of values")
     for name in axes:
         refuse_unknown_field(name)
@@ -46,8 +46,8 @@ def _read(results: Sequence[Result], axes: Mapping[str, Sequence[Any]], proposed
 def sweep_panels(
     results: Sequence[Result], axes: Mapping[str, Sequence[Any]], proposed: Sequence[RunConfig] = ()
 ) -> list[Panel]:
-    """Mean loss over seeds, over the numeric axis with the most values. There is one curve for each combination of the other
-    axes. ``proposed`` are all runs of the sweep; those that have not ended are waiting."""
+    """The mean loss over seeds, drawn over the numeric axis with the most values, with one curve for each combination of the
+    other axes. ``proposed`` are all runs of the sweep; unfinished ones become waiting points."""
     axes = {name: values for name, values in axes.items() if name != "seed"}
     numeric = {name: values for name, values in axes.items() if all(type(value) in (int, float) for value in values)}
     if not numeric:

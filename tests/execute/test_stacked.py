@@ -308,7 +308,7 @@ def with_layer(layer):
 @pytest.mark.parametrize(
     ("build", "widths", "optimizer", "message"),
     [
-        (make, (32, 64), "adamw", r"model 1 has '0.weight' as \(64, 8\), the first one as \(32, 8\)"),
+        (make, (32, 64), "adamw", r"'0.weight' has shape \(64, 8\) in model 1, but \(32, 8\) in the first"),
         (make, (32,), "nadam", "nadam cannot be stacked: use one of adamw"),
         (with_layer(nn.BatchNorm1d), (32,), "adamw", "'1' keeps running statistics"),
         (with_layer(lambda width: nn.Dropout(0.1)), (32,), "adamw", "'1' draws random numbers"),
