@@ -331,7 +331,7 @@ def test_finished_preparation_returns_at_once(capsys):
     assert after.keys() - before.keys() == {VERIFIED}
     assert {name: after[name] for name in before} == before
     said = capsys.readouterr().err
-    assert "out is already prepared: nothing to do" in said
+    assert "out is prepared already: nothing to do" in said
     assert "written after" not in said
 
 
