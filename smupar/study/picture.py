@@ -17,6 +17,7 @@ from smupar.study.curves import Line, Panel, interval, octaves, rule_in, y_range
 
 _WIDTH, _HEIGHT, _ROW = 3.15, 2.6, 0.2  # inches: of a panel, of its curves, of each row above them
 _MOST_ROWS = 12
+_MOST_LETTERS = 32  # of a title on one line
 _RULES = {"SP": "#b93a4c", "muP": "#2863a0", "SmuPar": "#1f7a3d"}
 _GREY, _TEXT = "#6b7280", "#1f2430"
 _SEEDS: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 3.2, "alpha": 0.5, "markeredgewidth": 0}
@@ -41,7 +42,7 @@ def draw_png(panels: Sequence[Panel], path: Path, title: str = "", *, columns: i
         elif not many and (panel is panels[-1] or labels[number] != labels[-1]):  # panels with equal lines share a legend
             axis.legend(fontsize=8, loc="best", framealpha=0.9, edgecolor="none")
         if first:
-            axis.set_ylabel(panel.y_label, color=_TEXT)
+            axis.set_ylabel(panel.y_label, color=_TEXT, fontsize=8.5)
         else:
             axis.tick_params(labelleft=len({panel.y_label for panel in panels}) > 1)
     _draw_legend(figure, panels, [axis for place in places for axis in place], above=bool(above), many=many)
@@ -86,7 +87,10 @@ def _has_seeds(panel: Panel) -> bool:
 
 def _draw_title(panel: Panel, axis: Any) -> None:
     text = " ".join(panel.title.split())
-    axis.set_title(text, fontsize=10.5, fontweight="bold", loc="left", color=_RULES.get(panel.rule or rule_in(text), _TEXT))
+    colour = _RULES.get(panel.rule or rule_in(text), _TEXT)
+    if len(text) > _MOST_LETTERS:
+        text = text.replace(": ", ":\n", 1)
+    axis.set_title(text, fontsize=10.5, fontweight="bold", loc="left", color=colour)
 
 
 def _draw_legend(figure: Any, panels: Sequence[Panel], axes: Any, *, above: bool, many: bool) -> None:

@@ -136,6 +136,18 @@ def test_points_tell_and_lead_to_their_runs(visit, served):
     assert not dialog.is_visible()
 
 
+def test_rows_above_the_curves_say_how_far_each_optimum_is(visit, served):
+    page = visit(served[0].url)
+    choose(page, "all")
+    plots = "[...document.querySelectorAll('#charts .plot')]"
+    assert page.evaluate(f"{plots}.map((plot) => plot.layout.annotations.map((note) => note.text))") == [
+        ["\N{MINUS SIGN}2.0 octaves"],
+        ["+0.5 octaves"],
+    ]
+    labels = page.locator("#charts .plot").first.locator(".y2tick").all_text_contents()
+    assert sorted(labels) == ["proxy, width 32", "sparsity 0.75"]
+
+
 def test_keyboard_reaches_points_and_runs(visit, served):
     page = visit(served[0].url)
     choose(page, "all")
