@@ -79,7 +79,8 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     with writing(path):
         _remove_left_over(path)
         try:
-            with temporary.open("wb") as file:
+            temporary.unlink(missing_ok=True)
+            with temporary.open("xb") as file:  # never through a link that somebody else has put there
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())

@@ -99,6 +99,6 @@ def remove_leftovers(study: Study) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def without(runs: Sequence[str], divisions: Sequence[Division]) -> set[str]:
+def without(runs: Collection[str], divisions: Sequence[Division]) -> set[str]:
     """The runs that are in none of the divisions."""
     return set(runs).difference(*(division.runs for division in divisions))
