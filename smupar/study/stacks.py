@@ -77,7 +77,7 @@ def recorded_divisions(study: Study, runs: Collection[str]) -> list[Division]:
 
 
 def read_division(path: Path) -> Division:
-    remedy = "its runs are divided into stacks again, and may differ in the last digits from those of an uninterrupted study"
+    remedy = "those of its runs that are missing are divided into stacks again"
     division = read_record(Division, path, remedy=remedy)
     if division.size < 0 or not division.runs or path.stem != division.name:
         raise DamagedFileError(f"{path} is damaged (it does not describe the stacks of its name): {remedy}")

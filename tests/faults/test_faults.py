@@ -40,6 +40,7 @@ FILES = {
         r"step-00000012 is damaged \(.*model/model-00001-of-00001",
     ),
     "stopped/followed.json": ("stopped", ON, r"stopped/followed\.json"),
+    "stopped/tokenizer.json": ("stopped", ON, r"stopped/tokenizer\.json"),
     "stopped/config.json": ("stopped", ON, r"stopped/config\.json|holds other files and no run"),
     "stopped/metrics.jsonl": (
         "stopped",
@@ -85,6 +86,8 @@ SAMPLE = {
     ("trace.json", "pipe"),
     ("run/config.json", "circle"),
     ("text/tokenizer.json", "device"),
+    ("stopped/tokenizer.json", "pipe"),
+    ("stopped/tokenizer.json", "zero"),
     ("run/sums.json", "remove"),
 }
 CASES = [

@@ -39,7 +39,7 @@ from smupar.lm.data.tokenizer import TOKENIZER_FILE
 from smupar.lm.run import checkpoint
 from smupar.lm.run.distributed import ALONE
 from smupar.lm.run.metrics import METRICS_FILE, Row, metrics_line, read_rows
-from smupar.output.files import locked, refuse_other_files, write_atomic, writing
+from smupar.output.files import locked, read_plain, refuse_other_files, write_atomic, writing
 from smupar.output.json_files import read_record, read_text, write_sealed
 from smupar.output.sums import SUMS, write_sums
 from smupar.plan.settings import refuse
@@ -144,6 +144,9 @@ class RunFolder:
             if config.follow is not None:
                 Trace.load(config.follow).save(self.path / FOLLOWED_FILE)
             write_atomic(self.path / "config.json", config.to_json())
+        elif corpus.tokenizer is not None and not _holds(self.path / TOKENIZER_FILE, corpus.tokenizer):
+            warnings.warn(f"{self.path / TOKENIZER_FILE} is damaged: that of the text replaces it", UserWarning, stacklevel=2)
+            write_atomic(self.path / TOKENIZER_FILE, corpus.tokenizer)
 
     def _refuse_another(self, config: RunConfig, corpus: Corpus) -> None:
         if (self.path / "config.json").exists():
@@ -215,6 +218,14 @@ class RunFolder:
     def rows_checksum(self) -> str:
         """The XXH3 of the rows so far."""
         return self._rows.hexdigest()
+
+
+def _holds(path: Path, text: str) -> bool:
+    """Whether a file holds this text."""
+    try:
+        return read_plain(path) == text.encode()
+    except OSError:
+        return False
 
 
 def rows_until(path: Path, step: int) -> tuple[list[str], list[int]]:
