@@ -1,5 +1,4 @@
-"""Benchmarks of complete models. All variants are measured in one run and reported as ratios. Benchmarks assert nothing; tests
-do."""
+"""Benchmarks of complete models. All variants are measured in one run and reported as ratios. Benchmarks assert nothing."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ _BASE_WIDTH = 256
 
 def bench_parameterize(*, repeats: int = 3, model: ModelConfig = _610M, planned: ModelConfig = _70B) -> str:
     """Times parameterize on a 610M-parameter GPT against ``normal_`` of the same tensors, and a plan for a 70B GPT."""
-    about_plan = _bench_plan(planned)  # first, so that its memory shows in the process's peak
+    about_plan = _bench_plan(planned)  # first, so that its memory shows in the peak of the process
     densities = (1.0, 0.5, 0.0625)
     plain, ours = math.inf, dict.fromkeys(densities, math.inf)
     extra_bytes = {}
@@ -113,7 +112,7 @@ def bench_train(*, repeats: int = 3, run: RunConfig | None = None, micro_batch: 
 
 
 def _large_run(run: RunConfig | None, micro_batch: int) -> tuple[torch.device, RunConfig, Execution]:
-    """The device, the run at sparsity 0.75 (by default the 610M model), and its execution in two micro-batches."""
+    """The device, the run at sparsity 0.75 (by default the 610M model), and its execution with two micro-batches."""
     device = pick_device("auto")
     refuse(
         run is None and device.type != "cuda",
@@ -161,8 +160,8 @@ def _plain_step(config: RunConfig, how: Execution, device: torch.device) -> Call
 def _compare(
     sides: Mapping[str, Call], repeats: int, num_steps: int, device: torch.device, *, warm_up: int
 ) -> tuple[dict[str, float], int]:
-    """Median seconds of a step for each side, after steps that compile and warm up. Also returns by how many bytes the GPU's
-    peak memory grew during the measurement."""
+    """The median seconds of a step of each side, after steps that compile and warm up, and by how many bytes the GPU's peak
+    memory grew during the measurement."""
     for step in sides.values():
         seconds_of(step, warm_up, device)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0

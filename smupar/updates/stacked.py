@@ -1,4 +1,4 @@
-"""Updates of a whole stack, measured and followed at once."""
+"""Measures and follows updates in a whole stack at once."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from smupar.updates.trace import Trace, TraceReader, averages_after, clamped, is
 
 
 class StackedUpdates:
-    """Measures the updates of all models of a stack, and sets the learning rates of those that have a trace to follow.
+    """Measures the updates of all models of a stack, and sets the learning rates of models that follow a trace.
 
-    Call ``before`` at each step with the start of its batch, and ``after`` with the shares of the learning rate that it used.
-    Both take the number of the step, from 0 on. All numbers stay on the device until the traces are asked for.
+    At each step call ``before`` with the first part of its batch, and ``after`` with each model's share of its peak learning
+    rate. Both take the number of the step, from 0 on. All numbers stay on the device until ``traces`` is called.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class StackedUpdates:
         self.effects.append(torch.stack(effects, dim=1))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What has been measured so far, under flat names."""
+        """The measurements so far, under flat names."""
         state = {f"averages.{name}.{k}": own for name, pair in self.averages.items() for k, own in enumerate(pair)}
         return state | ({"effects": torch.stack(self.effects)} if self.effects else {})
 
@@ -101,7 +101,7 @@ class StackedUpdates:
 
 
 def _wanted(trace: Trace | None, names: Sequence[str], steps: Sequence[int], num_steps: int) -> dict[str, list[float]]:
-    """What updates of a model should do at each measured step; nan if it follows no trace."""
+    """The effects that a model's updates should have at each measured step; NaN if it follows no trace."""
     if trace is None:
         return {name: [math.nan] * len(steps) for name in names}
     reader = TraceReader(trace, names, num_steps)

@@ -149,7 +149,7 @@ def test_search_resumes_longer_and_repeats_nothing(tmp_path):
     text = tuned.explain()
     assert "the best of 8 samples" in text
     assert all(name in text for name in TUNED)
-    assert "8 samples are too few to tell which of them matters (from 16 on)" in text
+    assert "8 samples are too few to tell which of them matters: at least 16 are needed" in text
     assert "%" not in text
 
 
@@ -280,6 +280,6 @@ def test_values_tuned_for_another_optimizer_or_rule_are_doubted(tmp_path):
     (tmp_path / "best.json").write_text(json.dumps(best))
     assert doubts(tmp_path, optimizer="AdamW", rule="mup") == []
     (line,) = doubts(tmp_path, optimizer="sgd", rule="smupar")
-    assert "was tuned with adamw, this is sgd" in line
+    assert "was tuned with adamw, this run uses sgd" in line
     (line,) = doubts(tmp_path / "best.json", optimizer="adamw", rule="sp")
-    assert "was tuned under smupar, this is sp" in line
+    assert "was tuned under smupar, this run uses sp" in line

@@ -177,7 +177,7 @@ def test_absurd_trace_warns_once_and_is_held(proxy):
         model, plan = make()
         optimizer = adamw(model, plan, weight_decay=0.0, lr=1e-6)
         follower = smupar.follow_updates(model, plan, optimizer, trace=replace(proxy, effects=effects))
-        with pytest.warns(UpdatesWarning, match=rf"would be .* and is held at {held:g}") as caught:
+        with pytest.warns(UpdatesWarning, match=rf"would be .*, and is held at {held:g}") as caught:
             train(model, optimizer, range(3))
         assert len(caught) == 1
         assert set(follower.rates.measured.values()) == {held}

@@ -14,8 +14,8 @@ from smupar.execute.timing import Call, in_turns, seconds_of, training_step
 from smupar.model.sharding import num_ranks
 
 _ROUNDS = 3
-_GPU_SECONDS = 0.02  # duration of the steps between two readings of the clock: a GPU works asynchronously
-_GPU_MARGIN = 0.03  # a GPU's clock rate varies, so a layer that gains less than this stays dense
+_GPU_SECONDS = 0.02  # time between two readings of the clock, since a GPU works asynchronously
+_GPU_MARGIN = 0.03  # a GPU's clock rate varies, so a layer that is faster by less than this stays dense
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Work:
 
 
 def timing_of(layer: nn.Module, mask: Tensor, backends: list[str], work: Work, known: Measured) -> Timing:
-    """How long a training step of the layer takes. ``known`` caches the timings of similar layers. All ranks use the timings of
-    the first rank, since they must choose the same backend."""
+    """The time of a training step of the layer with each backend. ``known`` caches the timings of similar layers. All ranks use
+    the first rank's timings, since they must choose the same backend."""
     weight: Any = layer.weight
     density = float(f"{float(mask.sum()) / mask.numel():.2g}")
     key = (type(layer), tuple(weight.shape), density, weight.dtype, weight.device, work, *backends)

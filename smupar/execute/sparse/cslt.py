@@ -1,5 +1,5 @@
-"""cuSPARSELt's product with a 2:4 matrix, planned once for each size. torch's own call makes a new plan each time, and at width
-4096 planning takes the host about as long as the GPU needs for the product.
+"""cuSPARSELt's product with a 2:4 matrix, planned once for each size. torch's own call plans each time, and at width 4096
+planning takes the host about as long as the product takes the GPU.
 
 The library is called through ctypes, since torch comes with the library but not with its header.
 """
@@ -27,7 +27,7 @@ _CUSPARSELT_MATMUL_ALG_DEFAULT = 0
 
 
 def missing() -> str | None:
-    """What is missing for 2:4 products with cuSPARSELt; None if nothing is."""
+    """The part of cuSPARSELt that is missing here; None if nothing is."""
     version = torch.backends.cusparselt.version() if torch.backends.cusparselt.is_available() else None
     if version is None or not hasattr(torch, "_cslt_compress"):
         return f"cuSPARSELt, which torch {torch.__version__} was built without"
@@ -42,7 +42,7 @@ def missing() -> str | None:
 
 @cache
 def _library() -> ctypes.PyDLL:
-    # Two threads must not use a handle at once. Calls through PyDLL hold the interpreter's lock, which prevents that.
+    # Two threads must not use a handle at the same time. Calls through PyDLL hold the interpreter's lock, which prevents this.
     return ctypes.PyDLL("libcusparseLt.so.0")
 
 
@@ -70,7 +70,7 @@ def _handle(device: torch.device) -> Struct:
 
 
 class MatmulPlan:
-    """``plan(matrix, rows)`` returns rows @ matrix.T in bfloat16, for a fixed size of both. ``matrix`` is packed."""
+    """``plan(matrix, rows)`` returns rows @ matrix.T in bfloat16, for fixed sizes. ``matrix`` is packed."""
 
     def __init__(self, shape: tuple[int, int], num_rows: int, device: torch.device) -> None:
         self.shape, self.num_rows, self.handle = shape, num_rows, _handle(device)
@@ -133,8 +133,8 @@ def _sizes(num_rows: int, num_columns: int, leading: int) -> tuple[ctypes.c_int6
 
 
 def _destroy(matrix: Struct, rows: Struct, result: Struct, product: Struct, choice: Struct, plan: Struct) -> None:
-    """Frees the memory that the library holds for a plan. The descriptor of a product owns no memory, so nothing
-    frees it. Since version 0.8 the choice of an algorithm owns memory."""
+    """Frees the library's memory for a plan. The descriptor of a product owns none, so there is no call for it. The choice of
+    an algorithm owns memory since version 0.8."""
     library = _library()
     library.cusparseLtMatmulPlanDestroy(plan)
     if hasattr(library, "cusparseLtMatmulAlgSelectionDestroy"):

@@ -1,9 +1,9 @@
-"""Matrices that keep two of every four weights along rows and along columns (pattern "2:4-transposable"), by cuSPARSELt. Tensor
-cores multiply such a matrix in half the time.
+"""Products with matrices that keep two of every four weights along rows and along columns (pattern "2:4-transposable"), by
+cuSPARSELt. Tensor cores multiply such a matrix in half the time.
 
-A packed matrix of cuSPARSELt holds the values row by row, followed by metadata that depends only on their positions. So the
-metadata is made once, and each pass writes the values in front of it: the values of the matrix in the forward pass, of its
-transpose in the backward pass. The gradient of the weights is a dense product, from which the kept entries are picked.
+A packed matrix of cuSPARSELt has the values row by row, followed by metadata that depends only on their positions. So the
+metadata is made once, and each pass writes values in front of it: those of the matrix in the forward pass, and of its transpose
+in the backward pass. The gradient of the weights is a dense product, from which the kept entries are picked.
 
 cuSPARSELt has several algorithms for a product. When a size is used for the third time, the algorithms are timed, and the
 fastest is used from then on. So the algorithm, and with it the last bits of a product, may differ between two processes, and
@@ -28,7 +28,7 @@ from smupar.model.csr import mask_of_index
 _SIZES = 64  # sizes must be multiples of 64: odd multiples of 32 failed the tests (torch 2.11 on an H200)
 _TOKENS = 16  # the number of rows must be a multiple of 16
 _SOURCE = "semi.cu"
-SEARCH_AT = 3  # a search takes as long as many products, so it pays only for sizes that are used again and again
+SEARCH_AT = 3  # a search takes as long as many products, so it pays off only for sizes that are used repeatedly
 _MOST_KNOWN = 64
 _choosing = threading.Lock()  # autograd has a thread for each device
 
@@ -51,7 +51,7 @@ class SemiStructured(OnGpu):
     name = "2:4"
 
     def __init__(self) -> None:
-        # (sizes, device) -> (plan, how often it was used, up to its search), in the order of their last use
+        # (sizes, device) -> (plan, number of uses before its search), in the order of their last use
         self._plans: dict[tuple[object, ...], tuple[cslt.MatmulPlan, int]] = {}
         self._captured: set[cslt.MatmulPlan] = set()  # CUDA graphs may replay these plans, so they are never freed
 
@@ -90,7 +90,7 @@ class SemiStructured(OnGpu):
         with _choosing:
             plan, seen = self._plans.pop(key, (None, 0))
             plan = plan or cslt.MatmulPlan(shape, len(rows), rows.device)
-            if torch.cuda.is_current_stream_capturing():  # during a capture nothing can be timed
+            if torch.cuda.is_current_stream_capturing():  # nothing can be timed during a capture
                 self._captured.add(plan)
             elif seen < SEARCH_AT:
                 seen += 1
@@ -136,7 +136,7 @@ def _room(metadata: Tensor, num_rows: int, num_values: int) -> Tensor:
 
 
 def _metadata(mask: Tensor) -> Tensor:
-    """The metadata that cuSPARSELt writes after the values. Its layout is not documented, so this function checks it."""
+    """The metadata that cuSPARSELt writes after the values. Its layout is not documented, so it is checked here."""
     number = torch.arange(int(mask.sum()), device=mask.device)
     metadata = []
     for digits in (number % 251, number // 251 % 251):  # bfloat16 holds these numbers exactly
@@ -161,6 +161,6 @@ def _faster(plan: cslt.MatmulPlan, matrix: Tensor, rows: Tensor) -> cslt.MatmulP
     try:
         searched.search(matrix, rows)
         seconds = [best_of(partial(each, matrix, rows), 6, clock=gpu_seconds_of) for each in (searched, plan)]
-    except RuntimeError:  # an algorithm that this shape or version does not have
+    except RuntimeError:  # this shape or version does not have the algorithm
         return plan
     return searched if seconds[0] < seconds[1] else plan

@@ -89,7 +89,7 @@ class ShardIndex:
 
 @dataclass(frozen=True)
 class _StoredIndex:
-    """index.json as it is stored: some fields follow from others."""
+    """The stored form of index.json, with fields that follow from others."""
 
     format: str
     tokenizer: TokenizerInfo
@@ -135,7 +135,7 @@ def read_index(folder: str | Path) -> ShardIndex:
 
 
 def check_sizes(folder: str | Path, index: ShardIndex, shards: Sequence[Shard] | None = None) -> None:
-    """Checks that these shards, by default all, exist and have the expected length. This is fast, since no shard is read."""
+    """Checks that shards exist and have the expected length, by default all shards. This is fast, since it reads none."""
     for shard in index.shards if shards is None else shards:
         path = Path(folder) / shard.file
         expected = shard.num_tokens * index.dtype.itemsize
@@ -146,7 +146,7 @@ def check_sizes(folder: str | Path, index: ShardIndex, shards: Sequence[Shard] |
 
 
 def verify(folder: str | Path) -> ShardIndex:
-    """Checks the size and hash of every shard. A small text is read once by each process. Shards of a large one that passed are
+    """Checks the size and hash of every shard. A small text is read once by each process. Intact shards of a large one are
     recorded, so that the next start is quick."""
     folder = Path(folder)
     index = read_index(folder)
@@ -176,7 +176,7 @@ def _check_once(folder: Path, state: str) -> None:
 
 
 def check_content(folder: Path, index: ShardIndex, shards: Sequence[Shard]) -> None:
-    """Reads these shards, and raises if one is not what the index says. Their sizes have been checked."""
+    """Reads these shards, whose sizes have been checked. Raises if one differs from the index."""
     size = sum(shard.num_tokens for shard in shards) * index.dtype.itemsize
     with tqdm(
         total=size, desc="verify", unit="B", unit_scale=True, disable=True if size < BAR_BYTES else None, leave=False
@@ -188,7 +188,8 @@ def check_content(folder: Path, index: ShardIndex, shards: Sequence[Shard]) -> N
 def wrong_shards(
     folder: Path, index: ShardIndex, shards: Sequence[Shard], show: Callable[[int], object] = lambda size: None
 ) -> Iterator[str]:
-    """Reads these shards, and says of each that is not what the index says how it differs. ``show`` gets numbers of bytes."""
+    """Reads these shards, and says how each damaged one differs from the index. ``show`` is called with the number of bytes
+    read."""
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         facts = pool.map(lambda shard: _hash_and_largest(folder / shard.file, index.dtype, show), shards)
         try:
@@ -228,8 +229,7 @@ def _hash_and_largest(path: Path, dtype: np.dtype[Any], show: Callable[[int], ob
 
 
 class Tokens:
-    """A read-only sequence over several arrays, memory-mapped or not, as if they were one. Data is read only when it is
-    needed."""
+    """Several arrays, memory-mapped or not, as one read-only sequence. Data is read only when it is needed."""
 
     def __init__(self, arrays: Sequence[np.ndarray]):
         # Plain ndarray views, because every slice of a np.memmap costs microseconds of Python.
@@ -247,7 +247,7 @@ class Tokens:
         return Tokens([array[max(0, start - first) : max(0, stop - first)] for array, first in pairs])
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """The ``length`` tokens from each start on, int64, of shape (len(starts), length)."""
+        """``length`` tokens from each start, as int64 of shape (len(starts), length)."""
         starts = np.asarray(starts)
         refuse(length < 1, f"windows have at least one token, got length {length}")
         refuse(
@@ -285,8 +285,8 @@ def open_tokens(folder: str | Path) -> Tokens:
 
 
 class ShardWriter:
-    """Appends tokens and closes a shard as soon as it holds ``shard_tokens`` or more. ``shards`` and ``largest_token``
-    come from an earlier process that is resumed."""
+    """Appends tokens, and closes a shard once it holds at least ``shard_tokens``. ``shards`` and ``largest_token`` come from an
+    interrupted preparation that is resumed."""
 
     def __init__(
         self, folder: Path, *, vocab_size: int, shard_tokens: int, shards: Sequence[Shard] = (), largest_token: int = -1
@@ -339,7 +339,7 @@ class ShardWriter:
         return True
 
     def close(self) -> None:
-        """Completes the current shard, if anything is in it."""
+        """Completes the current shard, unless it is empty."""
         if self._file is None:
             return
         self._file.flush()

@@ -1,4 +1,4 @@
-"""Makes what moves in a run from its configuration: masks, and learning rates that follow a trace."""
+"""Makes the sparsifier of a run from its configuration, and reads the trace that it follows."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def make_stacked_sparsifier(stack: Stack, plans: Sequence[Plan], configs: Sequen
 
 
 def _goal(config: RunConfig, plan: Plan) -> MaskGoal | None:
-    """What becomes of the masks of a run; None if they stay."""
-    if config.dynamic == "none" or config.density == 1:  # a dense model has nothing that could move
+    """How the masks of a run move; None if they stay."""
+    if config.dynamic == "none" or config.density == 1:  # a dense model has no masks
         return None
     times = Times(config.mask_every, config.last_move)
     if grow := config.mask_method.grows_by:

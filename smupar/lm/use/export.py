@@ -1,5 +1,5 @@
 """Exports a model as a folder to share. Every factor of the rule is folded into the weights, so that a plain GPT gives the same
-logits. A model card says what the model is, and what to be careful with."""
+logits. A model card describes the model and its risks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from smupar.plan.settings import refuse
 
 
 def export(config: ExportConfig) -> str:
-    """Writes the folder; returns a line that says what is in it."""
+    """Writes the folder. Returns a line about its content."""
     out = Path(config.out)
     refuse_existing(out)
     run = load_run(config.folder, best=config.best)
@@ -57,7 +57,7 @@ def export(config: ExportConfig) -> str:
 
 
 def is_of_transformers(config: ExportConfig) -> bool:
-    """Whether the folder was written by a Hugging Face model, for which the integration has an export of its own."""
+    """Whether a Hugging Face model wrote the folder; the integration has its own export for these."""
     if not (Path(config.folder) / PLAN_FILE).exists():
         return False
     refuse(

@@ -1,6 +1,6 @@
-"""Compares what is on disk with its checksums: prepared text, runs and their checkpoints, exports, traces.
+"""Compares files with their checksums: prepared text, runs and their checkpoints, exports, traces.
 
-Everything is read, whatever its time says. An ``Inspection`` collects a line for each part that is wrong.
+Every file is read, even if its time has not changed. An ``Inspection`` collects a line for each damaged part.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from smupar.updates.trace import Trace
 
 @dataclass
 class Inspection:
-    """What has been looked at, and what is wrong with it."""
+    """What was inspected, and the damage."""
 
     wrong: list[str] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)  # files without checksums
@@ -50,7 +50,7 @@ class Inspection:
 
     @contextlib.contextmanager
     def part(self) -> Iterator[None]:
-        """What is wrong with a part is noted, and the others are looked at all the same."""
+        """Notes the damage of one part, so that the other parts are inspected too."""
         try:
             yield
         except (ValueError, OSError) as error:
@@ -106,7 +106,7 @@ def inspecting(path: Path) -> Iterator[Inspection]:
 
 
 def inspect(path: Path, found: Inspection) -> None:
-    """Looks at a folder of any kind that this package writes, or at the file of a trace."""
+    """Inspects any kind of folder that this package writes, or the file of a trace."""
     if not path.exists():
         raise FileNotFoundError(f"no file or folder {path}")
     if path.is_file():
@@ -123,11 +123,11 @@ def inspect(path: Path, found: Inspection) -> None:
         with found.part():
             found.sums(path, read_sums(path, remedy="get another copy"))
     else:
-        refuse(True, f"{path} is no run, study, checkpoint, export, trace or prepared text: name the folder of one")
+        refuse(True, f"{path} is not a run, study, checkpoint, export, trace or prepared text: name the folder of one")
 
 
 def inspect_run(path: Path, found: Inspection) -> RunConfig | None:
-    """Looks at the folder of a run, by ``train`` or in a study. Returns its configuration, if that can be read."""
+    """Inspects the folder of a run, made by ``train`` or by a study. Returns its configuration if it can be read."""
     found.counts["run"] += 1
     config = None
     with found.part():
@@ -149,9 +149,11 @@ def inspect_run(path: Path, found: Inspection) -> RunConfig | None:
         if summary is not None:
             found.json_file(path / SUMMARY_FILE)
             if config is not None and summary.id != config.id:
-                found.wrong.append(f"{path}: {SUMMARY_FILE} is of another run ({summary.id}) than config.json ({config.id})")
+                found.wrong.append(
+                    f"{path}: {SUMMARY_FILE} belongs to another run ({summary.id}) than config.json ({config.id})"
+                )
             if (path / SUMS).exists():
-                found.sums(path, read_sums(path, remedy="the run must be done again"))
+                found.sums(path, read_sums(path, remedy="run it again"))
             elif is_sealed(path / SUMMARY_FILE):
                 found.wrong.append(f"{path}: {SUMS} is missing")
     for step in checkpoint.steps_in(path / "checkpoints"):
@@ -194,7 +196,7 @@ def _export(path: Path, found: Inspection) -> None:
         if is_export(path):
             read_export(path)
         if (path / SUMS).exists():
-            found.sums(path, read_sums(path, remedy="export it again, or get another copy"))
+            found.sums(path, read_sums(path, remedy="export it again, or restore it from a copy"))
         elif is_export(path) and is_sealed(path / "config.json"):
             found.wrong.append(f"{path}: {SUMS} is missing")
         else:

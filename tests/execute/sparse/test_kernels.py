@@ -81,7 +81,7 @@ def test_tiles_have_as_many_tokens_as_shared_memory_holds(monkeypatch, gpu, expe
         assert shared_bytes(size, tokens or 8) <= SHARED[gpu] or tokens is None
     assert tile_tokens(8224, GPU) is None
     said = Tiles().refusal(torch.zeros(32, 8192, dtype=torch.bool))
-    assert said is None if expected[-1] else f"149504 bytes of shared memory, this GPU has {SHARED[gpu]}" in said
+    assert said is None if expected[-1] else f"149504 bytes of shared memory, but this GPU has {SHARED[gpu]}" in said
 
 
 def test_off_a_gpu_tiles_are_those_of_a_hopper():

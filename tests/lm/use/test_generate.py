@@ -228,7 +228,7 @@ def test_model_of_transformers_gives_the_text_of_its_own_generate(tmp_path):
         assert "".join(generate(_config(str(tmp_path), prompt="a b c", **options))) == expected[0]
         together = list(generate(_config(str(tmp_path), prompt=("a b c", "d"), **options)))
         assert [text.split("\n")[1] for text in together] == expected
-    with pytest.raises(ValueError, match="positions for 16 tokens, the prompt has 3: pass --tokens 13 or fewer"):
+    with pytest.raises(ValueError, match="positions for 16 tokens, but the prompt has 3: pass --tokens 13 or fewer"):
         next(generate(_config(str(tmp_path), prompt="a b c", tokens=14)))
 
 

@@ -178,7 +178,7 @@ def test_reset_of_parameters_without_an_init_of_their_own_is_refused_by_name():
     roles = {"first.weight": "embedding", "head.weight": "unembedding"}
     with pytest.raises(ValueError, match="reset=True, but gain belong to modules without reset_parameters"):
         smupar.parameterize(model, base=base, roles=roles, reset=True)
-    with pytest.warns(smupar.PlanWarning, match="Left as they are, without an init of their own: gain"):
+    with pytest.warns(smupar.PlanWarning, match="These have no init of their own and are left as they are: gain"):
         smupar.parameterize(model, base=base, roles=roles)
 
 

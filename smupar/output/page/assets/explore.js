@@ -39,6 +39,6 @@ function exploredLine(label, rows, { x, y, rule, shade }) {
   const ended = all.filter((point) => point.y !== null);
   const at = ended.reduce((least, point, i) => (point.y < ended[least].y ? i : least), 0);
   const inside = at > 0 && at < ended.length - 1;
-  const best = ended.length ? { x: ended[at].x, y: ended[at].y, low: inside ? ended[at - 1].x : null, high: inside ? ended[at + 1].x : null, is_final: ended.length === all.length } : null;
+  const best = ended.length ? { x: ended[at].x, y: ended[at].y, smooth: ended[at].x, low: inside ? ended[at - 1].x : null, high: inside ? ended[at + 1].x : null, is_final: ended.length === all.length } : null;
   return { label, points: all, shade, is_reference: false, is_joined: all.length < 40, best, rule };
 }
