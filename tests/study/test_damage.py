@@ -66,6 +66,10 @@ DAMAGES = {
         write_sealed(run / "summary.json", unsealed(run / "summary.json")),
         change_digit(run / "summary.json", '"train_loss": 4.', '"train_loss": 3.'),
     ),
+    "summary without a field": lambda run: (
+        unsealed(run / "summary.json"),
+        change_digit(run / "summary.json", '"num_parameters"', '"num_weights"'),
+    ),
     "empty summary": lambda run: (run / "summary.json").write_text(""),
     "summary that is a list": lambda run: (run / "summary.json").write_text("[]"),
     "cut config": lambda run: (run / "config.json").write_text((run / "config.json").read_text()[:100]),

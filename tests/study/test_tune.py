@@ -256,6 +256,7 @@ def test_good_file_is_read(tmp_path):
     assert read_hps(str(tmp_path)) == {name: value for name, value in GOOD.items() if name != "format"}
 
 
+@pytest.mark.filterwarnings("default::UserWarning")
 def test_edited_file_is_read_with_a_note(tmp_path, capsys):
     (tmp_path / "best.json").write_text(sealed_json(GOOD).replace("0.01", "0.02"))
     main(["plan", "--hps", str(tmp_path)])
