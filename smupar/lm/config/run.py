@@ -165,6 +165,9 @@ class RunConfig:
     final density, as in the paper."""
     follow: str | None = None
     """File with the trace of a proxy that the learning rates of hidden layers follow (measured updates)."""
+    law: str = ""
+    """How updates are measured, for controls in studies. effect (default), rms, trust, spectral or function; every=25,
+    old=0.95, tokens=512, held-out."""
     record: bool = False
     """Measure what each update does to every hidden layer, and write trace.json for other runs to follow."""
     init_std: float = 0.087

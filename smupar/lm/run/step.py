@@ -95,6 +95,10 @@ class Stepper:
             )
 
     def _updates(self, trace: Trace | None) -> Recorder | Follower | None:
+        refuse(
+            self.config.law,
+            f"law {self.config.law!r} is for sweeps and `smupar reproduce controls`, which stack runs: leave it out",
+        )
         period = self.config.round_steps if self.config.mask_method.in_rounds else None
         on = (self.model, self.plan, self.optimizers)
         if trace is not None:
