@@ -13,7 +13,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -274,7 +274,7 @@ def _read_run(folder: Path) -> tuple[Result, dict[str, Any]]:
     takes seconds, and a page has to open at once."""
     remedy = "start the study's command again"
     values, summary = (read_object(folder / name, remedy=remedy) for name in ("config.json", "summary.json"))
-    shown = {item.name: summary[item.name] for item in fields(_Shown) if item.name in summary}
+    shown = {name: summary[name] for name in _Shown.__annotations__ if name in summary}
     as_record(_Shown, shown, source=str(folder / "summary.json"), remedy=remedy)
     # Unlike from_json this does not check the types of fields: the id, which is compared next, covers every field.
     model, betas = ModelConfig(**values["model"]), tuple(values["betas"])
