@@ -27,7 +27,7 @@ _MAIN = {
 }
 # Flags that transfer and tune set themselves. If typed, they are refused, with the flag to use instead.
 HIDDEN = {
-    "transfer": ("width", "sparsity", "rule", "correction", "follow", "record"),
+    "transfer": ("width", "sparsity", "rule", "correction", "follow", "record", "law"),
     "tune": ("lr", "init_std", "alpha_input", "alpha_output"),
 }
 # The commands as `smupar --help` shows them.

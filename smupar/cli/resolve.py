@@ -26,6 +26,7 @@ _SET_BY_TRANSFER = {
     "correction": "compare --rules smupar (as in the paper) and moment",
     "follow": "a trace of the proxy is recorded and followed by --rules measured",
     "record": "a trace of the proxy is recorded and followed by --rules measured",
+    "law": "other laws are compared by `smupar reproduce controls`",
 }
 # Fields that have an effect only if another field has one of these values.
 _NEEDS = {

@@ -95,6 +95,23 @@ class BatchedLoss:
             for handle in hooks:
                 handle.remove()
 
+    def outputs(self, params: Tensors, buffers: Tensors, batch: tuple[Tensor, ...], chunk_size: int | None = None) -> Tensor:
+        """What the models return, in full precision."""
+        seen: list[Tensor] = []
+
+        def run(params: Tensors, buffers: Tensors, batch: tuple[Tensor, ...]) -> Tensor:
+            seen.clear()
+            self._of_one(params, buffers, batch)
+            return seen[-1]
+
+        dtype, self.dtype = self.dtype, None
+        hook = self.template.model.register_forward_hook(lambda module, args, output: seen.append(output))
+        try:
+            return self._apply(run, params, buffers, batch, chunk_size)
+        finally:
+            hook.remove()
+            self.dtype = dtype
+
     def output_gradients(
         self,
         params: Tensors,

@@ -143,6 +143,11 @@ class Stack:
         return self._loss.inputs(self.tensors.params, self.tensors.buffers, tuple(batch), self.hidden, take)
 
     @torch.no_grad()
+    def outputs(self, batch: Sequence[Tensor], params: dict[str, Tensor]) -> Tensor:
+        """What the models return in full precision, with these parameters in place of their own."""
+        return self._loss.outputs(params, self.tensors.buffers, tuple(batch), _CHUNK)
+
+    @torch.no_grad()
     def output_gradients(self, batch: Sequence[Tensor], take: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """``take`` applied to the gradients of the outputs of each hidden weight's layer, by name of the weight."""
         return self._loss.output_gradients(self.tensors.params, self.tensors.buffers, tuple(batch), self.hidden, take)

@@ -62,10 +62,10 @@ def _proxies(scale: Scale) -> list[RunConfig]:
 
 def _swept(scale: Scale, method: str, correction: str, rules: Iterable[str] = RULES) -> list[RunConfig]:
     runs = runs_of(scale, "dynamic", rules)
-    return swept(scale, "dynamic", [_moving(run, method, correction) if run.sparsity else run for run in runs])
+    return swept(scale, "dynamic", [with_moving_masks(run, method, correction) if run.sparsity else run for run in runs])
 
 
-def _moving(run: RunConfig, method: str, correction: str) -> RunConfig:
+def with_moving_masks(run: RunConfig, method: str, correction: str) -> RunConfig:
     every = _EVERY if run.steps >= 10 * _EVERY else max(1, round(run.steps / _MOVES_PER_RUN))
     run = replace(run, dynamic=method, mask_every=every)  # type: ignore[arg-type]
     return replace(run, correction=correction) if run.prunes else run  # type: ignore[arg-type]

@@ -85,6 +85,7 @@ class Figure:
     prepare: Callable[[str | None], None] | None = None  # takes --data-dir
     runs: Callable[[Scale], list[RunConfig]] | None = None
     then: Callable[[Scale, Study], list[RunConfig]] | None = None
+    expected: Callable[[Scale], list[RunConfig]] | None = None  # what ``then`` will propose, for the cost
     swept: tuple[str, str] | None = None  # the experiment that sets the number of seeds, and the swept field
     last: Callable[[Scale], list[RunConfig]] | None = None
     keeps_weights: bool = False

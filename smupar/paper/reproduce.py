@@ -45,7 +45,7 @@ from smupar.study.view import result_rows, table_of
 MADE_ON = "made-on.json"  # the device and versions of a measurement without runs
 FIGURES = (
     *("tab01", "fig01", "fig03", "fig05", "fig06", "fig07", "fig08", "fig09", "fig10", "fig11", "fig12", "fig13", "fig14"),
-    *("tab02", "tab03", "tab04", "wpn", "patterns", "thin", "decay", "drift", "depth"),
+    *("tab02", "tab03", "tab04", "wpn", "patterns", "thin", "decay", "drift", "depth", "controls"),
 )
 FINDINGS = {
     1: "Increasing sparsity makes activations and gradients vanish under SP and muP",
@@ -331,7 +331,7 @@ def dry_run(name: str, scale: Scale, how: EngineConfig, *, out: str) -> FigureCo
 def _cost_on_gpus(name: str, fig: Figure, scale: Scale, command: str) -> FigureCost:
     """The cost on H200s, from FLOPs."""
     assert fig.runs is not None
-    configs = fig.runs(scale)
+    configs = [*fig.runs(scale), *(fig.expected(scale) if fig.expected else ())]
     if fig.swept:  # three values of each curve get more seeds; their cost does not depend on the optimum
         experiment, axis = fig.swept
         values = sorted({getattr(config, axis) for config in configs})
@@ -349,7 +349,7 @@ def _cost_on_gpus(name: str, fig: Figure, scale: Scale, command: str) -> FigureC
     small, big = min(cost.num_parameters for cost in each), largest.num_parameters
     gib = _bytes(largest) / _GIB
     lines = {
-        "runs": f"{len(configs)}{' and those that follow a trace' if fig.then else ''}",
+        "runs": f"{len(configs)}{' and those that follow a trace' if fig.then and not fig.expected else ''}",
         "parameters": f"{small:,}" + (f" to {big:,}" if big != small else ""),
         "tokens": f"{tokens:.3g}, {largest.num_tokens:.3g} in a run of the largest",
         "FLOPs": f"{flops:.3g} (6 N tokens)",
@@ -357,7 +357,13 @@ def _cost_on_gpus(name: str, fig: Figure, scale: Scale, command: str) -> FigureC
         "memory": f"{gib:.1f} GiB for the largest, with one sequence at a time",
         "command": command,
     }
-    facts = {"runs": len(configs), "is_all": not fig.then, "parameters": (small, big), "tokens": tokens, "flops": flops}
+    facts = {
+        "runs": len(configs),
+        "is_all": not fig.then or fig.expected is not None,
+        "parameters": (small, big),
+        "tokens": tokens,
+        "flops": flops,
+    }
     return FigureCost(name, fig.title, lines, {"figure": name, **facts, "seconds": 3600 * hours, "memory_gib": gib})
 
 

@@ -24,7 +24,7 @@ from smupar.plan.plan import Plan
 from smupar.plan.settings import refuse
 from smupar.rules import DEPTH_MUP
 from smupar.updates.probe import LayerProbe, exact, refuse_measured, remove_copied_probes
-from smupar.updates.trace import Trace, TraceReader, averages_after, clamped, is_measured
+from smupar.updates.trace import LAW, Trace, TraceReader, averages_after, clamped
 
 
 class UpdatesWarning(UserWarning):
@@ -161,7 +161,7 @@ class _UpdateMeter(Meter):
 
     @property
     def is_due(self) -> bool:
-        return is_measured(self.place)
+        return LAW.is_measured(self.place)
 
     def groups(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
         return group_of_weight(optimizer)

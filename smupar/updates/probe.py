@@ -20,12 +20,12 @@ from smupar.plan.settings import refuse
 NUM_TOKENS = 128
 
 
-def some_rows(x: Tensor) -> Tensor:
+def some_rows(x: Tensor, num: int = NUM_TOKENS) -> Tensor:
     """A fixed number of tokens from the whole batch. If it has fewer, tokens are repeated, which leaves means as they are."""
     rows = x.reshape(-1, x.shape[-1])
-    if len(rows) < NUM_TOKENS:
-        return rows.repeat(-(-NUM_TOKENS // max(1, len(rows))), 1)[:NUM_TOKENS]
-    return rows[spread(len(rows), NUM_TOKENS, x.device)]
+    if len(rows) < num:
+        return rows.repeat(-(-num // max(1, len(rows))), 1)[:num]
+    return rows[spread(len(rows), num, x.device)]
 
 
 def spread(num_rows: int, most: int, device: torch.device) -> Tensor:

@@ -18,17 +18,12 @@ from smupar.output.json_files import read_text, sealed_json
 from smupar.output.page import write_page
 from smupar.output.pictures import new_figure, save_figure
 from smupar.plan.settings import layer_glob, refuse
+from smupar.updates.law import Law
 from smupar.updates.page import trace_document
 from smupar.updates.stored import FORMAT, REMEDY, parse_trace
 
 CLAMP = 1e4
-_OLD = 0.8  # share of the average that stays at a measured step
-_EVERY, _FIRST = 5, 20  # all of the first steps are measured, then every fifth
-
-
-def is_measured(step: int) -> bool:
-    """Whether a step is measured; steps are counted from 0."""
-    return step < _FIRST or step % _EVERY == 0
+LAW = Law()  # the usual one
 
 
 @dataclass
@@ -146,7 +141,9 @@ def same_moment(step: int, num_steps: int, other_num_steps: int) -> float:
     return step / (1 + step * (1 / other_num_steps - 1 / num_steps))
 
 
-def averages_after(averages: tuple[Tensor, Tensor], wanted: Tensor, gain: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+def averages_after(
+    averages: tuple[Tensor, Tensor], wanted: Tensor, gain: Tensor, old_share: float = LAW.old
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """The law by which learning rates follow a trace, for the layers of one model, or for one layer of many models.
 
     The wanted effect of an update, from the trace, and its gain, the measured effect per unit of learning rate, are both
@@ -159,7 +156,7 @@ def averages_after(averages: tuple[Tensor, Tensor], wanted: Tensor, gain: Tensor
     usable = wanted.isfinite() & gain.isfinite() & (gain > 0)
 
     def average(old: Tensor, new: Tensor) -> Tensor:
-        return torch.where(usable, torch.where(old.isnan(), new, _OLD * old + (1 - _OLD) * new), old)
+        return torch.where(usable, torch.where(old.isnan(), new, old_share * old + (1 - old_share) * new), old)
 
     wanted, gain = average(averages[0], wanted), average(averages[1], gain)
     return (wanted, gain), torch.where(usable, wanted.to(gain.dtype) / gain, math.nan)

@@ -1,9 +1,10 @@
 """Models that differ in depth: which of their layers are compared, and how a depth rule changes sizes there.
 
 Several blocks may correspond to one block of the base. The output of the last one is measured, because it ends at the same
-relative depth in every model and contains, through the residual stream, what the others did. The layers inside are measured in
-the middle block, which is typical of them all. A depth rule divides residual branches, and with them the gradients inside. The
-plan's own factors are divided out of these sizes, so that they should be flat.
+relative depth in every model and contains, through the residual stream, what the others did. The gradient of the input is that
+of the first one, which begins at the same relative depth. The layers inside are measured in the middle block, which is typical
+of them all. A depth rule divides residual branches, and with them the gradients inside. The plan's own factors are divided out
+of these sizes, so that they should be flat.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Layers:
     # module path -> name in the base, of modules to measure; None: every module, under its own name
     places: dict[str, str] | None = None
     blocks: frozenset[str] = frozenset()  # blocks in lists, whose outputs are the residual stream
+    firsts: dict[str, str] = field(default_factory=dict)  # first of several blocks -> the last, whose input gradient it shows
     outputs: dict[str, float] = field(default_factory=dict)
     gradients: dict[str, float] = field(default_factory=dict)
     effects: dict[str, float] = field(default_factory=dict)
@@ -37,8 +39,18 @@ class Layers:
     def is_measured(self, path: str) -> bool:
         return self.places is None or path in self.places
 
+    def is_block_measured(self, path: str) -> bool:
+        return self.is_measured(path) or path in self.firsts
+
+    def shows_output(self, path: str) -> bool:
+        return path not in self.firsts
+
+    def shows_gradient(self, path: str) -> bool:
+        return path not in self.firsts.values()
+
     def place(self, path: str) -> str:
         """The name of a module, or of a parameter, in the base."""
+        path = self.firsts.get(path, path)
         if self.places is None or path in self.places:
             return path if self.places is None else self.places[path]
         owner, _, leaf = path.rpartition(".")
@@ -75,6 +87,7 @@ def layers_of(model: nn.Module, base: nn.Module, plan: Plan, loss: Callable[[], 
     return Layers(
         places={paths[-1] if paths[-1] in blocks else paths[(len(paths) - 1) // 2]: place for place, paths in groups.items()},
         blocks=blocks,
+        firsts={paths[0]: paths[-1] for paths in groups.values() if len(paths) > 1 and paths[-1] in blocks},
         outputs={path: depth_factor(scaled[path], rule.branch) for path in divided & scaled.keys()},
         gradients={path: depth_factor(scaled[path], rule.branch) for path in inside & scaled.keys()},
         effects={} if rule.alpha is None else {path: depth_factor(m, rule.alpha - 1) for path, m in scaled.items()},

@@ -91,7 +91,7 @@ class SizeRecorder:
         owners = {next(_ancestors(row.name)) for row in plan if row.role == "hidden"} - layers.keys()
         blocks = {*hidden_parents, *owners, *depth.blocks}
         self.layers = {path: found for path, found in layers.items() if depth.is_measured(path)}
-        self.blocks = {path: "block" for path in modules if path in blocks and path and depth.is_measured(path)}
+        self.blocks = {path: "block" for path in modules if path in blocks and path and depth.is_block_measured(path)}
         self.blocks[""] = "logits"
         parts = _parts(plan, {name for name, _ in layers.values()})
         self.parts = {name: path for name, path in parts.items() if depth.is_measured(path)}
@@ -136,11 +136,11 @@ class SizeRecorder:
             self._keep_call(path, WholeCall(module, args, kwargs), y)
 
     def _watch(self, path: str, module: nn.Module, given: tuple[tuple[Any, ...], dict[str, Any]], y: Tensor) -> None:
-        if self._is_first(path, Y):
+        if self.depth.shows_output(path) and self._is_first(path, Y):
             self._note(path, Y, y.detach() / self.depth.output(path))
             if path in self.blocks and y.shape[-1:] in self._readouts_in(path):
                 self.blocks[path] = "logits"
-        if not y.requires_grad or not self._is_first(path, GRAD_X):
+        if not y.requires_grad or not self.depth.shows_gradient(path) or not self._is_first(path, GRAD_X):
             return
         x = first_tensor((*given[0], *given[1].values()))
         if path in self.layers:
@@ -171,7 +171,7 @@ class SizeRecorder:
         ]
 
     def _compare(self, path: str, y: Tensor) -> None:
-        if not self._is_first(path, CHANGE):
+        if not self.depth.shows_output(path) or not self._is_first(path, CHANGE):
             return
         y = y.flatten()[:: max(1, y.numel() // 65536)].clone()
         if path not in self._first_outputs:

@@ -32,6 +32,7 @@ from smupar.rules import DEPTH_RULES, get_rule
 
 _Config = TypeVar("_Config")
 _FEW_MOVES = 5
+StorageName = Literal["dense", "csr", "2:4", "block", "auto"]
 
 # The text that needs no download: the source of the running Python's standard library, as bytes.
 STANDARD_LIBRARY = "stdlib"
@@ -165,6 +166,9 @@ class RunConfig:
     final density, as in the paper."""
     follow: str | None = None
     """File with the trace of a proxy that the learning rates of hidden layers follow (measured updates)."""
+    law: str = ""
+    """How updates are measured, for controls in studies. effect (default), rms, trust, spectral or function; every=25,
+    old=0.95, tokens=512, held-out."""
     record: bool = False
     """Measure what each update does to every hidden layer, and write trace.json for other runs to follow."""
     init_std: float = 0.087
@@ -427,7 +431,7 @@ class Execution:
     graph: bool = False
     """Capture the whole step as a CUDA graph, which is for small models on one GPU with AdamW or Adam and one micro-batch per
     step."""
-    storage: Literal["dense", "csr", "2:4", "block", "auto"] = "dense"
+    storage: StorageName = "dense"
     """csr: masked weights keep and multiply only their non-zeros; 2:4, block: the same on an NVIDIA GPU, for the patterns
     2:4-transposable and block-N; auto: wherever it is measured to be faster. On GPUs this needs --dtype bf16."""
     parallel: Literal["ddp", "fsdp"] = "ddp"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_h
 
 from smupar.plan.settings import UNSTRUCTURED, refuse
 from smupar.rules import get_rule
+from smupar.updates.law import parse_law
 
 if TYPE_CHECKING:
     from smupar.lm.config.run import ModelConfig, RunConfig
@@ -162,6 +163,8 @@ def _check_optimizer(run: RunConfig) -> None:
 
 
 def _check_moving_masks(run: RunConfig) -> None:
+    parse_law(run.law)
+    refuse(run.law and not (run.follow or run.record), f"law {run.law!r} is for runs that record or follow a trace")
     refuse(
         run.dynamic != "none" and run.pattern not in UNSTRUCTURED,
         f"masks that move are unstructured: --dynamic {run.dynamic} needs --pattern random",

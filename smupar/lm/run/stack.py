@@ -27,6 +27,7 @@ from smupar.lm.run.step import next_token_loss
 from smupar.model.parameterize import add_missing_branches
 from smupar.output.files import write_atomic
 from smupar.plan.plan import Plan, PlanWarning
+from smupar.updates.law import parse_law
 from smupar.updates.stacked import StackedUpdates
 from smupar.updates.trace import Trace
 
@@ -113,7 +114,8 @@ class GPTStack:
         self.plans = plans
         first, traces = self.configs[0], [read_trace(config) for config in self.configs]
         measured = first.record or any(trace is not None for trace in traces)
-        self.updates = StackedUpdates(self.stack, plans, traces, first.steps, first.round_steps) if measured else None
+        self.law = parse_law(first.law)
+        self.updates = StackedUpdates(self.stack, plans, traces, first.steps, first.round_steps, self.law) if measured else None
         self.sparsifier = make_stacked_sparsifier(self.stack, plans, self.configs)
 
     @property
@@ -188,7 +190,7 @@ class GPTStack:
     def step(self, step: int) -> Tensor:
         batch, shares = self._batch(self.corpus.train, step), [lr_share(step, config) for config in self.configs]
         if self.updates is not None:
-            self.updates.before(step, batch)
+            self.updates.before(step, self._batch(self.corpus.valid, step) if self.law.held_out else batch)
         if self.sparsifier is not None:
             self.sparsifier.before(step, batch)
         losses = self.stack.step(batch, shares)

@@ -92,9 +92,14 @@ class Stepper:
                 tokens=(self.rows[1] - self.rows[0]) // self.num_micro * self.config.seq_len,
                 passes=self.num_micro,
                 dtype=torch.bfloat16 if self.config.dtype == "bf16" else torch.float32,
+                captured=how.graph,
             )
 
     def _updates(self, trace: Trace | None) -> Recorder | Follower | None:
+        refuse(
+            self.config.law,
+            f"law {self.config.law!r} is for sweeps and `smupar reproduce controls`, which stack runs: leave it out",
+        )
         period = self.config.round_steps if self.config.mask_method.in_rounds else None
         on = (self.model, self.plan, self.optimizers)
         if trace is not None:
