@@ -113,9 +113,10 @@ def _told(stepper: Stepper, *, full: bool) -> str:
 
 
 def _resumed(stepper: Stepper, path: Path, folder: RunFolder | None) -> Progress:
-    last, progress = _last_intact(path / "checkpoints", stepper.world), Progress()
+    last, progress, rows_checksum = _last_intact(path / "checkpoints", stepper.world), Progress(), None
     if last is not None:
         state = checkpoint.load(last, stepper.model, stepper.optimizers)
+        rows_checksum = state.pop("rows", None)
         checkpoint.refuse_other_run(last, state.pop("run", None), stepper.config.id)
         with checkpoint.named(last):
             stepper.load_state_dict(state.pop("moving", {}))
@@ -124,7 +125,8 @@ def _resumed(stepper: Stepper, path: Path, folder: RunFolder | None) -> Progress
             stepper.observer.step = progress.step
     if folder:
         # If losses are pending for a row, the checkpoint's own step has no row yet.
-        progress.num_rows = folder.resume_metrics(progress.step - bool(progress.since_row), progress.num_rows)
+        logged = progress.step - bool(progress.since_row)
+        progress.num_rows = folder.resume_metrics(logged, progress.num_rows, rows_checksum)
     return progress
 
 
@@ -203,6 +205,8 @@ class _FolderKeeper:
         [run], stepper = progress, self.stepper
         state = {name: value for name, value in asdict(run).items() if name != "step"}
         state |= {"run": stepper.config.id, "moving": stepper.state_dict()}
+        if self.folder:
+            state["rows"] = self.folder.rows_checksum
         checkpoint.save(self.checkpoints, run.step, stepper.model, stepper.optimizers, state, stepper.world)
         if stepper.world.is_main:
             checkpoint.prune(self.checkpoints, keep=self.num_kept, best=run.best_step)
