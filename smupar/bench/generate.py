@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import platform
 import statistics
 import time
 import warnings
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from smupar.bench.facts import hardware
 from smupar.bench.sparse.rows import Machine, measure_machine
 from smupar.execute.sparse.convert import sparsify_storage
 from smupar.execute.sparse.packed import PACKED, PackedLinear, pack
@@ -287,19 +287,12 @@ def _memory(machine: Machine, device: torch.device) -> Machine:
 
 
 def _facts(device: torch.device) -> dict[str, Any]:
-    name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU {_processor()}"
     versions: dict[str, str] = {"torch": str(torch.__version__)}
     with suppress(ImportError):  # the other sides need no transformers
         import transformers
 
         versions["transformers"] = transformers.__version__
-    return {"hardware": name, "threads": torch.get_num_threads(), **versions}
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return {"hardware": hardware(device), "threads": torch.get_num_threads(), **versions}
 
 
 def _read(out: str | None) -> list[Speed]:

@@ -152,11 +152,13 @@ def _verdict_lines(report: Report) -> list[Told]:
 
 def bench(
     what: Annotated[
-        Literal["parameterize", "train", "updates", "sweep", "data", "sparse", "generate"], Arg("BENCH", positional=True)
+        Literal["parameterize", "train", "updates", "sweep", "data", "sparse", "generate", "attention"],
+        Arg("BENCH", positional=True),
     ],
     repeats: int = 3,
     out: str | None = None,
     device: Literal["cpu", "cuda"] | None = None,
+    storage: bool = False,
 ) -> Reply:
     """Measure time and memory of two or more variants, side by side in one run.
 
@@ -165,23 +167,25 @@ def bench(
             masks, compared with the same model without smupar, for causal attention and for ALiBi. updates: the 610M model on
             a GPU, with and without following a trace. sweep: many small models, one by one and stacked. data: how fast
             batches are read from shards. sparse: layers that keep only their non-zeros, compared with dense layers. generate:
-            tokens per second: dense, without zeros, and with transformers.
+            tokens per second: dense, without zeros, and with transformers. attention: stacks of models on a GPU, with fused
+            attention and without.
         repeats: Number of runs of each variant.
-        out: For sparse and generate: a folder for the numbers as JSON, and for the picture of sparse. If you run generate
-             again, it measures only the missing cases.
-        device: For sparse and generate: cpu or cuda. Default: a GPU if there is one.
+        out: For sparse, generate and train --storage: a folder for the numbers as JSON, and for the picture of sparse. If you
+            run generate or train --storage again, it measures only the missing cases.
+        device: For sparse, generate and train --storage: cpu or cuda. Default: a GPU if there is one.
+        storage: For train: steps of complete GPTs that keep only their non-zeros, compared with dense ones.
     """
     refuse(not 1 <= repeats <= 10_000, f"--repeats must lie between 1 and 10,000, got {repeats}")
-    chooses = what in ("sparse", "generate")
-    refuse(out is not None and not chooses, f"--out is for bench sparse and generate; {what} writes no files: leave it out")
-    refuse(
-        device is not None and not chooses,
-        f"--device is for bench sparse and generate; {what} chooses its device: leave it out",
-    )
+    refuse(storage and what != "train", f"--storage is for bench train, not for {what}: leave it out")
+    chooses, these = storage or what in ("sparse", "generate"), "bench sparse, generate and train --storage"
+    refuse(out is not None and not chooses, f"--out is for {these}; {what} writes no files: leave it out")
+    refuse(device is not None and not chooses, f"--device is for {these}; {what} chooses its device: leave it out")
     with loading():
         from smupar.bench.models import BENCHES
 
-    said = BENCHES[what](repeats=repeats, **{k: v for k, v in {"out": out, "device": device}.items() if v is not None})
+    said = BENCHES["storage" if storage else what](
+        repeats=repeats, **{k: v for k, v in {"out": out, "device": device}.items() if v is not None}
+    )
     return Reply(table(said), {"bench": what, "repeats": repeats, "lines": said.splitlines()})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -94,3 +95,20 @@ class Graphed:
                 self.output = self.fn(*self.inputs)
         self.graph.replay()
         return self.output
+
+
+def captured_call(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """The replay of a call that has no result, to be measured."""
+    done = torch.zeros((), device=device)
+
+    def captured() -> Tensor:
+        call()
+        return done
+
+    graphed = Graphed(captured)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*capturable=True")  # the first steps are not captured yet
+        for _ in range(WARM_UP + 1):
+            graphed()
+    torch.cuda.synchronize(device)
+    return graphed.graph.replay

@@ -53,7 +53,7 @@ _TRACES = ("flat", "shuffled", "half-lr", "double-lr", "other-seed", "other-text
 
 
 @dataclass(frozen=True)
-class _Size:
+class _ControlSize:
     densities: tuple[float, ...]  # the sparsest first
     methods: tuple[str, ...]
     num_seeds: int
@@ -61,9 +61,9 @@ class _Size:
 
 
 _SIZES = {
-    "cpu": _Size((1 / 16,), ("rigl",), 2, ("every 25 steps", "held-out tokens")),
-    "small": _Size((1 / 64, 1 / 16), ("rigl", "none", "gmp"), 5),
-    "paper": _Size((1 / 64, 1 / 16), ("rigl", "none", "gmp"), 5),
+    "cpu": _ControlSize((1 / 16,), ("rigl",), 2, ("every 25 steps", "held-out tokens")),
+    "small": _ControlSize((1 / 64, 1 / 16), ("rigl", "none", "gmp"), 5),
+    "paper": _ControlSize((1 / 64, 1 / 16), ("rigl", "none", "gmp"), 5),
 }
 
 

@@ -30,7 +30,7 @@ from smupar.bench.sparse.rows import (
     step_floor,
     synced_seconds_of,
 )
-from smupar.execute.cuda_graphs import WARM_UP, Graphed
+from smupar.execute.cuda_graphs import captured_call
 from smupar.execute.sparse import backends
 from smupar.execute.sparse.convert import sparsify_storage
 from smupar.execute.sparse.tiles import SlicedEll, multiply, pack
@@ -107,7 +107,7 @@ class Contestants:
         if peak is None:
             return
         self.calls[side], self.peaks[side] = call, peak
-        if graph := self.attempt(f"{side}{CAPTURED}", lambda: _captured(call)):
+        if graph := self.attempt(f"{side}{CAPTURED}", lambda: captured_call(call, _GPU)):
             self.calls[f"{side}{CAPTURED}"] = graph
 
     def rows(self, what: str, held: dict[str, int], floor: Callable[[float], float], repeats: int) -> list[Row]:
@@ -252,22 +252,8 @@ def _peak_bytes(call: Call) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def _captured(call: Call) -> Call:
-    done = torch.zeros((), device=_GPU)
-
-    def captured() -> Tensor:
-        call()
-        return done
-
-    graphed = Graphed(captured)
-    for _ in range(WARM_UP + 1):
-        graphed()
-    torch.cuda.synchronize()
-    return graphed.graph.replay
-
-
 def _timed(calls: dict[str, Call], repeats: int) -> dict[str, float]:
     """Median seconds of a call. Sides take turns, and each is called several times between two readings of the clock."""
     rough = {side: max(1e-6, synced_seconds_of(call, 2)) for side, call in calls.items()}
-    nums = {side: min(50, max(2, round(8e-3 / seconds))) for side, seconds in rough.items()}  # calls in about 8 ms
-    return in_turns(calls, repeats, lambda side, call: synced_seconds_of(call, nums[side]))
+    num_calls = {side: min(50, max(2, round(8e-3 / seconds))) for side, seconds in rough.items()}  # calls in about 8 ms
+    return in_turns(calls, repeats, lambda side, call: synced_seconds_of(call, num_calls[side]))

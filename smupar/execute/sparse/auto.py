@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from smupar.execute.cuda_graphs import captured_call
 from smupar.execute.sparse.backends import DENSE, compress, out_dim_of
 from smupar.execute.timing import Call, in_turns, seconds_of, training_step
 from smupar.model.sharding import num_ranks
@@ -39,6 +40,7 @@ class Work:
     tokens: int  # rows of the activations in one pass
     passes: int = 1  # micro-batches in one step of the optimizer
     dtype: torch.dtype | None = None  # dtype of the activations; None for the weights' dtype
+    captured: bool = False  # whether the step will be captured in a CUDA graph, so that the host's work does not count
 
 
 def timing_of(layer: nn.Module, mask: Tensor, backends: list[str], work: Work, known: Measured) -> Timing:
@@ -96,8 +98,11 @@ def _step_of(layer: nn.Module, sizes: tuple[int, int], work: Work) -> Call:
     x, grad = (
         torch.randn(work.tokens, size, generator=rng, dtype=work.dtype or like.dtype, device=like.device) for size in sizes
     )
-    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.0, fused=like.is_cuda)  # lr=0 leaves the weights unchanged
-    return training_step(layer, optimizer, x, grad, work.passes)
+    captured = work.captured and like.is_cuda
+    # lr=0 leaves the weights unchanged
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.0, fused=like.is_cuda, capturable=captured)
+    step = training_step(layer, optimizer, x, grad, work.passes)
+    return captured_call(step, like.device) if captured else step
 
 
 def _seconds(step: Call, device: torch.device) -> float:

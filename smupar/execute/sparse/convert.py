@@ -73,6 +73,7 @@ def sparsify_storage(
     tokens: int = 2048,
     passes: int = 1,
     dtype: torch.dtype | None = None,
+    captured: bool = False,
 ) -> StorageReport:
     """Makes masked linear layers keep and multiply only their non-zeros, in place. Returns a report of its choices.
 
@@ -83,6 +84,7 @@ def sparsify_storage(
     passes    number of micro-batches per step of the optimizer, for the measurements of "auto"
     dtype     dtype of the activations under the autocast that you will train with; None: autocast's dtype if autocast is on
               now, else the weights' dtype. Sparse layers on GPUs multiply bfloat16 only
+    captured  whether you will capture the step in a CUDA graph, for the measurements of "auto"
 
     Each of these weights becomes a parameter of non-zero values under its old name. So call this after ``parameterize`` and
     before ``param_groups``, a sparsifier, DDP and torch.compile. On bad input, or if a kernel fails, the model stays unchanged.
@@ -101,7 +103,7 @@ def sparsify_storage(
     _refuse_dtype(dtype, masked)
     if dtype is None and torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
-    return _carry_out(model, plan, _decide(model, masked, backend, Work(tokens, passes, dtype)))
+    return _carry_out(model, plan, _decide(model, masked, backend, Work(tokens, passes, dtype, captured)))
 
 
 def _masked(model: nn.Module, plan: Plan) -> list[ModelWeight]:

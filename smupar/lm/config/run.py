@@ -32,6 +32,7 @@ from smupar.rules import DEPTH_RULES, get_rule
 
 _Config = TypeVar("_Config")
 _FEW_MOVES = 5
+StorageName = Literal["dense", "csr", "2:4", "block", "auto"]
 
 # The text that needs no download: the source of the running Python's standard library, as bytes.
 STANDARD_LIBRARY = "stdlib"
@@ -430,7 +431,7 @@ class Execution:
     graph: bool = False
     """Capture the whole step as a CUDA graph, which is for small models on one GPU with AdamW or Adam and one micro-batch per
     step."""
-    storage: Literal["dense", "csr", "2:4", "block", "auto"] = "dense"
+    storage: StorageName = "dense"
     """csr: masked weights keep and multiply only their non-zeros; 2:4, block: the same on an NVIDIA GPU, for the patterns
     2:4-transposable and block-N; auto: wherever it is measured to be faster. On GPUs this needs --dtype bf16."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
@@ -458,8 +459,8 @@ class Execution:
     full: bool = False
     """Print every number of every parameter in the plan, not a summary by kind of layer."""
     peak_tflops: float | None = None
-    """Peak speed of one device, for the share of peak in the progress line. Default: the datasheet's, or else the measured
-    speed of a large product."""
+    """Peak speed of one device, for the share of peak in the progress line. Default on a GPU: the datasheet's, or else the
+    measured speed of a large product. On a CPU no share is shown unless it is given."""
 
     def __post_init__(self) -> None:
         check_choices(self)

@@ -92,6 +92,7 @@ class Stepper:
                 tokens=(self.rows[1] - self.rows[0]) // self.num_micro * self.config.seq_len,
                 passes=self.num_micro,
                 dtype=torch.bfloat16 if self.config.dtype == "bf16" else torch.float32,
+                captured=how.graph,
             )
 
     def _updates(self, trace: Trace | None) -> Recorder | Follower | None:
