@@ -57,15 +57,20 @@ def resolved(path: Path) -> Path:
 
 
 def read_plain(path: Path) -> bytes:
-    """The content of a file. Raises OSError for a pipe or a device, which might never end."""
+    refuse_other_than_plain(path)
+    return path.read_bytes()
+
+
+def refuse_other_than_plain(path: Path) -> None:
+    """Raises OSError for a pipe or a device, which might never end, and for a folder."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "Is a directory" if path.is_dir() else "Not a plain file", str(path))
-    return path.read_bytes()
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Writes a file so that it has either the old or the new content, even if the power fails."""
-    data = content if isinstance(content, bytes) else content.encode()
+    # A folder's name, as part of a text, may hold bytes that are not UTF-8.
+    data = content if isinstance(content, bytes) else content.encode(errors="backslashreplace")
     path = resolved(path) if path.is_symlink() else path
     if path.exists() and not path.is_file():  # a folder raises here; a device or pipe is written to, not replaced
         with writing(path):
@@ -79,7 +84,8 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     with writing(path):
         _remove_left_over(path)
         try:
-            with temporary.open("wb") as file:
+            temporary.unlink(missing_ok=True)
+            with temporary.open("xb") as file:  # never through a link that somebody else has put there
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())

@@ -1,7 +1,7 @@
 """Reads and writes JSON files. A damaged file is refused in one line that names the file, the field and what to do.
 
-Files that only smupar writes carry a *seal*, the sha256 of everything else in the file, so that damage is noticed. Files that
-people edit have no seal. Text is UTF-8 in every locale.
+Files carry a *seal*, the sha256 of everything else in the file, so that damage is noticed. If it does not match, a file that
+only smupar writes is refused, and a file that people edit is read with a warning. Text is UTF-8 in every locale.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+import warnings
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
@@ -27,6 +28,10 @@ Record = TypeVar("Record")
 
 class DamagedFileError(ValueError):
     """A file is damaged. The message names the file, the damage and the remedy."""
+
+
+class EditedWarning(UserWarning):
+    """A file that people may edit does not say what smupar wrote. It may be damaged."""
 
 
 def read_text(path: Path, *, remedy: str) -> str:
@@ -52,19 +57,27 @@ def parse_json(text: str, *, source: str, remedy: str) -> Any:
         raise DamagedFileError(f"{source} is damaged ({error}): {remedy}") from error
 
 
-def parse_object(text: str, *, source: str, remedy: str) -> dict[str, Any]:
-    """The JSON object that a text holds, without its seal. Raises if it does not match the seal."""
+def parse_object(text: str, *, source: str, remedy: str, may_be_edited: bool = False) -> dict[str, Any]:
+    """The JSON object that a text holds, without its seal. If it does not match the seal, this raises, or warns if people may
+    edit the file."""
     values = parse_json(text, source=source, remedy=remedy)
     if not isinstance(values, dict):
         raise DamagedFileError(f"{source} is damaged (expected fields, got {_shown(values)}): {remedy}")
     seal = values.pop(SEAL, None)
     if seal is not None and seal != _digest(values):
-        raise DamagedFileError(f"{source} is damaged (its content does not match its checksum): {remedy}")
+        if not may_be_edited:
+            raise DamagedFileError(f"{source} is damaged (its content does not match its checksum): {remedy}")
+        warnings.warn(
+            f"{source} has changed since smupar wrote it, and is used as it is now. If you edited it, remove its field "
+            f"{SEAL!r}; if nobody did, it is damaged: {remedy}",
+            EditedWarning,
+            stacklevel=3,
+        )
     return values
 
 
-def read_object(path: Path, *, remedy: str) -> dict[str, Any]:
-    return parse_object(read_text(path, remedy=remedy), source=str(path), remedy=remedy)
+def read_object(path: Path, *, remedy: str, may_be_edited: bool = False) -> dict[str, Any]:
+    return parse_object(read_text(path, remedy=remedy), source=str(path), remedy=remedy, may_be_edited=may_be_edited)
 
 
 def is_sealed(path: Path) -> bool:

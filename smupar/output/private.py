@@ -73,7 +73,10 @@ def private_temporary_folder() -> Iterator[Path]:
 
 def _is_left_over(path: Path) -> bool:
     named = _TEMPORARY.fullmatch(path.name)
-    return named is not None and path.lstat().st_uid == os.geteuid() and not is_alive(int(named[1]))
+    try:
+        return named is not None and path.lstat().st_uid == os.geteuid() and not is_alive(int(named[1]))
+    except FileNotFoundError:  # its process has just removed it
+        return False
 
 
 def read_own(path: Path) -> bytes:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import xxhash
 
-from smupar.output.files import write_atomic
+from smupar.output.files import refuse_other_than_plain, write_atomic
 from smupar.output.json_files import DamagedFileError, as_record, read_object, sealed_json
 
 SUMS = "sums.json"
@@ -142,6 +142,7 @@ def _layout(start: bytes) -> list[tuple[str, int]]:
 
 
 def _parts_on_disk(path: Path) -> Parts:
+    refuse_other_than_plain(path)
     if path.suffix == ".safetensors":
         with path.open("rb") as file:
             length = file.read(_LENGTH)

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from smupar.output.json_files import DamagedFileError, as_record, parse_object
+from smupar.output.json_files import DamagedFileError, as_record, parse_object, sealed_json
 from smupar.output.tables import aligned
 from smupar.plan.attention import AttentionChange
 from smupar.plan.disguise import Multiplier
@@ -150,19 +150,19 @@ class Plan:
     # Reading and writing
 
     def to_json(self) -> str:
-        return json.dumps({"format": FORMAT, **asdict(self)}, default=str, indent=1)  # Fractions become "17/4"
+        return sealed_json(self.as_json)
 
     @property
     def as_json(self) -> dict[str, Any]:
         """The plan as the plain values of its JSON."""
-        values: dict[str, Any] = json.loads(self.to_json())
-        return values
+        values: dict[str, Any] = json.loads(json.dumps({"format": FORMAT, **asdict(self)}, default=str))
+        return values  # Fractions have become "17/4"
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "this text") -> Plan:
         """Reads what ``to_json`` wrote. ``source`` names the text in errors."""
         remedy = "write it again with plan.to_json()"
-        data = parse_object(text, source=source, remedy=remedy)
+        data = parse_object(text, source=source, remedy=remedy, may_be_edited=True)
         refuse(data.pop("format", None) != FORMAT, f"{source} is not a plan in format {FORMAT!r}: {remedy}")
         try:
             for part in (data, *data["rows"]):

@@ -13,7 +13,7 @@ import hashlib
 import os
 import shlex
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -155,9 +155,21 @@ def run_group(
         _train_division(study, division, group, None, device, progress)
     fresh = without(missing, begun)
     if fresh:
+        _say_if_forgotten(study, {config.id for config in group} - {*missing})
         progress.doing = "comparing engines" if engine == "auto" else "building models"
         division, stack = divide([config for config in group if config.id in fresh], engine, device)
         _train_division(study, division, group, stack, device, progress)
+
+
+def _say_if_forgotten(study: Study, ended: Collection[str]) -> None:
+    """Says that runs have ended, and nothing records how they were divided into stacks: other runs may be divided otherwise."""
+    lost = without(ended, recorded_divisions(study, ended))
+    if lost:
+        warnings.warn(
+            f"{study.stacks} does not say in which stacks {len(lost)} runs were trained, so it is damaged, or of an older "
+            "version: runs that are missing may differ in the last digits from those of a study that was not interrupted",
+            stacklevel=3,
+        )
 
 
 def _goes_on(study: Study, division: Division, config: RunConfig, engine: EngineName, device: torch.device) -> bool:

@@ -77,9 +77,7 @@ def recorded_divisions(study: Study, runs: Collection[str]) -> list[Division]:
 
 
 def read_division(path: Path) -> Division:
-    remedy = (
-        "its runs are divided into stacks again, and results may differ in the last digits from those of an uninterrupted study"
-    )
+    remedy = "those of its runs that are missing are divided into stacks again"
     division = read_record(Division, path, remedy=remedy)
     if division.size < 0 or not division.runs or path.stem != division.name:
         raise DamagedFileError(f"{path} is damaged (its name does not match the stacks in it): {remedy}")
@@ -101,6 +99,6 @@ def remove_leftovers(study: Study) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def without(runs: Sequence[str], divisions: Sequence[Division]) -> set[str]:
+def without(runs: Collection[str], divisions: Sequence[Division]) -> set[str]:
     """The runs that are in no division."""
     return set(runs).difference(*(division.runs for division in divisions))

@@ -31,6 +31,7 @@ from smupar.lm.run.metrics import METRICS_FILE, Row, metrics_line
 from smupar.output.files import locked, refuse_other_files, write_atomic
 from smupar.output.json_files import DamagedFileError, printable, read_object, read_record, write_sealed
 from smupar.output.optional import optional
+from smupar.output.sums import SUMS
 from smupar.plan.settings import refuse
 from smupar.study.config import TransferConfig
 from smupar.study.space import unique
@@ -79,6 +80,7 @@ class Study:
         self.keeps_weights = keeps_weights  # whether runs save a checkpoint at their end
         self.may_write = False
         self.damaged: dict[str, str] = {}  # ids of damaged runs, and their damage
+        self._without_summary: set[str] = set()
 
     @classmethod
     @contextlib.contextmanager
@@ -196,10 +198,22 @@ class Study:
     def results(self, configs: Sequence[RunConfig] | None = None) -> list[Result]:
         """The results of these runs, in their order; by default the results of all finished runs."""
         if configs is None:
+            self._name_lost_summaries()
             every = [self._result(path.parent.name) for path in sorted(self.runs.glob("*/summary.json"))]
         else:
             every = [result and replace(result, config=config) for config in configs for result in [self._result(config.id)]]
         return [result for result in every if result is not None]
+
+    def _name_lost_summaries(self) -> None:
+        """Names runs, each once, that have ended, since their checksums are there, and have no summary."""
+        for folder in sorted(path.parent for path in self.runs.glob(f"*/{SUMS}")):
+            if folder.name not in self._without_summary and not (folder / "summary.json").exists():
+                self._without_summary.add(folder.name)
+                warnings.warn(
+                    f"run {folder.name} is left out, and the study's command runs it again: {folder / 'summary.json'} is "
+                    "missing",
+                    stacklevel=4,
+                )
 
     def trace_to_follow(self, config: RunConfig) -> Path:
         """The file with the trace of a finished run, for other runs to follow. It lies in the study's folder, under a name made

@@ -3,7 +3,6 @@ paper, or by TPE. Wide sparse models of the same rule use the best values (``--h
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import sys
@@ -17,7 +16,7 @@ import numpy as np
 from smupar import __version__
 from smupar.lm.config.run import RunConfig, flat
 from smupar.output.files import write_atomic
-from smupar.output.json_files import read_object
+from smupar.output.json_files import read_object, sealed_json
 from smupar.output.optional import optional
 from smupar.output.page.document import Answer
 from smupar.plan.settings import refuse
@@ -83,7 +82,7 @@ class Tuned:
             "num_diverged": self.num_diverged,
             "version": __version__,
         }
-        return json.dumps(
+        return sealed_json(
             {
                 "format": FORMAT,
                 **self.hps,
@@ -91,8 +90,7 @@ class Tuned:
                 "base_depth": run.base_depth or run.model.depth,
                 "source": source,
                 "sensitivity": {name: asdict(sensitivity) for name, sensitivity in self.sensitivities.items()},
-            },
-            indent=1,
+            }
         )
 
     def explain(self) -> str:
@@ -278,7 +276,7 @@ def _read_best(path: str | Path) -> dict[str, Any]:
     file, remedy = Path(path) / "best.json" if Path(path).is_dir() else Path(path), "`smupar tune` writes it again"
     if not file.exists():
         raise FileNotFoundError(f"there is no {file}: `smupar tune` writes it when its search is done")
-    values = read_object(file, remedy=remedy)
+    values = read_object(file, remedy=remedy, may_be_edited=True)
     refuse(
         values.get("format") != FORMAT,
         f"{file} was not written by `smupar tune` of this version: it does not say {FORMAT}",

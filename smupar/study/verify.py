@@ -46,10 +46,13 @@ def _inspect_study(path: Path, found: Inspection) -> None:
             found.json_file(file)
             if file.name != f"proxy-{content[:8]}.trace.json":
                 found.wrong.append(f"{file} does not hold the trace of its name")
-    for name in ("table.json", "best.json"):
-        if (path / name).exists():
-            with found.part():
-                read_json(path / name, remedy="run the study's command again, which writes it")
+    again = "run the study's command again, which writes it"
+    with found.part():
+        if (path / "table.json").exists():
+            read_json(path / "table.json", remedy=again)
+    with found.part():
+        if (path / "best.json").exists():
+            read_object(path / "best.json", remedy=again, may_be_edited=True)
 
 
 def _inspect_stacks(study: Study, found: Inspection) -> None:

@@ -13,14 +13,14 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from smupar.lm.config.run import LATER_FIELDS, ModelConfig, RunConfig, flat
 from smupar.lm.run.metrics import METRICS_FILE, read_rows
-from smupar.output.json_files import WRONG_TYPES, DamagedFileError, printable, read_object
+from smupar.output.json_files import WRONG_TYPES, DamagedFileError, as_record, printable, read_object
 from smupar.output.page import write_page
 from smupar.output.page.document import Chart, Document, PageProgress, PageTable, finite, thinned
 from smupar.plan.settings import refuse
@@ -253,18 +253,36 @@ def _row(fields: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any
     }
 
 
+@dataclass(frozen=True)
+class _Shown:
+    """The fields of a ``Summary`` that a page shows."""
+
+    id: str
+    status: str
+    steps: int
+    num_parameters: int
+    sparsity: float
+    train_loss: float | None
+    valid_loss: float | None
+    seconds: float
+    tokens_per_second: float
+    device: str
+
+
 def _read_run(folder: Path) -> tuple[Result, dict[str, Any]]:
     """A finished run and its row. Its summary is read as plain values, because the module of ``Summary`` imports torch, which
     takes seconds, and a page has to open at once."""
     remedy = "start the study's command again"
     values, summary = (read_object(folder / name, remedy=remedy) for name in ("config.json", "summary.json"))
+    shown = {name: summary[name] for name in _Shown.__annotations__ if name in summary}
+    as_record(_Shown, shown, source=str(folder / "summary.json"), remedy=remedy)
     # Unlike from_json this does not check the types of fields: the id, which is compared next, covers every field.
     model, betas = ModelConfig(**values["model"]), tuple(values["betas"])
     config = RunConfig(**{**values, "model": model, "betas": betas}).normalised
     for name, run in (("config.json", config.id), ("summary.json", summary["id"])):
         refuse(run != folder.name, f"{folder / name} is damaged (it belongs to run {run})")
-    fields = LATER_FIELDS | flat(values) | {"id": folder.name, "betas": " ".join(map(str, config.betas))}
-    row = _row(fields | {"follow": config.portable.follow}, summary)
+    described = LATER_FIELDS | flat(values) | {"id": folder.name, "betas": " ".join(map(str, config.betas))}
+    row = _row(described | {"follow": config.portable.follow}, summary)
     return Result(config, cast("Summary", SimpleNamespace(**summary))), row
 
 
@@ -308,7 +326,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _rules_of_dense_runs(definition: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rules that share the dense runs, which are trained under muP, as titles."""
+    """The titles of all rules whose dense models are the same as muP's, and so share muP's runs."""
     asked = definition.get("rules") or sorted({row["rule"] for row in rows if row.get("sparsity")}, reverse=True)
     titles = [get_rule(rule).title for rule in asked if rule not in ("sp", "measured", "moment")]
     return ", ".join(dict.fromkeys(titles)) or get_rule("smupar" if "measured" in asked else "mup").title

@@ -15,6 +15,7 @@ import pytest
 
 from smupar.cli.main import main
 from smupar.lm.config.run import ModelConfig, RunConfig
+from smupar.output.json_files import sealed_json
 from smupar.study.config import TUNED, EngineConfig, TuneConfig
 from smupar.study.engines import run_study
 from smupar.study.space import with_fields
@@ -253,6 +254,13 @@ def test_missing_file_says_who_writes_it(tmp_path):
 def test_good_file_is_read(tmp_path):
     (tmp_path / "best.json").write_text(json.dumps(GOOD))
     assert read_hps(str(tmp_path)) == {name: value for name, value in GOOD.items() if name != "format"}
+
+
+@pytest.mark.filterwarnings("default::UserWarning")
+def test_edited_file_is_read_with_a_note(tmp_path, capsys):
+    (tmp_path / "best.json").write_text(sealed_json(GOOD).replace("0.01", "0.02"))
+    main(["plan", "--hps", str(tmp_path)])
+    assert capsys.readouterr().err.count("best.json has changed since smupar wrote it") == 1
 
 
 def test_other_base_width_than_that_of_the_search_is_refused(tmp_path, capsys):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,6 +31,7 @@ INDEX, PROGRESS, VERIFIED = "index.json", "progress.json", "verified.json"
 _CHUNK = 1 << 22  # bytes that are read or written at a time
 _AGAIN = "delete the folder and prepare it again"
 BAR_BYTES = 1 << 30  # hashing fewer bytes takes about a second and needs no progress bar
+_SMALL = BAR_BYTES  # a text of so many bytes is read at each start, since disks forget without a change of time
 
 
 @dataclass(frozen=True)
@@ -144,13 +146,17 @@ def check_sizes(folder: str | Path, index: ShardIndex, shards: Sequence[Shard] |
 
 
 def verify(folder: str | Path) -> ShardIndex:
-    """Checks the size and hash of every shard. Intact shards are recorded, so that the next start is quick."""
+    """Checks the size and hash of every shard. A small text is read once by each process. Intact shards of a large one are
+    recorded, so that the next start is quick."""
     folder = Path(folder)
     index = read_index(folder)
     check_sizes(folder, index)
-    verified = _read_verified(folder)
     now = {shard.file: _state(folder, shard) for shard in index.shards}
     now[INDEX] = {"sha256": hashlib.sha256((folder / INDEX).read_bytes()).hexdigest()}
+    if index.num_tokens * index.dtype.itemsize <= _SMALL:
+        _check_once(folder.resolve(), json.dumps(now))
+        return index
+    verified = _read_verified(folder)
     same_index = verified.get(INDEX) == now[INDEX]
     todo = [shard for shard in index.shards if not same_index or verified.get(shard.file) != now[shard.file]]
     if not todo:
@@ -160,6 +166,13 @@ def verify(folder: str | Path) -> ShardIndex:
     with suppress(OSError):
         write_atomic(folder / VERIFIED, json.dumps(now, indent=1) + "\n")
     return index
+
+
+@lru_cache(maxsize=64)
+def _check_once(folder: Path, state: str) -> None:
+    """Reads all shards. The runs of a study share a text, so this is done again only if the files have another ``state``."""
+    index = read_index(folder)
+    check_content(folder, index, index.shards)
 
 
 def check_content(folder: Path, index: ShardIndex, shards: Sequence[Shard]) -> None:
@@ -194,7 +207,7 @@ def wrong_shards(
 
 def _state(folder: Path, shard: Shard) -> dict[str, Any]:
     stat = (folder / shard.file).stat()
-    return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": shard.sha256}
+    return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns, "sha256": shard.sha256}
 
 
 def _read_verified(folder: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from smupar.lm.data.shards import TokenizerInfo, token_dtype
-from smupar.output.files import write_atomic
+from smupar.output.files import read_plain, write_atomic
 from smupar.output.json_files import read_object
 from smupar.output.optional import first_line, optional
 from smupar.plan.settings import refuse
@@ -99,7 +99,7 @@ def read_tokenizer(folder: Path, name: str, *, sha256: str | None = None) -> Tok
 def read_definition(folder: Path, *, sha256: str | None) -> str | None:
     """The content of the folder's tokenizer.json; None if it has none. Raises if it does not have the given hash."""
     path = folder / TOKENIZER_FILE
-    if not path.is_file():
+    if not path.exists():
         return None
     definition = _read(path)
     found = hashlib.sha256(definition.encode()).hexdigest()
@@ -126,7 +126,11 @@ def _from_json(name: str, definition: str) -> Any:
 
 
 def _from_file(path: Path) -> Tokenizer:
-    return Tokenizer(path.resolve().parent.name if path.name == TOKENIZER_FILE else path.stem, _read(path))
+    definition = _read(path)
+    try:
+        return Tokenizer(path.resolve().parent.name if path.name == TOKENIZER_FILE else path.stem, definition)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _gpt2_from_hub() -> Tokenizer:
@@ -191,6 +195,6 @@ def _byte_level_bpe(vocabulary: dict[str, int], merges: list[tuple[str, ...]]) -
 def _read(path: Path) -> str:
     try:
         # Read bytes and decode them, because reading as text would convert newlines and so change the hash.
-        return path.read_bytes().decode("utf-8")
+        return read_plain(path).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not text in UTF-8 ({error.reason} at byte {error.start}): pass {_KINDS}") from error

@@ -23,12 +23,14 @@ import re
 import subprocess
 import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import IO, Literal
 
 import torch
+import xxhash
 
 from smupar import __version__
 from smupar.lm.config.run import STANDARD_LIBRARY, RunConfig, differences, flat
@@ -37,7 +39,7 @@ from smupar.lm.data.tokenizer import TOKENIZER_FILE
 from smupar.lm.run import checkpoint
 from smupar.lm.run.distributed import ALONE
 from smupar.lm.run.metrics import METRICS_FILE, Row, metrics_line, read_rows
-from smupar.output.files import locked, refuse_other_files, write_atomic, writing
+from smupar.output.files import locked, read_plain, refuse_other_files, write_atomic, writing
 from smupar.output.json_files import read_record, read_text, write_sealed
 from smupar.output.sums import SUMS, write_sums
 from smupar.plan.settings import refuse
@@ -127,6 +129,7 @@ class RunFolder:
         self.path = path
         self.config = config  # the folder's own, whose text may have been at another path
         self._metrics: IO[str] | None = None
+        self._rows = xxhash.xxh3_64()
         with contextlib.ExitStack() as locks:
             locks.enter_context(locked(path))
             self._refuse_another(config, corpus)
@@ -140,6 +143,9 @@ class RunFolder:
             if config.follow is not None:
                 Trace.load(config.follow).save(self.path / FOLLOWED_FILE)
             write_atomic(self.path / "config.json", config.to_json())
+        elif corpus.tokenizer is not None and not _holds(self.path / TOKENIZER_FILE, corpus.tokenizer):
+            warnings.warn(f"{self.path / TOKENIZER_FILE} is damaged: that of the text replaces it", UserWarning, stacklevel=2)
+            write_atomic(self.path / TOKENIZER_FILE, corpus.tokenizer)
 
     def _refuse_another(self, config: RunConfig, corpus: Corpus) -> None:
         if (self.path / "config.json").exists():
@@ -186,26 +192,55 @@ class RunFolder:
             (self.path / name).unlink(missing_ok=True)
         checkpoint.drop_after(folder, step)
 
-    def resume_metrics(self, step: int, expected: int = 0) -> int:
+    def resume_metrics(self, step: int, expected: int = 0, checksum: str | None = None) -> int:
         """Drops lines that are damaged, or were written after the checkpoint from which the run continues. Reports damaged
-        lines, and how many of the ``expected`` ones are missing. Returns the number of lines left."""
+        lines, and what differs from the number and the checksum in the checkpoint. Returns the number of lines left."""
         path = self.path / METRICS_FILE
-        rows = read_rows(path)
-        damaged = [number for number, row in enumerate(rows, start=1) if row is None]
-        kept = [f"{json.dumps(row)}\n" for row in rows if row is not None and row["step"] <= step]
+        kept, damaged = rows_until(path, step)
         for number in damaged:
             warnings.warn(f"{path}: line {number} is damaged and left out", UserWarning, stacklevel=2)
-        missing = expected - len(kept) - len(damaged)
-        if missing > 0:
-            warnings.warn(f"{path}: {missing} of {expected} rows up to step {step} are missing", UserWarning, stacklevel=2)
+        if wrong := wrong_rows(kept, step, expected - len(damaged), checksum if not damaged else None):
+            warnings.warn(f"{path}: {wrong}", UserWarning, stacklevel=2)
+        self._rows = xxhash.xxh3_64("".join(kept).encode())
         write_atomic(path, "".join(kept))
         self._metrics = path.open("a", buffering=1, encoding="utf-8")
         return len(kept)
 
     def log(self, row: Row) -> None:
         assert self._metrics is not None, "resume_metrics opens the file"
+        line = metrics_line(row)
         with writing(self.path / METRICS_FILE):
-            self._metrics.write(metrics_line(row))
+            self._metrics.write(line)
+        self._rows.update(line.encode())
+
+    @property
+    def rows_checksum(self) -> str:
+        """The XXH3 of the rows so far."""
+        return self._rows.hexdigest()
+
+
+def _holds(path: Path, text: str) -> bool:
+    """Whether a file holds this text."""
+    try:
+        return read_plain(path) == text.encode()
+    except OSError:
+        return False
+
+
+def rows_until(path: Path, step: int) -> tuple[list[str], list[int]]:
+    """The lines of a metrics.jsonl up to a step, and the numbers of those that are damaged."""
+    rows = read_rows(path)
+    kept = [f"{json.dumps(row)}\n" for row in rows if row is not None and row["step"] <= step]
+    return kept, [number for number, row in enumerate(rows, start=1) if row is None]
+
+
+def wrong_rows(kept: Sequence[str], step: int, expected: int, checksum: str | None) -> str:
+    """What is wrong with the rows up to a step, given their number and their checksum; "" if nothing."""
+    if len(kept) < expected:
+        return f"{expected - len(kept)} of {expected} rows up to step {step} are missing"
+    if checksum not in (None, xxhash.xxh3_64_hexdigest("".join(kept).encode())):
+        return f"a row up to step {step} has changed since it was written"
+    return ""
 
 
 def read_followed(path: Path) -> Trace | None:

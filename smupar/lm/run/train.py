@@ -113,9 +113,10 @@ def _told(stepper: Stepper, *, full: bool) -> str:
 
 
 def _resumed(stepper: Stepper, path: Path, folder: RunFolder | None) -> Progress:
-    last, progress = _last_intact(path / "checkpoints", stepper.world), Progress()
+    last, progress, rows_checksum = _last_intact(path / "checkpoints", stepper.world), Progress(), None
     if last is not None:
         state = checkpoint.load(last, stepper.model, stepper.optimizers)
+        rows_checksum = state.pop("rows", None)
         checkpoint.refuse_other_run(last, state.pop("run", None), stepper.config.id)
         with checkpoint.named(last):
             stepper.load_state_dict(state.pop("moving", {}))
@@ -124,7 +125,8 @@ def _resumed(stepper: Stepper, path: Path, folder: RunFolder | None) -> Progress
             stepper.observer.step = progress.step
     if folder:
         # If losses are pending for a row, the checkpoint's own step has no row yet.
-        progress.num_rows = folder.resume_metrics(progress.step - bool(progress.since_row), progress.num_rows)
+        logged = progress.step - bool(progress.since_row)
+        progress.num_rows = folder.resume_metrics(logged, progress.num_rows, rows_checksum)
     return progress
 
 
@@ -176,9 +178,10 @@ class _FolderKeeper:
         self.stepper, self.checkpoints, self.num_kept = stepper, path / "checkpoints", how.keep
         self.folder, self.track = folder, track
         self.steps, world = stepper.config.steps, stepper.world
-        # The usual convention: 6 FLOPs for each parameter and token.
-        peak = peak_flops(world.device, stepper.config.dtype, how.peak_tflops) * world.size
-        self.peak_speed = peak / (6 * stepper.num_parameters)
+        self.peak_speed: float | None = None  # a CPU has none that one would know, and other work would change what is measured
+        if world.device.type != "cpu" or how.peak_tflops:
+            peak = peak_flops(world.device, stepper.config.dtype, how.peak_tflops) * world.size
+            self.peak_speed = peak / (6 * stepper.num_parameters)  # the usual convention: FLOPs for each parameter and token
         self.done, self.loss, self.speed = first, math.nan, math.nan
 
     def show(self, done: int, loss: float, seconds: float) -> None:
@@ -189,7 +192,8 @@ class _FolderKeeper:
         """The status line."""
         words = [f"step {self.done} of {self.steps}"]
         if math.isfinite(self.speed):
-            words += [f"loss {self.loss:.3f}", f"{_short(self.speed)} tokens/s", f"{self.speed / self.peak_speed:.0%} of peak"]
+            words += [f"loss {self.loss:.3f}", f"{_short(self.speed)} tokens/s"]
+            words += [f"{self.speed / self.peak_speed:.0%} of peak"] if self.peak_speed else []
         return Status(self.done / self.steps, tuple(words), rank=(1, 0, 2, 3)[: len(words)])
 
     def log(self, index: int, row: Row) -> None:
@@ -201,6 +205,8 @@ class _FolderKeeper:
         [run], stepper = progress, self.stepper
         state = {name: value for name, value in asdict(run).items() if name != "step"}
         state |= {"run": stepper.config.id, "moving": stepper.state_dict()}
+        if self.folder:
+            state["rows"] = self.folder.rows_checksum
         checkpoint.save(self.checkpoints, run.step, stepper.model, stepper.optimizers, state, stepper.world)
         if stepper.world.is_main:
             checkpoint.prune(self.checkpoints, keep=self.num_kept, best=run.best_step)

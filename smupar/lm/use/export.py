@@ -18,7 +18,7 @@ from smupar.lm.run.folder import read_facts, read_summary
 from smupar.lm.use.load import EXPORT_FORMAT, LoadedRun, load_run
 from smupar.model.csr import compress_export
 from smupar.model.parameterize import BRANCH, FACTOR, mask_of
-from smupar.output.files import refuse_existing, whole_folder
+from smupar.output.files import refuse_existing, whole_folder, write_atomic
 from smupar.output.json_files import write_sealed
 from smupar.output.sums import write_sums
 from smupar.plan.plan import PLAN_FILE
@@ -47,7 +47,7 @@ def export(config: ExportConfig) -> str:
     with whole_folder(out) as folder:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
         write_sealed(folder / "config.json", described)
-        (folder / "README.md").write_text(model_card(run), encoding="utf-8")
+        write_atomic(folder / "README.md", model_card(run))
         if (run.folder / TOKENIZER_FILE).exists():
             run.tokenizer.save(folder)
         # People edit the model card, so it has no checksum.

@@ -44,7 +44,7 @@ def generate(config: GenerateConfig) -> Iterator[str]:
     """Yields the prompt and then the generated text, piece by piece. For several prompts, yields the complete texts with their
     numbers."""
     decoder = load_decoder(config)
-    prompts = [decoder.encode(prompt) for prompt in config.prompt]
+    prompts = [decoder.encode(_valid(prompt)) for prompt in config.prompt]
     for prompt in prompts:
         _check_prompt(prompt, decoder, config.tokens)
     if len(prompts) == 1:
@@ -106,6 +106,11 @@ class _OfTransformers:
         )
         self.past = out.past_key_values
         return out.logits[:, -1].float()
+
+
+def _valid(prompt: str) -> str:
+    """A prompt as text that UTF-8 can hold. Bytes on the command line that the locale could not decode are decoded here."""
+    return prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def _check_prompt(prompt: list[int], decoder: Decoder, num_tokens: int) -> None:

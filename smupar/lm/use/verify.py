@@ -26,6 +26,8 @@ from smupar.lm.run.folder import (
     read_config,
     read_facts,
     read_summary,
+    rows_until,
+    wrong_rows,
 )
 from smupar.lm.run.metrics import METRICS_FILE, damaged_rows
 from smupar.lm.use.load import is_export, read_export
@@ -142,6 +144,8 @@ def inspect_run(path: Path, found: Inspection) -> RunConfig | None:
     _metrics(path, found)
     with found.part():
         summary = read_summary(path)
+        if summary is None and (path / SUMS).exists():
+            found.wrong.append(f"{path / SUMMARY_FILE} is missing")
         if summary is not None:
             found.json_file(path / SUMMARY_FILE)
             if config is not None and summary.id != config.id:
@@ -150,18 +154,28 @@ def inspect_run(path: Path, found: Inspection) -> RunConfig | None:
                 )
             if (path / SUMS).exists():
                 found.sums(path, read_sums(path, remedy="run it again"))
+            elif is_sealed(path / SUMMARY_FILE):
+                found.wrong.append(f"{path}: {SUMS} is missing")
     for step in checkpoint.steps_in(path / "checkpoints"):
         _checkpoint(path / "checkpoints" / checkpoint.folder_name(step), found)
     return config
 
 
 def _metrics(path: Path, found: Inspection) -> None:
-    file = path / METRICS_FILE
+    """The rows of a run that has ended have a checksum in sums.json, those of another in its last checkpoint."""
+    file, last = path / METRICS_FILE, checkpoint.latest(path / "checkpoints")
     if file.exists():
         with found.part():
             found.wrong += [f"{file}: line {number} is damaged" for number in damaged_rows(file)]
-    elif (path / SUMMARY_FILE).exists():
+    elif (path / SUMMARY_FILE).exists() or last:
         found.wrong.append(f"{file} is missing")
+    if file.exists() and last and not (path / SUMMARY_FILE).exists():
+        with contextlib.suppress(ValueError, OSError):  # a damaged checkpoint is named elsewhere
+            state = checkpoint.read_state(last)
+            step = state["step"] - bool(state.get("since_row"))
+            kept, damaged = rows_until(file, step)
+            if not damaged and (wrong := wrong_rows(kept, step, state.get("num_rows", 0), state.get("rows"))):
+                found.wrong.append(f"{file}: {wrong}")
 
 
 def _checkpoint(path: Path, found: Inspection) -> None:
