@@ -83,6 +83,14 @@ def test_muon_runs_on_two_sharded_ranks_as_on_one(short, tmp_path):
     assert_same_curve(tmp_path / "two", tmp_path / "one", 1e-3)
 
 
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_branches_are_divided_on_two_ranks_as_on_one(short, tmp_path, parallel):
+    deep = replace(short, model=replace(short.model, depth=4), base_depth=1, steps=5)
+    train(deep, replace(CURVE, out=str(tmp_path / "one")))
+    two_ranks(deep, replace(CURVE, out=str(tmp_path / "two"), parallel=parallel))
+    assert_same_curve(tmp_path / "two", tmp_path / "one", 1e-5)
+
+
 def test_signal_to_two_ranks_saves_first(config, tmp_path):
     folder = tmp_path / "run"
     flags = "--width 64 --depth 1 --base-width 32 --steps 100000 --seq-len 16 --batch-size 2 --device cpu "
