@@ -14,7 +14,7 @@ from smupar.study.config import EngineConfig
 from smupar.study.store import Study
 from smupar.study.sweep import sweep_from_json
 from smupar.updates.trace import Trace
-from tests.paper.test_paper import finished
+from tests.paper.rows import finished
 
 CPU, SMALL = Scale("cpu"), Scale("small", "data/text", 8192)
 OPTIMUM = {MEASURED: 0, SMUPAR: -2, CONSTANT: 1, "trust": 2, "rms": 3, "spectral": 1, "function": 0}
