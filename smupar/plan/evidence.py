@@ -38,8 +38,9 @@ class Evidence:
     tensors: list[ParameterView]
     notes: list[Note] = field(default_factory=list)
     about: dict[str, Note] = field(default_factory=dict)
-    usage: Usage | None = None
+    usage: Usage | None = None  # its modules' paths are those of base
     is_given: bool = True  # the user passed an example
+    in_sums: frozenset[tuple[str, float]] = frozenset()  # (path, number) where a number multiplies sums over the width alone
 
 
 def look(
@@ -71,7 +72,9 @@ def look(
     pairs = [_Pair(*events) for events in zip(usage.events, wider.events, strict=True)]
     if wider.outputs == usage.outputs and usage.outputs and all(output.is_normed for output in usage.outputs):
         notes.append(NORMED_OUTPUT)
-    return Evidence(seen, [*notes, *_dots(usage, pairs)], _partly_scaling(seen, usage, pairs, names), usage)
+    dots = _dots(usage, pairs)
+    about = _partly_scaling(seen, usage, pairs, names)
+    return Evidence(seen, [*notes, *_about_dots(usage, dots)], about, usage, in_sums=_in_sums(usage, dots))
 
 
 # How each parameter is used
@@ -214,12 +217,23 @@ def _wider(
     return None, Note("example", text)
 
 
-def _dots(usage: Usage, pairs: list[_Pair]) -> Iterator[Note]:
-    paths = [
-        pair.base.path
+def _dots(usage: Usage, pairs: list[_Pair]) -> set[int]:
+    """The dot products over the width, outside of attention."""
+    return {
+        number
         for number, pair in enumerate(pairs)
         if pair.base.kind == "dot" and pair.ratios != {1} and not pair.base.is_normalised and number not in usage.attention
-    ]
+    }
+
+
+def _in_sums(usage: Usage, dots: set[int]) -> frozenset[tuple[str, float]]:
+    every = {(number.path, number.value) for number in usage.numbers}
+    others = {(each.path, each.value) for each in usage.numbers if each.is_elsewhere or not each.dots or not each.dots <= dots}
+    return frozenset(every - others)
+
+
+def _about_dots(usage: Usage, dots: set[int]) -> Iterator[Note]:
+    paths = [usage.events[number].path for number in sorted(dots)]
     if paths:
         shown = ", ".join(dict.fromkeys(repr(path) if path else "the model itself" for path in paths))
         yield Note(

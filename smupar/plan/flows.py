@@ -31,6 +31,7 @@ class Flow:
     past: int = 0  # a bit for each result from which it was computed, and for itself
     stream: int = 0  # bits of the results of which it is a residual sum, and its own
     ends: frozenset[str] = frozenset()  # modules of whose outputs it is the sum, up to factors
+    numbers: frozenset[int] = frozenset()  # numbers (``Usage.numbers``) that it was multiplied by since the last weight
 
     def __or__(self, other: Flow) -> Flow:
         return Flow(
@@ -42,6 +43,7 @@ class Flow:
             self.shares | other.shares,
             past=self.past | other.past,
             is_normed=all(each.is_normed for each in (self, other) if each.writers),
+            numbers=self.numbers | other.numbers,
         )
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Example = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 R = TypeVar("R")
@@ -81,9 +82,11 @@ def _copy(model: nn.Module, device: str) -> nn.Module:
 
 @contextmanager
 def _quiet(device: str) -> Iterator[None]:
-    """No gradients, no change of the random state, and no fused kernels that hide what torch's transformer layers do."""
+    """No gradients, no change of the random state, and no fused kernels, which hide what torch's layers and its attention do, and
+    are not the same on the CPU and on the meta device."""
     fused = torch.backends.mha.get_fastpath_enabled()
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device(device):
+    plain = sdpa_kernel(SDPBackend.MATH)
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device(device), plain:
         try:
             torch.backends.mha.set_fastpath_enabled(False)
             yield

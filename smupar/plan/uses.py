@@ -48,6 +48,16 @@ class Event:
     is_normalised: bool = False  # both factors of a dot product have length 1
 
 
+@dataclass
+class Number:
+    """A number by which a module multiplies or divides activations."""
+
+    path: str
+    value: float
+    dots: set[int] = field(default_factory=set)  # events: the dot products that it multiplies
+    is_elsewhere: bool = False  # it multiplies something else too: what a weight reads, or the output
+
+
 @dataclass(frozen=True)
 class Residual:
     """A sum x + f(x), which is taken in the module at ``path``. Up to factors f(x) is the sum of the outputs of ``ends``; there
@@ -74,4 +84,5 @@ class Usage:
     residuals: list[Residual] = field(default_factory=list)
     same: dict[str, frozenset[str]] = field(default_factory=dict)  # modules that return other modules' outputs
     outputs: list[Output] = field(default_factory=list)  # the first of these that depend on weights: loss, logits, all others
+    numbers: list[Number] = field(default_factory=list)
     attention: dict[int, str] = field(default_factory=dict)  # the dot products that are attention scores, and their modules

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from smupar.plan.forward import run_copy
 
 NUM_TOKENS = 6
 NUM_SAMPLES = 3200  # of raw sound
+IMAGE_SIZE = 64  # where the config does not fix it, as in convolutional models
 
 
 def runs(model: PreTrainedModel) -> list[Callable[[], Any]]:
@@ -55,6 +57,8 @@ def example(model: PreTrainedModel) -> dict[str, Any]:
         inputs["decoder_input_ids"] = _tokens(config, model)
     if hasattr(config, "vision_config") and hasattr(config, "text_config") and hasattr(model, "logit_scale"):
         inputs["pixel_values"] = _pixels(config, model)  # compares texts with pictures
+    if "input_ids" in inputs and "token_type_ids" in signature(type(model).forward).parameters:
+        inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])  # some models use more parameters then
     return inputs
 
 
@@ -85,7 +89,7 @@ def _tokens(config: Any, model: nn.Module) -> Tensor:
 
 def _pixels(config: Any, model: nn.Module) -> Tensor:
     vision = getattr(config, "vision_config", config)
-    size = vision.image_size
+    size = getattr(vision, "image_size", None) or IMAGE_SIZE
     sizes = (size, size) if isinstance(size, int) else tuple(size)
     shape = (1, getattr(vision, "num_channels", 3), *sizes)
     return _waves(shape, model)
