@@ -167,8 +167,8 @@ def _scale_if_linear(
 
 
 def _relative(signals: list[Tensor], product: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
-    """Logits, and q.k, less those of one key in each row. A model may subtract the largest of each row from all of them, and may
-    add columns that no key makes, such as attention sinks."""
+    """Logits, and q.k, less those of one key in each row. A model may subtract the largest of each row from all of them, and
+    may add columns that no key makes, such as attention sinks."""
     once = signals[1]
     if product is None or product.shape[:-1] != once.shape[:-1] or product.shape[-1] > once.shape[-1]:
         product = None

@@ -134,8 +134,8 @@ def _differ(value: float, other: float) -> bool:
 
 
 def in_sums(multipliers: list[Multiplier], seen: Collection[tuple[str, float]], paths: Mapping[str, str]) -> list[Multiplier]:
-    """The numbers that an example shows to multiply nothing but sums over the width, such as 1 / sqrt(d) in a dot product of two
-    layers' outputs. ``seen`` holds such numbers with their modules in base; ``paths`` maps the model's modules to these."""
+    """The numbers that an example shows to multiply nothing but sums over the width, such as 1 / sqrt(d) in a dot product of
+    two layers' outputs. ``seen`` holds such numbers with their modules in base; ``paths`` maps the model's modules to these."""
     found = [
         {(path, number) for path, number in seen if path == paths.get(each.path, each.path) and each.may_enter_as(number)}
         for each in multipliers

@@ -82,8 +82,8 @@ def _copy(model: nn.Module, device: str) -> nn.Module:
 
 @contextmanager
 def _quiet(device: str) -> Iterator[None]:
-    """No gradients, no change of the random state, and no fused kernels, which hide what torch's layers and its attention do, and
-    are not the same on the CPU and on the meta device."""
+    """No gradients, no change of the random state, and no fused kernels. These hide what torch's layers and attention do, and
+    differ between the CPU and the meta device."""
     fused = torch.backends.mha.get_fastpath_enabled()
     plain = sdpa_kernel(SDPBackend.MATH)
     with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device(device), plain:

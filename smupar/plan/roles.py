@@ -71,8 +71,8 @@ def infer_roles(
     roles: Mapping[str, RoleSetting] | None = None,
     example: Example | None = None,
 ) -> tuple[list[ParamRole], Evidence]:
-    """The role of every parameter, in the model's order, and what the example showed. Raises ValueError with the ``roles={...}``
-    line that would help."""
+    """The role of every parameter, in the model's order, and what the example showed. Raises ValueError with the
+    ``roles={...}`` line that would help."""
     evidence = look(view_parameters(model, base, delta), model, base, delta, example)
     asked = match_globs(roles or {}, [tensor.name for tensor in evidence.tensors], what="roles", among="parameters")
     for tensor in evidence.tensors:

@@ -229,7 +229,7 @@ class SizeRecorder:
         later = [number for number, role in enumerate(roles) if role != "unembedding"]
         self.inner = {path for path, role in zip(called[: max(later, default=0)], roles, strict=False) if role == "unembedding"}
         if roles and roles[-1] == NARROWING and "unembedding" not in roles:
-            self.ends = [path for path, _ in takewhile(lambda pair: pair[1] == NARROWING, reversed([*zip(called, roles)]))]
+            self.ends = list(takewhile(lambda path: self.layers[path][1] == NARROWING, reversed(called)))
             row = self.plan[self.layers[called[-1]][0]]
             self.gradient_factor = math.sqrt(row.width_out / row.width_in)
 
