@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -86,18 +86,23 @@ def find_attentions(model: nn.Module) -> list[FoundAttention]:
     return [_attention(path, modules) for path in modules if path in cores]
 
 
-def without_scores(model: nn.Module, usage: Usage | None, paths: Mapping[str, str]) -> tuple[str, ...]:
-    """Paths of the modules that look like attention, and in which an example shows that nothing is multiplied with each other:
-    RWKV's, for instance. All that their weights write must reach other weights or the output, so that no operation that
-    cannot be watched hides a product. ``paths`` maps modules to base's, whose paths ``usage`` has."""
+def without_scores(
+    model: nn.Module, usage: Usage | None, paths: Mapping[str, str], scaling: Collection[str]
+) -> tuple[str, ...]:
+    """Paths of the modules that look like attention, and in which an example shows that nothing is multiplied with each other,
+    as in RWKV, or only vectors of length 1, as in Swin 2.
+
+    All that their weights write must reach other weights or the output, so that no operation that cannot be watched hides a
+    product. ``paths`` maps modules to base's, whose paths ``usage`` has; ``scaling`` holds the names of parameters that scale.
+    """
     if usage is None:
         return ()
-    products = {event.path for event in usage.events if event.kind == "dot"}
+    products = {event.path for event in usage.events if event.kind == "dot" and not event.is_normalised}
     found = []
     for attention in find_attentions(model):
         path = paths.get(attention.path, attention.path)
         named = attention.module.named_parameters(prefix=attention.path)
-        uses = [usage.uses[name] for name, parameter in named if name in usage.uses and sum(n > 1 for n in parameter.shape) > 1]
+        uses = [usage.uses[name] for name, parameter in named if name in scaling and sum(n > 1 for n in parameter.shape) > 1]
         followed = [use.is_inside or use.makes_output or use.makes_normed_output for use in uses if use.products]
         near = any(_inside(at, path) or _inside(path, at) for at in products)
         if followed and all(followed) and len(followed) == len(uses) and not near:

@@ -100,7 +100,7 @@ def planned(model: nn.Module, base: nn.Module, settings: Settings, *, has_values
     numbers_found = find_multipliers(model, base, depth.modules) if follows else []
     summed = in_sums(numbers_found, evidence.in_sums, depth.modules)
     multipliers = chosen([each for each in numbers_found if each not in summed], choice)
-    unscored = without_scores(model, evidence.usage, depth.modules)
+    unscored = without_scores(model, evidence.usage, depth.modules, {role.name for role in roles if role.scaling})
     refuse_scaled_twice(multipliers, depth, branches, choice)
     rows = tuple(_row(role, sparsity, numbers, initial, depth.m_depth(role.name)) for role in roles)
     output_factor = numbers.forward("unembedding", _output_width(roles) * sparsity.live)
@@ -366,7 +366,10 @@ def _own(summed: list[Multiplier]) -> list[Note]:
 
 def _unscored(paths: tuple[str, ...]) -> list[Note]:
     globs = dict.fromkeys(map(layer_glob, paths))
-    text = f"called attention, but no product of queries and keys was seen there, so no scale is needed: {', '.join(globs)}"
+    text = (
+        "called attention, but no product of queries and keys was seen there, or only of vectors of length 1, so no scale is "
+        f"needed: {', '.join(globs)}"
+    )
     return [Note("attention", text, False)] if paths else []
 
 

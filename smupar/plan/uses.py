@@ -39,6 +39,7 @@ class Event:
     join   a concatenation; ``sizes`` are the parts'
     part   a part of what ``weights`` wrote; ``sizes`` are (whole, part)
     dot    a sum of products of two activations; ``sizes`` is the number of summands
+    mix    a dot product of which one factor is a softmax of dot products: attention's sum over values
     """
 
     kind: str

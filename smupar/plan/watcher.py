@@ -227,7 +227,8 @@ class _Watcher(TorchDispatchMode):
         flow = replace(flows[0] | flows[1], is_data=True, shares=frozenset())
         if all(each.is_data for each in flows):
             tensor, dims = first
-            dot = self._event("dot", [tensor.shape[dim] for dim in dims], unit=all(each.mark == "unit" for each in flows))
+            kind = "mix" if flows[0].shares or flows[1].shares else "dot"
+            dot = self._event(kind, [tensor.shape[dim] for dim in dims], unit=all(each.mark == "unit" for each in flows))
             for number in flow.numbers:
                 self.usage.numbers[number].dots.add(dot)
             flow = replace(flow, scores=frozenset({dot}), numbers=frozenset())

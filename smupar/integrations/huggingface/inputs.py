@@ -50,6 +50,7 @@ def example(model: PreTrainedModel) -> dict[str, Any]:
         "pixel_values": _pixels,
         "input_features": _features,
         "input_values": _sound,
+        "past_values": _series,
     }
     name = model.main_input_name
     inputs = {name: makers[name](config, model)} if name in makers else dict(model.dummy_inputs)
@@ -105,6 +106,11 @@ def _sound(config: Any, model: nn.Module) -> Tensor:
     """Raw sound, as Wav2Vec2 reads it, or spectra, as AST does."""
     bins = getattr(config, "num_mel_bins", None)
     return _waves((1, NUM_SAMPLES) if bins is None else (1, config.max_length, bins), model)
+
+
+def _series(config: Any, model: nn.Module) -> Tensor:
+    """A time series of each channel."""
+    return _waves((1, config.context_length, getattr(config, "num_input_channels", 1)), model)
 
 
 def _waves(shape: tuple[int, ...], model: nn.Module) -> Tensor:
