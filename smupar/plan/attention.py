@@ -103,7 +103,7 @@ def without_scores(
         path = paths.get(attention.path, attention.path)
         named = attention.module.named_parameters(prefix=attention.path)
         uses = [usage.uses[name] for name, parameter in named if name in scaling and sum(n > 1 for n in parameter.shape) > 1]
-        followed = [use.is_inside or use.makes_output or use.makes_normed_output for use in uses if use.products]
+        followed = [use.is_inside or use.reaches_output for use in uses if use.products]
         near = any(_inside(at, path) or _inside(path, at) for at in products)
         if followed and all(followed) and len(followed) == len(uses) and not near:
             found.append(attention.path)

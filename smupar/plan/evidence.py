@@ -163,6 +163,15 @@ def _about_the_pass(tensors: list[ParameterView], usage: Usage) -> Iterator[Note
     if unused:
         shown = ", ".join(map(repr, unused[:4])) + (f" and {len(unused) - 4} more" if len(unused) > 4 else "")
         yield Note("unused", f"the example's forward pass does not use {shown}: roles there come from shapes and modules alone")
+    uses = [(tensor.name, usage.uses[tensor.name]) for tensor in matrices]
+    lost = [name for name, use in uses if use.products and not use.is_inside and not use.reaches_output]
+    blind = [name for name, use in uses if use.reads_constant]
+    if lost and blind:
+        yield Note(
+            "lost",
+            f"what {lost[0]!r} writes was lost from sight, and {blind[0]!r} reads something that comes from nowhere: an "
+            "operation that is not torch's may lie between them. Say with roles= what the weights around it are",
+        )
     for tensor in tensors:
         if len(tensor.shape) == 1 and tensor.scaling and any(product.in_dims for product in usage.uses[tensor.name].products):
             yield Note(

@@ -30,6 +30,12 @@ class Use:
     makes_output: bool = False  # what it writes reaches the output through no other weight that scales
     makes_normed_output: bool = False  # likewise, but divided by its own size on the way
     is_inside: bool = False  # what it writes reaches another weight that scales
+    reads_constant: bool = False  # a product reads what depends neither on the example nor on another weight
+
+    @property
+    def reaches_output(self) -> bool:
+        """Whether what it writes reaches the output."""
+        return self.makes_output or self.makes_normed_output
 
 
 @dataclass(frozen=True)

@@ -211,6 +211,7 @@ class _Watcher(TorchDispatchMode):
                 continue
             product = WeightProduct(tuple(sorted(reads)), tuple(sorted(writes)), not read.is_inside, read.joins)
             self.usage.uses[name].products.append(product)
+            self.usage.uses[name].reads_constant |= not read.is_data
         for name in outs.keys() - set(names):  # such as the lengths of weight norm
             self.usage.uses[name].by_element = True
         if not scales:

@@ -59,6 +59,19 @@ class ByKernel(TimeMix):
         return self.out(HiddenProduct.apply(self.key(x), self.value(x)))
 
 
+class Cosine(TimeMix):
+    """As Swin 2: queries and keys have length 1, so their products do not grow with the head."""
+
+    def forward(self, x):
+        q, k = nn.functional.normalize(self.key(x), dim=-1), nn.functional.normalize(self.value(x), dim=-1)
+        return self.out((10 * (q @ k.mT)).softmax(-1) @ x)
+
+
+class DotProduct(TimeMix):
+    def forward(self, x):
+        return self.out((self.key(x) @ self.value(x).mT).softmax(-1) @ x)
+
+
 class OneBlock(nn.Module):
     def __init__(self, width, kind):
         super().__init__()
@@ -68,7 +81,10 @@ class OneBlock(nn.Module):
         return self.head(self.attention(self.table(tokens)))
 
 
-@pytest.mark.parametrize(("kind", "reminders"), [(TimeMix, set()), (ByKernel, {"attention_scale"})])
+NEEDED = {"attention_scale"}
+
+
+@pytest.mark.parametrize(("kind", "reminders"), [(TimeMix, set()), (Cosine, set()), (ByKernel, NEEDED), (DotProduct, NEEDED)])
 def test_module_that_is_called_attention_needs_no_scale_if_it_shows_no_product(kind, reminders):
     tokens = torch.arange(8).reshape(2, 4)
     model, base = OneBlock(64, kind), OneBlock(16, kind)

@@ -179,7 +179,7 @@ class SizeRecorder:
         y = y.flatten()[:: max(1, y.numel() // 65536)].clone()
         if path not in self._first_outputs:
             self._first_outputs[path] = y
-        else:
+        elif y.shape == self._first_outputs[path].shape:  # an expert may get other tokens
             self._note(path, CHANGE, y - self._first_outputs[path])
 
     def _note(self, path: str, quantity: str, values: Tensor) -> None:

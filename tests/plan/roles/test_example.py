@@ -531,6 +531,23 @@ def test_examples_that_cannot_be_run_are_named_and_rules_without_them_hold(make,
     assert [row.lr_factors for row in plan] == [row.lr_factors for row in without]
 
 
+class ByNumpy(nn.Module):
+    """Leaves torch between two layers, as a kernel of another library would."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.before, self.after = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.after(torch.from_numpy(self.before(x).numpy().copy()))
+
+
+def test_weight_whose_output_is_lost_from_sight_is_named():
+    make = with_block(ByNumpy)
+    with pytest.warns(smupar.PlanWarning, match="what '1.before.weight' writes was lost.*'1.after.weight' reads something"):
+        smupar.make_plan(make(64), base=make(16), example=TOKENS)
+
+
 def test_question_says_that_the_example_could_not_be_run():
     make = with_block(LowRank)
     refusal(make(64), base=make(16), example=torch.zeros(2, 3), match="the example could not be run through base")
