@@ -68,9 +68,9 @@ class SampledCall:
         return effect * _factor(self.module) if self.kind.is_lookup else effect
 
     def _without_shifts(self, effect: Tensor, used: Tensor) -> Tensor:
-        """The effect less what the rows of one item share, if the loss does not depend on it. A vector that is added to all keys
-        of a sequence changes no attention, so the gradients of its rows add up to zero. What they share is no signal in the
-        update, and a sign of it falls with the width.
+        """The effect less what the rows of one item share, if the loss does not depend on it. A vector that is added to all
+        keys of a sequence changes no attention, so the gradients of its rows add up to zero. What they share is no signal in
+        the update, and a sign of it falls with the width.
 
         used   which of the call's rows the effect has
         """
